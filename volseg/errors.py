@@ -1,0 +1,87 @@
+"""Every exception that volseg raises on purpose.
+
+::
+
+    VolsegError
+    ├── ConfigError (ValueError)            a config that cannot be run as written
+    ├── DataError (ValueError)              a task folder, case or split that cannot be trained on
+    │   └── ReaderError                     a file that cannot be read as an image
+    ├── GridError (ValueError)              a volume whose sides a network or transform cannot take
+    ├── BatchFieldError (KeyError)          a field that a named module needs and the batch lacks, or the reverse
+    ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
+    ├── NonFiniteLossError (ArithmeticError) training diverged
+    └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
+        ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
+        ├── PartitionError (ValueError)     a module that cannot be cut as asked
+        └── PlacementError                  an illegal move of a placed module
+
+Each is also the builtin named in brackets, so callers need not import this module to catch it.
+A message says what was needed, what came, and how to mend it.
+"""
+
+__all__ = [
+    "BatchFieldError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GridError",
+    "NonFiniteLossError",
+    "ParallelError",
+    "PartitionError",
+    "PlacementError",
+    "ReaderError",
+    "UnsupportedOperatorError",
+    "VolsegError",
+]
+
+
+class VolsegError(Exception):
+    """Base of every error that volseg raises on purpose."""
+
+    # KeyError prints the repr of its argument; a sentence should read as one.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class ConfigError(VolsegError, ValueError):
+    """A config that cannot be run as written."""
+
+
+class DataError(VolsegError, ValueError):
+    """A task folder, case or split that cannot be trained on."""
+
+
+class ReaderError(DataError):
+    """A file that cannot be read as an image."""
+
+
+class GridError(VolsegError, ValueError):
+    """A volume whose sides a network or transform cannot take."""
+
+
+class BatchFieldError(VolsegError, KeyError):
+    """A field that a named module needs and the batch lacks, or produces and nobody named."""
+
+
+class CheckpointError(VolsegError, RuntimeError):
+    """A checkpoint that is absent, damaged, or of another run."""
+
+
+class NonFiniteLossError(VolsegError, ArithmeticError):
+    """Training diverged: the loss is not a finite number."""
+
+
+class ParallelError(VolsegError, RuntimeError):
+    """Devices, processes or shards that do not fit together."""
+
+
+class UnsupportedOperatorError(ParallelError, NotImplementedError):
+    """A torch function that has no sharded form here."""
+
+
+class PartitionError(ParallelError, ValueError):
+    """A module that cannot be cut as asked."""
+
+
+class PlacementError(ParallelError):
+    """A move of a module whose parameters have been placed on devices."""
