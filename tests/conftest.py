@@ -1,0 +1,44 @@
+"""What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def exact_and_seeded():
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _shared(folder: str) -> Path:
+    path = SHARED / folder
+    if not path.exists():
+        pytest.skip(f"real data are not at {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def msd_task04() -> Path:
+    """Return the folder of 208 real cases in MSD layout."""
+    return _shared("Task04_Hippocampus")
+
+
+@pytest.fixture(scope="session")
+def dicom_series() -> Path:
+    """Return the folder of one real DICOM series."""
+    return _shared("dicom/hippocampus_crop")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip tests that need devices this machine lacks."""
+    devices = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and devices < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))
