@@ -1,0 +1,175 @@
+"""Read every file once before training and name all bad cases at once, each in one sentence.
+
+A header can be right while the voxels are not, so files are read to their end. Cases are read by threads: the time goes
+into decompression, which runs beside Python.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.cases import Case, Task
+from volseg.data.readers import read_volume
+from volseg.errors import DataError, ReaderError
+
+__all__ = ["MISPLACED_VOXELS", "Problem", "check_case", "check_cases", "require_sound"]
+
+MISPLACED_VOXELS = 0.1
+"""How far a label's corner voxel may lie from the image's, in voxels of the image (shortest side).
+
+Rounded headers differ by a hundredth of a voxel over a long axis; the usual mistake, a shift by half a voxel, by 0.5.
+"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a case, where, and how to mend it."""
+
+    case: str
+    file: Path | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.message}"
+
+
+def check_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> list[Problem]:
+    """Check all cases; an empty list means that every one can be used.
+
+    Parameters
+    ----------
+    workers
+        Threads; by default one per core, at most 8, since each holds a case in memory.
+    progress
+        Called after each case, for instance ``bar.update``.
+    """
+    problems: list[Problem] = []
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as threads:
+        for found in threads.map(lambda case: check_case(case, task), cases):
+            problems.extend(found)
+            if progress is not None:
+                progress()
+    return problems
+
+
+def check_case(case: Case, task: Task) -> list[Problem]:
+    """Read a case to its end and return what keeps it from being used.
+
+    A case without ``label`` is checked as one to predict.
+    """
+    found: list[Problem] = []
+    volumes: dict[str, MetaTensor] = {}
+    for field, check in (("image", _image_faults), ("label", _label_faults)):
+        if field not in case:
+            continue
+        try:
+            volumes[field] = read_volume(case[field])
+        except ReaderError as fault:
+            found.append(Problem(case["case"], Path(case[field]), str(fault)))
+            continue
+        faults = check(volumes[field], task)
+        found.extend(Problem(case["case"], Path(case[field]), f"{case[field]} {fault}") for fault in faults)
+    if len(volumes) == 2:
+        faults = _grid_faults(volumes["image"], volumes["label"])
+        found.extend(Problem(case["case"], Path(case["label"]), f"{case['label']} {fault}") for fault in faults)
+    return found
+
+
+def require_sound(problems: Sequence[Problem]) -> None:
+    """Raise one error that names every bad case.
+
+    Raises
+    ------
+    DataError
+        There is a problem; one line each.
+    """
+    if problems:
+        cases = len({problem.case for problem in problems})
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise DataError(
+            f"{cases} case(s) cannot be used:\n{lines}\nmend them, or set data.skip_bad to leave them out of training"
+        )
+
+
+def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
+    channels = image.as_tensor()
+    if len(channels) != task.num_channels:
+        yield (
+            f"has {len(channels)} channel(s), but dataset.json declares {task.num_channels} "
+            f"({', '.join(task.modalities)}); mend the file or 'modality'"
+        )
+    if fault := _not_finite(channels):
+        yield fault
+        return
+    for index, channel in enumerate(channels):
+        if channel.min() == channel.max():
+            where = f" in channel {index}" if len(channels) > 1 else ""
+            yield f"is constant{where}: every voxel is {channel.min().item():g}; export the image again"
+
+
+def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
+    voxels = label.as_tensor()
+    if len(voxels) != 1:
+        yield f"has {len(voxels)} channels; a label map needs one, with a number per structure"
+    if fault := _not_finite(voxels):
+        yield fault
+        return
+    values = voxels.unique()
+    if (broken := values[values != values.round()]).numel():
+        yield (
+            f"holds values that are no integers ({_listed(broken)}); "
+            "it was probably resampled linearly, so export it again with nearest neighbours"
+        )
+        return
+    declared = torch.tensor(sorted(task.labels), dtype=values.dtype)
+    if (unknown := values[~torch.isin(values, declared)]).numel():
+        count = int(torch.isin(voxels, unknown).sum())
+        yield (
+            f"holds {_listed(unknown)} in {count} voxel(s), but dataset.json declares {sorted(task.labels)}; "
+            "mend the label map or declare the value"
+        )
+    if not (values > 0).any():
+        yield "holds background only; label the structures or leave the case out"
+
+
+def _grid_faults(image: MetaTensor, label: MetaTensor) -> Iterable[str]:
+    shape, wanted = tuple(label.shape[1:]), tuple(image.shape[1:])
+    if shape != wanted:
+        yield f"has the shape {shape}, but its image has {wanted}; resample the label map onto the image's grid"
+        return
+    # Voxel centres at the corners: two affine maps differ most at one of them.
+    corners = torch.tensor(
+        [[*corner, 1.0] for corner in product(*((0.0, n - 1.0) for n in wanted))], dtype=torch.float64
+    )
+    away = (corners @ (image.affine - label.affine).T)[:, :3].norm(dim=1).max().item()
+    side = image.affine[:3, :3].norm(dim=0).min().item()
+    if away > MISPLACED_VOXELS * side:
+        yield (
+            f"lies up to {away:.3g} mm away from its image (at most {MISPLACED_VOXELS * side:.3g} mm, "
+            f"{MISPLACED_VOXELS:g} voxel); copy the image's affine if the voxels correspond, else resample"
+        )
+
+
+def _not_finite(voxels: Tensor) -> str | None:
+    bad = ~voxels.isfinite()
+    if not bad.any():
+        return None
+    first = tuple(bad.nonzero()[0].tolist())
+    return (
+        f"holds {int(bad.sum())} voxel(s) that are NaN or infinite, the first at (c, i, j, k) = {first}; "
+        "replace them, for instance by the value of air"
+    )
+
+
+def _listed(values: Tensor, most: int = 5) -> str:
+    shown = ", ".join(f"{value:g}" for value in values[:most].tolist())
+    return shown + (f" and {len(values) - most} more" if len(values) > most else "")

@@ -1,0 +1,120 @@
+"""Read a folder that holds one DICOM series.
+
+SimpleITK (GDCM) reads and sorts the slices. Their place is taken from each slice's own ``ImagePositionPatient``: ITK
+takes an even stack for granted, so that a missing slice would stretch the patient, and it straightens the slices of a
+tilted gantry.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monai.data import MetaTensor
+
+from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
+from volseg.data.volume import as_volume
+from volseg.errors import ReaderError
+
+__all__ = ["read_dicom_series"]
+
+POSITION, ORIENTATION = "0020|0032", "0020|0037"
+
+TOLERANCE = 0.05
+"""Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
+
+A missing slice moves another one by at least half that distance; positions rounded by a scanner stay far below.
+"""
+
+
+def read_dicom_series(folder: Path) -> MetaTensor:
+    """Read the only series of ``folder`` as ``(1, D, H, W)`` float32 with its RAS+ affine; W counts the slices.
+
+    Raises
+    ------
+    ReaderError
+        No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
+    """
+    series = simpleitk().ImageSeriesReader()
+    files = _only_series(folder, series)
+    series.SetFileNames(files)
+    series.MetaDataDictionaryArrayUpdateOn()
+    try:
+        image = series.Execute()
+    except RuntimeError as fault:
+        raise ReaderError(
+            f"{folder}: SimpleITK cannot read its {len(files)} DICOM files as one volume; "
+            "a file is truncated, or the slices differ in size"
+        ) from fault
+    voxels = image_voxels(image, folder)
+    affine = image_affine(image)
+    if len(files) > 1:
+        affine[:, 2] = lps_to_ras(_stack(series, [Path(file) for file in files], folder))
+    return as_volume(voxels, affine, folder, stored=voxels.dtype)
+
+
+def _only_series(folder: Path, series: Any) -> tuple[str, ...]:
+    """Return the sorted files of the only series in ``folder``."""
+    ids = series.GetGDCMSeriesIDs(str(folder))
+    if not ids:
+        raise ReaderError(f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves")
+    by_id = {uid: series.GetGDCMSeriesFileNames(str(folder), uid) for uid in ids}
+    if len(by_id) > 1:
+        found = "; ".join(
+            f"{uid} ({len(files)} files, {Path(files[0]).name} ...)" for uid, files in sorted(by_id.items())
+        )
+        raise ReaderError(f"{folder} holds {len(by_id)} DICOM series: {found}; put each into a folder of its own")
+    [files] = by_id.values()
+    readable = {Path(file).name for file in files}
+    damaged = sorted(path.name for path in folder.glob("*.dcm") if path.name not in readable | _hidden(folder))
+    if damaged:
+        raise ReaderError(
+            f"{folder / damaged[0]} is no readable DICOM file; fetch it again or take it out of the series"
+        )
+    return files
+
+
+def _hidden(folder: Path) -> set[str]:
+    """Names of the files that macOS leaves in archives."""
+    return {path.name for path in folder.glob(".*")}
+
+
+def _stack(series: Any, files: list[Path], folder: Path) -> np.ndarray:
+    """Return the step (mm, LPS, homogeneous) from a slice to the next one.
+
+    Raises
+    ------
+    ReaderError
+        Slices are missing, doubled or turned against each other.
+    """
+    positions = np.array([_numbers(series, index, POSITION, 3, files) for index in range(len(files))])
+    orientations = np.array([_numbers(series, index, ORIENTATION, 6, files) for index in range(len(files))])
+    turned = np.abs(orientations - orientations[0]).max(axis=1)
+    if turned.max() > 1e-3:
+        raise ReaderError(
+            f"{folder}: {files[int(turned.argmax())].name} is turned against {files[0].name}; "
+            "a volume needs parallel slices, so take out localizers and the like"
+        )
+    step = (positions[-1] - positions[0]) / (len(files) - 1)
+    even = positions[0] + np.arange(len(files))[:, None] * step
+    away = np.linalg.norm(positions - even, axis=1)
+    if not away.max() <= TOLERANCE * np.linalg.norm(step):
+        gaps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
+        odd = int(np.abs(gaps - np.median(gaps)).argmax())
+        raise ReaderError(
+            f"{folder}: the {len(files)} slices are not evenly spaced: {gaps[odd]:g} mm between {files[odd].name} and "
+            f"{files[odd + 1].name}, {np.median(gaps):g} mm elsewhere; a slice is missing or doubled"
+        )
+    return np.append(step, 0.0)
+
+
+def _numbers(series: Any, index: int, tag: str, count: int, files: list[Path]) -> list[float]:
+    text = series.GetMetaData(index, tag) if series.HasMetaDataKey(index, tag) else ""
+    try:
+        numbers = [float(part) for part in text.split("\\")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count:
+        raise ReaderError(
+            f"{files[index]} needs {count} numbers in DICOM tag ({tag.replace('|', ',')}), but has {text!r}"
+        )
+    return numbers

@@ -1,0 +1,111 @@
+"""Readers: from the path in a field of a case to voxels and their place in the patient.
+
+The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD. Voxels keep the order of the
+file; turning them to RAS+ axes is a transform, so that it can be inverted.
+"""
+
+from collections.abc import Callable, Sequence
+from os import fspath
+from pathlib import Path
+
+from monai.data import MetaTensor
+
+from volseg.data.cases import Case
+from volseg.data.dicom import read_dicom_series
+from volseg.data.itk import read_itk
+from volseg.data.nifti import read_nifti
+from volseg.errors import BatchFieldError, ReaderError
+
+__all__ = ["SUFFIXES", "Read", "read_volume", "stem"]
+
+SUFFIXES: dict[str, Callable[[Path], MetaTensor]] = {
+    ".nii.gz": read_nifti,
+    ".nii": read_nifti,
+    ".mha": read_itk,
+    ".mhd": read_itk,
+    ".nrrd": read_itk,
+    ".nhdr": read_itk,
+}
+"""The reader of each kind of file; a folder is read as a DICOM series."""
+
+
+class Read:
+    """Replace the paths in some fields of a case by what they hold.
+
+    Parameters
+    ----------
+    fields
+        The fields to read; every case must have them. For prediction that is ``["image"]``.
+
+    Examples
+    --------
+    >>> Read(["image", "label"])
+    Read(['image', 'label'])
+    """
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self.fields = [fields] if isinstance(fields, str) else list(fields)
+
+    def __repr__(self) -> str:
+        return f"Read({self.fields})"
+
+    def __call__(self, case: Case) -> Case:
+        """Return a copy of ``case`` whose fields are MetaTensors ``(C, D, H, W)``, float32.
+
+        Raises
+        ------
+        BatchFieldError
+            The case lacks a field.
+        ReaderError
+            A file cannot be read; the message names case and file.
+        """
+        name = case.get("case", "(without id)")
+        if missing := [field for field in self.fields if field not in case]:
+            raise BatchFieldError(f"case {name}: Read needs {missing}, but the case has {sorted(case)}")
+        read = dict(case)
+        for field in self.fields:
+            if not isinstance(case[field], (str, Path)):
+                raise ReaderError(f"case {name}: {field} should be a path, got {type(case[field]).__name__}")
+            try:
+                read[field] = read_volume(case[field])
+            except ReaderError as fault:
+                raise ReaderError(f"case {name}, {field}: {fault}") from fault
+        return read
+
+
+def read_volume(path: str | Path) -> MetaTensor:
+    """Read a file, or a folder with one DICOM series, as ``(C, D, H, W)`` float32.
+
+    ``affine`` maps voxel indices to RAS+ mm (float64). ``meta`` holds ``filename_or_obj``, ``original_affine``,
+    ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``.
+
+    Raises
+    ------
+    ReaderError
+        The path does not exist, or its content cannot be read as a volume.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ReaderError(f"{path} does not exist; check the path")
+    if path.is_dir():
+        return read_dicom_series(path)
+    for suffix, read in SUFFIXES.items():
+        if path.name.lower().endswith(suffix):
+            return read(path)
+    advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
+    raise ReaderError(
+        f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"
+    )
+
+
+def stem(path: str | Path) -> str:
+    """Return the name of a file without folder and image suffix: its case id.
+
+    >>> stem("imagesTr/hippocampus_001.nii.gz")
+    'hippocampus_001'
+    """
+    name = Path(fspath(path)).name
+    for suffix in SUFFIXES:
+        if name.lower().endswith(suffix):
+            return name[: -len(suffix)]
+    return name

@@ -1,0 +1,144 @@
+"""Which cases train and which validate.
+
+The folds are nnU-Net's: scikit-learn's ``KFold(5, shuffle=True, random_state=12345)`` over the sorted case ids, so that
+a Dice can be compared with published ones fold by fold. scikit-learn itself is not needed for ten lines of it.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from volseg.config.nearest import did_you_mean
+from volseg.errors import DataError
+
+__all__ = ["Split", "folds", "read_splits", "write_splits"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Case ids to train on and case ids to validate on."""
+
+    training: tuple[str, ...]
+    validation: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.training or not self.validation:
+            raise DataError(
+                "a split needs cases on both sides, "
+                f"got {len(self.training)} for training and {len(self.validation)} for validation"
+            )
+        for side, ids in (("training", self.training), ("validation", self.validation)):
+            if doubled := [name for name, count in Counter(ids).items() if count > 1]:
+                raise DataError(f"{_some(doubled)} stand twice among the {side} cases; keep each once")
+        if shared := sorted(set(self.training) & set(self.validation)):
+            raise DataError(f"{_some(shared)} stand in training and in validation; keep each in one of them")
+
+
+def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Split]:
+    """Return nnU-Net's folds; each case validates exactly once.
+
+    Parameters
+    ----------
+    ids
+        Case ids in any order: they are sorted first, as nnU-Net does.
+
+    Raises
+    ------
+    DataError
+        Fewer cases than folds, fewer than two folds, or an id twice.
+
+    References
+    ----------
+    .. [1] Isensee et al., nnU-Net, Nat. Methods 18 (2021), 203-211, doi:10.1038/s41592-020-01008-z.
+
+    Examples
+    --------
+    >>> folds(["c", "a", "b"], num_folds=3)[0]
+    Split(training=('b', 'c'), validation=('a',))
+    """
+    names = sorted(ids)
+    if doubled := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"case ids must be unique, but {_some(doubled)} came twice")
+    if not 2 <= num_folds <= len(names):
+        raise DataError(f"{num_folds} folds need at least 2 folds and as many cases as folds, got {len(names)} cases")
+    order = np.arange(len(names))
+    # The legacy generator on purpose: scikit-learn's folds are defined by it.
+    np.random.RandomState(seed).shuffle(order)
+    sizes = [len(names) // num_folds + (fold < len(names) % num_folds) for fold in range(num_folds)]
+    ends = list(accumulate(sizes))
+    splits = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        chosen = set(order[start:end].tolist())
+        splits.append(
+            Split(
+                training=tuple(name for index, name in enumerate(names) if index not in chosen),
+                validation=tuple(name for index, name in enumerate(names) if index in chosen),
+            )
+        )
+    return splits
+
+
+def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:
+    """Write splits in the shape of nnU-Net's ``splits_final.json``, all or nothing."""
+    path = Path(path)
+    text = json.dumps([{"train": split.training, "val": split.validation} for split in splits], indent=1)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Split]:
+    """Read splits in the shape of nnU-Net's ``splits_final.json``: ``[{"train": [...], "val": [...]}, ...]``.
+
+    Parameters
+    ----------
+    ids
+        The cases there are; an id beyond them is refused. A split need not use all of them.
+
+    Raises
+    ------
+    DataError
+        The file has another shape, or a split overlaps, repeats an id or names an unknown one.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{path} cannot be read as a split file: {fault}") from fault
+    if not isinstance(content, list) or not content:
+        raise DataError(f'{path} should be a list of folds, [{{"train": [...], "val": [...]}}, ...]')
+    known = None if ids is None else set(ids)
+    return [_split(entry, f"{path}, fold {fold}", known) for fold, entry in enumerate(content)]
+
+
+def _split(entry: object, where: str, known: set[str] | None) -> Split:
+    if not isinstance(entry, dict) or set(entry) != {"train", "val"}:
+        raise DataError(f'{where} should be {{"train": [...], "val": [...]}}, got {_shape(entry)}')
+    for side, ids in entry.items():
+        if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+            raise DataError(f"{where}: {side!r} should be a list of case ids (strings)")
+        if known is not None and (unknown := [name for name in ids if name not in known]):
+            raise DataError(
+                f"{where}: {side!r} names {_some(unknown)}, not in the task; {did_you_mean(unknown[0], known)}"
+            )
+    try:
+        return Split(training=tuple(entry["train"]), validation=tuple(entry["val"]))
+    except DataError as fault:
+        raise DataError(f"{where}: {fault}") from None
+
+
+def _shape(entry: object) -> str:
+    return f"keys {sorted(entry)}" if isinstance(entry, dict) else type(entry).__name__
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    """List the first names, and count the rest."""
+    rest = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,212 @@
+"""A data set that needs no download: two touching structures in noisy, tilted, unevenly scaled volumes.
+
+The anatomy is drawn in the patient's millimetres and then looked at through a grid, so that spacing, orientation and
+tilt change the voxels but never the anatomy. It follows the hippocampus of MSD Task04: a bent tube, thick in front
+(``Anterior``) and thin behind (``Posterior``), of one grey value, beside a dark ventricle and other grey matter; the
+border between the two labels shows only in the shape and in a faint change of intensity.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from pathlib import Path
+
+import nibabel
+import numpy as np
+from scipy.ndimage import gaussian_filter
+from scipy.spatial.transform import Rotation
+
+from volseg.errors import DataError
+
+__all__ = ["make_task"]
+
+ORIGIN = "volseg.data.synthetic"
+FOLDERS = ("imagesTr", "labelsTr", "imagesTs")
+ORIENTATIONS = [(order, signs) for order in permutations(range(3)) for signs in product((1, -1), repeat=3)]
+"""The 48 ways to lay voxel axes along the patient's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A box of voxels and the map from their indices to RAS+ mm."""
+
+    shape: tuple[int, int, int]
+    affine: np.ndarray
+
+    def positions(self) -> np.ndarray:
+        """Return the place of each voxel centre, ``(D, H, W, 3)``."""
+        indices = np.moveaxis(np.indices(self.shape, dtype=np.float64), 0, -1)
+        return indices @ self.affine[:3, :3].T + self.affine[:3, 3]
+
+
+def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed: int = 0) -> Path:
+    """Write a task folder in MSD layout; the same arguments write the same bytes.
+
+    Parameters
+    ----------
+    root
+        A folder that is new, empty, or this function's own earlier output, which is then replaced.
+    num_cases, num_test
+        Cases with and without labels. Case ``n`` depends on ``seed`` and ``n`` only.
+
+    Returns
+    -------
+    Path
+        ``root``.
+
+    Raises
+    ------
+    DataError
+        ``root`` holds something else, or a count is out of range.
+    """
+    root = Path(root)
+    if num_cases < 2 or num_test < 0:
+        raise DataError(f"need num_cases >= 2 and num_test >= 0, got {num_cases=}, {num_test=}")
+    _clear(root)
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    names = [f"synthetic_{number:03d}" for number in range(1, num_cases + num_test + 1)]
+    # The manifest comes first: it marks a folder as ours, should the writing be interrupted.
+    _write_manifest(root, names[:num_cases], names[num_cases:])
+    for number, name in enumerate(names):
+        image, label = _case(np.random.default_rng([seed, number]))
+        if number < num_cases:
+            nibabel.save(image, root / "imagesTr" / f"{name}.nii.gz")
+            nibabel.save(label, root / "labelsTr" / f"{name}.nii.gz")
+        else:
+            nibabel.save(image, root / "imagesTs" / f"{name}.nii.gz")
+    return root
+
+
+def _clear(root: Path) -> None:
+    """Remove an earlier output of ours, and nothing else."""
+    if root.exists() and not root.is_dir():
+        raise DataError(f"{root} is a file; name a new or an empty folder")
+    if not root.exists() or not any(root.iterdir()):
+        return
+    manifest = root / "dataset.json"
+    try:
+        ours = json.loads(manifest.read_text(encoding="utf-8")).get("reference") == ORIGIN
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise DataError(f"{root} is not empty and was not made by volseg; name a new or an empty folder")
+    for folder in FOLDERS:
+        for path in (root / folder).glob("synthetic_*.nii.gz"):
+            path.unlink()
+
+
+def _write_manifest(root: Path, training: list[str], test: list[str]) -> None:
+    manifest = {
+        "name": "Synthetic",
+        "description": "Two touching structures, drawn by a program",
+        "reference": ORIGIN,
+        "licence": "CC0-1.0",
+        "tensorImageSize": "3D",
+        "modality": {"0": "MRI"},
+        "labels": {"0": "background", "1": "Anterior", "2": "Posterior"},
+        "numTraining": len(training),
+        "numTest": len(test),
+        "training": [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in training],
+        "test": [f"./imagesTs/{name}.nii.gz" for name in test],
+    }
+    partial = root / ".dataset.json.partial"
+    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, root / "dataset.json")
+
+
+def _case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]:
+    """Draw one patient: anatomy, then the scanner's grid, then what the scanner adds."""
+    grid = _grid(rng)
+    positions = grid.positions()
+    clean, label = _anatomy(positions, rng)
+    image = _scan(clean, positions, rng)
+    return _nifti(_digitise(image, rng), grid.affine), _nifti(label, grid.affine)
+
+
+def _grid(rng: np.random.Generator) -> Grid:
+    """Lay 32 to 48 voxels a side around the origin, in any orientation, half of the time obliquely."""
+    spacing = rng.uniform(0.9, 1.2, size=3)
+    order, signs = ORIENTATIONS[rng.integers(len(ORIENTATIONS))]
+    extent = np.array([38.0, 46.0, 38.0])[list(order)]  # mm, along the voxel axes
+    shape = np.clip(np.round(extent / spacing), 32, 48).astype(int)
+    axes = np.zeros((3, 3))
+    axes[list(order), range(3)] = signs
+    if rng.random() < 0.5:
+        axes = Rotation.from_euler("xyz", rng.uniform(-12, 12, size=3), degrees=True).as_matrix() @ axes
+    affine = np.eye(4)
+    affine[:3, :3] = axes * spacing
+    affine[:3, 3] = -affine[:3, :3] @ ((shape - 1) / 2) + rng.uniform(-1.5, 1.5, size=3)
+    return Grid((int(shape[0]), int(shape[1]), int(shape[2])), affine)
+
+
+def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return noise-free intensities, about 0 to 1, and the label map."""
+    along = np.linspace(0.0, 1.0, 48)  # from the head in front to the tail behind
+    side = rng.choice((-1.0, 1.0))  # left or right hippocampus
+    length, bend, rise = rng.uniform(28, 34), rng.uniform(3, 6) * side, rng.uniform(2, 6)
+    curve = np.stack([bend * (2 * along - 1) ** 2 - bend / 2, length * (0.5 - along), rise * (along - 0.5)], axis=1)
+    head, tail = rng.uniform(5.5, 7.0), rng.uniform(3.2, 4.2)
+    radius = tail + (head - tail) / (1 + np.exp((along - rng.uniform(0.34, 0.42)) / 0.06))
+    border = rng.uniform(0.42, 0.48)
+    depth, nearest = _depth(positions, curve, radius)
+    front = along[nearest] < border
+    label = np.where(depth > 0, np.where(front, 1, 2), 0).astype(np.uint8)
+
+    white = 0.75 + 0.04 * _texture(positions.shape[:3], 3.0, rng)
+    ventricle, _ = _depth(
+        positions, curve + np.array([0.9 * head * side, 2.0, 5.0]), np.full(48, rng.uniform(1.5, 2.5))
+    )
+    cortex, _ = _depth(positions, curve + np.array([0.0, -3.0, -13.0]), np.full(48, rng.uniform(2.0, 3.0)))
+    image = white
+    for inside, value in ((cortex, 0.5), (ventricle, 0.12), (depth, np.where(front, 0.5, 0.45))):
+        share = 1 / (1 + np.exp(-inside / 0.35))  # partial volume over about one voxel
+        image = share * value + (1 - share) * image
+    return image, label
+
+
+def _depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how deep each voxel lies in a tube (mm, negative outside) and the point of the curve that decides."""
+    best = np.full(positions.shape[:3], -np.inf)
+    nearest = np.zeros(positions.shape[:3], dtype=np.intp)
+    for index, (centre, size) in enumerate(zip(curve, radius, strict=True)):
+        inside = size - np.sqrt(((positions - centre) ** 2).sum(axis=-1))
+        closer = inside > best
+        best[closer] = inside[closer]
+        nearest[closer] = index
+    return best, nearest
+
+
+def _texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
+    """Smooth noise of unit variance; ``width`` in voxels."""
+    smooth = gaussian_filter(rng.standard_normal(shape), width)
+    return smooth / smooth.std()
+
+
+def _scan(clean: np.ndarray, positions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Add a bias field and Rician noise, as a receiver coil and a magnitude image do."""
+    x, y, z = np.moveaxis(positions, -1, 0) / 20.0
+    terms: Iterator[np.ndarray] = iter((x, y, z, x * y, y * z, x * z, x * x, y * y, z * z))
+    bias = np.exp(sum(rng.normal(0, 0.06) * term for term in terms))
+    noise = rng.uniform(0.02, 0.05)
+    real, imaginary = rng.normal(0, noise, size=(2, *clean.shape))
+    return np.hypot(clean * bias + real, imaginary)
+
+
+def _digitise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Store as uint8, int16 or float32, at scales that differ by orders of magnitude between cases."""
+    kind = rng.integers(3)
+    if kind == 0:
+        return np.round(image / image.max() * 255).astype(np.uint8)
+    scale = 10 ** rng.uniform(2, 4)
+    return np.round(image * scale).astype(np.int16) if kind == 1 else (image * scale).astype(np.float32)
+
+
+def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
+    image = nibabel.Nifti1Image(voxels, affine)
+    image.header.set_xyzt_units("mm")
+    image.set_sform(affine, code="scanner")
+    image.set_qform(affine, code="scanner")
+    return image

@@ -1,0 +1,73 @@
+"""Voxels and the map that places them in the patient, as every reader returns them.
+
+MONAI's MetaTensor carries both, so its transforms can be used and inverted. Beside MONAI's own keys, ``meta`` holds
+what a writer needs to put a prediction back beside the file that was read.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from monai.utils import SpaceKeys
+
+from volseg.errors import ReaderError
+
+__all__ = ["SCANNER_ANATOMICAL", "as_volume"]
+
+SCANNER_ANATOMICAL = 1
+"""NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: coordinates of the scanner."""
+
+
+def as_volume(
+    voxels: np.ndarray,
+    affine: np.ndarray,
+    path: Path,
+    *,
+    stored: np.dtype,
+    sform_code: int = SCANNER_ANATOMICAL,
+    qform_code: int = SCANNER_ANATOMICAL,
+) -> MetaTensor:
+    """Bind voxels to their place in the patient.
+
+    Parameters
+    ----------
+    voxels
+        ``(C, D, H, W)`` in the order of the file's own voxel axes.
+    affine
+        4 x 4, voxel index (i, j, k) to RAS+ position (mm).
+    stored
+        The voxel type of the file.
+    sform_code, qform_code
+        NIfTI's codes for the meaning of the affine; a file of another format counts as scanner coordinates.
+
+    Raises
+    ------
+    ReaderError
+        The voxels are no numbers, there are none, or the affine does not place them in three dimensions.
+    """
+    if stored.kind not in "biuf":
+        raise ReaderError(f"{path} stores voxels of type {stored}; convert them to integers or floats")
+    if voxels.ndim != 4 or 0 in voxels.shape:
+        raise ReaderError(
+            f"{path} needs three axes with at least one voxel each, but has (C, D, H, W) = {voxels.shape}"
+        )
+    affine = np.asarray(affine, dtype=np.float64)
+    if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
+        raise ReaderError(
+            f"{path} has the affine {affine[:3].tolist()}, which does not place voxels in three dimensions; "
+            "mend the header (spacing and direction)"
+        )
+    # A value beyond float32 becomes inf here, and the data check reports it with its file.
+    with np.errstate(over="ignore", invalid="ignore"):
+        data = torch.from_numpy(np.array(voxels, dtype=np.float32, order="C"))
+    meta = {
+        "filename_or_obj": str(path),
+        "original_affine": torch.from_numpy(affine.copy()),
+        "spatial_shape": tuple(voxels.shape[1:]),
+        "original_dtype": stored.name,
+        "sform_code": sform_code,
+        "qform_code": qform_code,
+        "space": SpaceKeys.RAS,
+    }
+    return MetaTensor(data, affine=torch.from_numpy(affine), meta=meta)
