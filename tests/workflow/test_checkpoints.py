@@ -1,0 +1,124 @@
+"""Nothing is lost, and a resumed training ends where the uninterrupted one ends."""
+
+import resource
+
+import pytest
+import torch
+
+from volseg.errors import CheckpointError
+from volseg.workflow import Checkpoints, Hook, load_checkpoint, save_checkpoint
+from volseg.workflow.checkpoints import BEST, LATEST
+
+
+class StopAt(Hook):
+    def __init__(self, epoch, position):
+        self.at = (epoch, position)
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == self.at:
+            raise InterruptedError
+
+
+def final_state(training):
+    state = training.state_dict()
+    return {name: state[name] for name in ("model", "optimizer", "average", "random", "epoch", "position")}
+
+
+def assert_same(one, other):
+    """Bit for bit, through dicts and lists."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("stop", [(0, 4), (1, 1), (2, 6)])
+def test_a_resumed_training_ends_bit_for_bit_where_the_uninterrupted_one_ends(make_training, tmp_path, stop):
+    options = {"average_decay": 0.9, "schedule": lambda progress: 1 - progress, "clip": 1.0}
+    whole = make_training(**options)
+    whole.run()
+
+    class SaveAt(StopAt):
+        def on_batch_end(self, training, fields):
+            if (training.epoch, training.position) == self.at:
+                save_checkpoint(training.state_dict(), tmp_path / LATEST)
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        make_training(**options, hooks=[SaveAt(*stop)]).run()
+    resumed = make_training(**options, seed=99)
+    resumed.load_state_dict(load_checkpoint(tmp_path / LATEST))
+    resumed.run()
+
+    assert_same(final_state(resumed), final_state(whole))
+    assert [r.losses for r in resumed.history] == [r.losses for r in whole.history]
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
+    path = tmp_path / LATEST
+    save_checkpoint({"weight": torch.ones(10)}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond this fails as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"latest\.pt could not be written .*the one written before is still"):
+            save_checkpoint({"weight": torch.randn(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    torch.testing.assert_close(load_checkpoint(path)["weight"], torch.ones(10))
+    assert [file.name for file in tmp_path.iterdir()] == [LATEST]
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"format": 1, "model": Harmful()}, tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match=r"bad\.pt is damaged or not a volseg checkpoint"):
+        load_checkpoint(tmp_path / "bad.pt")
+
+
+def test_absent_truncated_foreign_and_newer_checkpoints_say_so(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*none\.pt; train first"):
+        load_checkpoint(tmp_path / "none.pt")
+    whole = save_checkpoint({"weight": torch.ones(1000)}, tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"half\.pt is damaged"):
+        load_checkpoint(tmp_path / "half.pt")
+    torch.save(torch.ones(1), tmp_path / "tensor.pt")
+    with pytest.raises(CheckpointError, match=r"tensor\.pt holds no volseg checkpoint"):
+        load_checkpoint(tmp_path / "tensor.pt")
+    torch.save({"format": 99}, tmp_path / "newer.pt")
+    with pytest.raises(CheckpointError, match="format 99, this volseg reads up to 1: update volseg"):
+        load_checkpoint(tmp_path / "newer.pt")
+
+
+def test_a_checkpoint_of_another_network_is_refused(make_training):
+    state = make_training().state_dict()
+    state["model"]["layers.0.weight"] = torch.zeros(9, 1, 3, 3, 3)
+    with pytest.raises(CheckpointError, match=r"(?s)not of this network and optimizer.*layers\.0\.weight"):
+        make_training().load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"training\.ema"):
+        make_training(average_decay=0.9).load_state_dict(make_training().state_dict())
+
+
+def test_latest_and_best_are_written_with_the_metadata(make_training, tmp_path):
+    class Validation:
+        score, scores = 0.5, {}
+
+        def __call__(self):
+            return self
+
+    hook = Checkpoints(tmp_path, every_minutes=60, metadata=lambda: {"config": {"name": "x"}})
+    make_training(validation=Validation(), hooks=[hook]).run()
+    assert load_checkpoint(tmp_path / BEST)["epoch"] == 1
+    latest = load_checkpoint(tmp_path / LATEST)
+    assert (latest["epoch"], latest["config"]) == (3, {"name": "x"})

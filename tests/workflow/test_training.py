@@ -1,0 +1,201 @@
+"""The loop against the same steps written by hand, and its refusals."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from volseg.errors import ConfigError, NonFiniteLossError
+from volseg.workflow import Hook, Named, Patience, Training
+
+
+class Validated:
+    """A validation whose scores are given."""
+
+    def __init__(self, *scores):
+        self.remaining = list(scores)
+
+    def __call__(self):
+        self.score = self.remaining.pop(0)
+        self.scores = {"dice/anterior": self.score}
+        return self
+
+
+class Events(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda training, *rest: self.seen.append(name)
+        return super().__getattribute__(name)
+
+
+def weights(training):
+    return {name: p.detach().clone() for name, p in training.network.state_dict().items()}
+
+
+def test_the_loop_equals_the_steps_written_by_hand(make_training):
+    training, reference = make_training(clip=0.5), make_training()
+    training.run()
+
+    net, optimizer = reference.network.train(), reference.optimizer
+    torch.manual_seed(7)  # as when the training was made: the dropout of both draws the same
+    type(net)()
+    for epoch in range(3):
+        for batch in reference.batches.epoch(epoch):
+            optimizer.zero_grad()
+            cross_entropy(net(batch["image"]), batch["label"]).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+    torch.manual_seed(0)
+    again = make_training(clip=0.5)
+    again.run()
+    torch.testing.assert_close(weights(training), weights(again), rtol=0, atol=0)
+    torch.testing.assert_close(weights(training), weights(reference), rtol=0, atol=0)
+
+
+def test_accumulated_batches_equal_one_large_batch(make_training):
+    """Without batch norm the mean of two gradients is the gradient of the joined batch."""
+
+    class Joined:
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            pairs = list(make_training().batches.epoch(0))
+            for one, two in zip(pairs[::2], pairs[1::2], strict=True):
+                yield {name: torch.cat([one[name], two[name]]) for name in ("image", "label")}
+
+    small, large = (
+        make_training(dropout=False, accumulate=2, epochs=1),
+        make_training(Joined(), dropout=False, epochs=1),
+    )
+    for training in (small, large):
+        training.network.layers[1] = nn.Identity()
+    small.run()
+    large.run()
+    # float32: the two sums add up in another order.
+    torch.testing.assert_close(weights(small), weights(large), rtol=1e-5, atol=1e-6)
+
+
+def test_weighted_losses_add_up_and_are_recorded_apart(make_training):
+    losses = [
+        Named(cross_entropy, ["logits", "label"], ["ce"]),
+        Named(lambda logits: logits.square().mean(), ["logits"], ["size"]),
+    ]
+    record = make_training(losses=losses, loss_weights=[2.0, 0.5], epochs=1).run()[0]
+    assert set(record.losses) == {"ce", "size", "loss"}
+    assert record.losses["loss"] == pytest.approx(2 * record.losses["ce"] + 0.5 * record.losses["size"], rel=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [("ce", "ce"), ("ce", "loss")])
+def test_losses_need_names_of_their_own(make_training, outputs):
+    losses = [Named(cross_entropy, ["logits", "label"], [name]) for name in outputs]
+    with pytest.raises(ConfigError, match="losses need different names"):
+        make_training(losses=losses)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_not_finite_names_epoch_batch_and_cases_and_spares_the_weights(make_training, accumulate):
+    class Poisoned:
+        def __len__(self):
+            return 4
+
+        def epoch(self, number, start=0):
+            for position, batch in enumerate(make_training().batches.epoch(number)):
+                if number == 1 and position == 2:
+                    batch["image"][0, 0, 0, 0, 0] = math.nan
+                yield batch
+
+    training = make_training(Poisoned(), accumulate=accumulate)
+    with pytest.raises(NonFiniteLossError, match=r"epoch 1, batch 2: .*cases: case_1_2_0, case_1_2_1"):
+        training.run()
+    assert all(p.isfinite().all() for p in training.network.parameters())
+
+
+def test_events_come_in_order_and_best_before_the_end_of_its_epoch(make_training):
+    events = Events()
+    make_training(epochs=2, validation=Validated(0.5, 0.4), hooks=[events]).run()
+    batch = ["on_batch_begin", "on_batch_end"]
+    assert events.seen == [
+        "on_training_begin",
+        *["on_epoch_begin", *6 * batch, "on_best", "on_epoch_end"],
+        *["on_epoch_begin", *6 * batch, "on_epoch_end"],
+        "on_training_end",
+    ]
+
+
+def test_patience_stops_after_validations_without_a_better_score(make_training):
+    training = make_training(epochs=9, validation=Validated(0.5, 0.6, 0.6, 0.1, 0.9), hooks=[Patience(2)])
+    history = training.run()
+    assert [record.score for record in history] == [0.5, 0.6, 0.6, 0.1]
+    assert training.best.epoch == 1
+
+
+def test_validation_is_due_every_so_many_epochs_and_at_the_last(make_training):
+    history = make_training(epochs=5, validate_every=2, validation=Validated(0.1, 0.2, 0.3)).run()
+    assert [record.score for record in history] == [None, 0.1, None, 0.2, 0.3]
+
+
+def test_validation_sees_the_averaged_weights_and_training_goes_on_with_its_own(make_training):
+    training = make_training(average_decay=0.5, epochs=1)
+    seen = {}
+
+    def validate():
+        seen.update(weights(training))
+        return Validated(0.5)()
+
+    training.validation = validate
+    expected, updates, decay = None, 0, 0.5
+
+    class Follow(Hook):
+        def on_batch_end(self, training, fields):
+            nonlocal expected, updates
+            now = {name: p.detach().clone() for name, p in training.network.named_parameters()}
+            share = min(decay, (1 + updates) / (10 + updates))
+            start = initial if expected is None else expected
+            expected = {name: share * start[name] + (1 - share) * p for name, p in now.items()}
+            updates += 1
+
+    initial = {name: p.detach().clone() for name, p in training.network.named_parameters()}
+    training.hooks.append(Follow())
+    training.run()
+    trained = dict(training.network.named_parameters())
+    for name, average in expected.items():
+        torch.testing.assert_close(seen[name], average)  # float32, the same recurrence
+    assert any(not torch.equal(trained[name], average) for name, average in expected.items())
+
+
+def test_ctrl_c_ends_after_the_batch_with_the_hooks_told(make_training):
+    class InterruptAt(Hook):
+        def __init__(self):
+            self.saved = None
+
+        def on_batch_end(self, training, fields):
+            if (training.epoch, training.position) == (1, 3):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def on_interrupt(self, training):
+            self.saved = (training.epoch, training.position)
+
+    hook = InterruptAt()
+    with pytest.raises(KeyboardInterrupt):
+        make_training(hooks=[hook]).run()
+    assert hook.saved == (1, 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_plain_data_loader_serves(make_training):
+    cases = [{"image": torch.randn(1, 4, 4, 4), "label": torch.zeros(4, 4, 4).long()} for _ in range(5)]
+    loader = torch.utils.data.DataLoader(cases, batch_size=2)
+    assert [record.epoch for record in make_training(loader, epochs=2).run()] == [0, 1]
+
+
+def test_a_module_without_parameters_or_state_is_refused():
+    with pytest.raises(ConfigError, match=r"Training needs a Named nn\.Module, got a Named <lambda>"):
+        Training(Named(lambda x: x, ["image"], ["logits"]), Named(cross_entropy, ["a"], ["loss"]), None, [], epochs=1)

@@ -1,0 +1,102 @@
+"""From a YAML file and ``--set`` overrides to a checked config, and back to a file that reads as the same config."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from volseg.config.base import validated
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+from volseg.files import replacing
+
+__all__ = ["differences", "dump_config", "load_config", "override"]
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Read a YAML config and apply overrides such as ``training.epochs=5``.
+
+    Raises
+    ------
+    ConfigError
+        If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}") from fault
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"config {path} is not valid YAML: {fault}") from fault
+    if not isinstance(values, dict):
+        raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
+    for assignment in overrides:
+        values = override(values, assignment)
+    return validated(ExperimentConfig, values, str(path))
+
+
+def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
+    """Return ``values`` with one ``a.b=v`` applied; ``v`` is read as YAML, a number in the path indexes a list.
+
+    >>> override({"training": {"epochs": 9}}, "training.epochs=5")
+    {'training': {'epochs': 5}}
+    """
+    path, equals, text = assignment.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment!r}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"--set {assignment}: the value is not valid YAML: {fault}") from fault
+    result = _assigned(values, keys, value, assignment)
+    assert isinstance(result, dict)
+    return result
+
+
+def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> Any:
+    """Return a copy of ``node`` in which the entry at ``keys`` is ``value``."""
+    if not keys:
+        return value
+    key, *rest = keys
+    if isinstance(node, list | tuple):
+        if not key.isdigit() or int(key) >= len(node):
+            raise ConfigError(f"--set {assignment}: {key!r} must be an index below {len(node)}")
+        return [_assigned(item, rest, value, assignment) if i == int(key) else item for i, item in enumerate(node)]
+    if node is None:
+        node = {}
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"--set {assignment}: {key!r} lies inside the plain value {node!r}")
+    return {**node, key: _assigned(node.get(key), rest, value, assignment)}
+
+
+def dump_config(config: ExperimentConfig, path: Path) -> Path:
+    """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return path
+
+
+def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:
+    """Return the dotted keys in which two configs differ, with both values.
+
+    >>> from volseg.config.schema import PatchConfig, DataConfig
+    >>> config = ExperimentConfig(
+    ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
+    ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
+    >>> differences(config, config.model_copy(update={"seed": 1}))
+    ['seed: 12345 -> 1']
+    """
+    return _differences(one.model_dump(mode="json"), other.model_dump(mode="json"), "")
+
+
+def _differences(one: Any, other: Any, path: str) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [
+            line
+            for key in keys
+            for line in _differences(one.get(key), other.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if one == other else [f"{path}: {one} -> {other}"]

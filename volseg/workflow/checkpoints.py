@@ -1,0 +1,116 @@
+"""Checkpoints: written whole or not at all, read without running anybody's code.
+
+A checkpoint is one ``torch.save`` file of tensors and plain values. It is written beside its name, flushed to the disk
+and renamed over it, so a full disk or a lost machine leaves the last good one in place. It is read with
+``weights_only=True`` only.
+"""
+
+import pickle
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from volseg.errors import CheckpointError
+from volseg.files import replacing
+from volseg.workflow.hooks import Hook
+from volseg.workflow.records import EpochRecord
+
+if TYPE_CHECKING:
+    from volseg.workflow.training import Training
+
+__all__ = ["BEST", "FORMAT", "LATEST", "Checkpoints", "load_checkpoint", "save_checkpoint"]
+
+FORMAT = 1
+LATEST = "latest.pt"
+BEST = "best.pt"
+
+
+def save_checkpoint(state: dict[str, Any], path: Path) -> Path:
+    """Write ``state`` to ``path`` atomically.
+
+    Raises
+    ------
+    CheckpointError
+        If the disk is full or the folder cannot be written; what was at ``path`` before is still there.
+    """
+    try:
+        with replacing(path) as partial:
+            torch.save({"format": FORMAT, **state}, partial)
+    except (OSError, RuntimeError) as fault:  # torch's writer raises RuntimeError when the disk is full
+        kept = "the one written before is still there" if path.exists() else "no earlier one exists"
+        raise CheckpointError(
+            f"checkpoint {path} could not be written ({fault}); {kept}. Free space or choose another output folder, "
+            "then go on with --resume"
+        ) from fault
+    return path
+
+
+def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint that ``save_checkpoint`` wrote.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is absent, damaged, of a newer format, or holds anything but tensors and plain values.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as fault:
+        reason = str(fault).partition("\n")[0]
+        raise CheckpointError(f"checkpoint {path} is damaged or not a volseg checkpoint ({reason})") from fault
+    if not isinstance(state, dict) or "format" not in state:
+        raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")
+    if state["format"] > FORMAT:
+        raise CheckpointError(f"{path} has format {state['format']}, this volseg reads up to {FORMAT}: update volseg")
+    return state
+
+
+class Checkpoints(Hook):
+    """Write ``latest.pt`` and ``best.pt`` while training.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the checkpoints lie; made when the first one is written.
+    every_minutes : float
+        ``latest.pt`` is written at the end of an epoch when this much time has passed since the last one, and always
+        at the last epoch, at an interrupt, and with ``best.pt``. Time, not epochs: what a crash can cost is time.
+    metadata : callable, optional
+        Returns plain values to store beside the state (the config).
+    """
+
+    def __init__(
+        self, folder: Path, *, every_minutes: float = 5.0, metadata: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        self.folder = folder
+        self.every_seconds = 60 * every_minutes
+        self.metadata = metadata or dict
+        self._written_at = time.monotonic()
+
+    def on_best(self, training: "Training", record: EpochRecord) -> None:
+        """Keep the weights of the best epoch."""
+        del record
+        self._write(training, BEST)
+
+    def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
+        """Keep the latest state once enough time has passed."""
+        del record
+        due = time.monotonic() - self._written_at >= self.every_seconds
+        if due or training.finished:
+            self._write(training, LATEST)
+            self._written_at = time.monotonic()
+
+    def on_interrupt(self, training: "Training") -> None:
+        """Keep the state between two batches, from which the training goes on as if nothing had happened."""
+        self._write(training, LATEST)
+
+    def _write(self, training: "Training", name: str) -> None:
+        state = training.state_dict()  # on every process: a placed model may gather
+        if training.is_main_process:
+            save_checkpoint({**state, **self.metadata()}, self.folder / name)

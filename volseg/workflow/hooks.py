@@ -1,0 +1,70 @@
+"""Events of a workflow, as methods to override.
+
+A workflow calls each of its hooks in the order they were given, passing itself: there is no event bus and no
+registration by name, so what happens at an event is what the list of hooks says.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from volseg.workflow.records import EpochRecord
+    from volseg.workflow.training import Training
+
+__all__ = ["Hook", "Patience"]
+
+
+class Hook:
+    """Watch a training; override the events of interest.
+
+    Every event gets the ``Training`` itself: its model, optimizer, ``epoch``, ``position``, ``best`` and ``stop()``.
+    Fields passed to ``on_batch_end`` are on the training device; reading a value there waits for the device.
+    """
+
+    def on_training_begin(self, training: "Training") -> None:
+        """Before the first epoch, also after resuming."""
+
+    def on_epoch_begin(self, training: "Training") -> None:
+        """Before the first batch of an epoch."""
+
+    def on_batch_begin(self, training: "Training", batch: Mapping[str, Any]) -> None:
+        """Before the forward pass of a batch."""
+
+    def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
+        """After the backward pass of a batch; ``fields`` has the batch, the outputs and the losses."""
+
+    def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
+        """After an epoch and its validation."""
+
+    def on_best(self, training: "Training", record: "EpochRecord") -> None:
+        """When an epoch's score is the best so far; called before ``on_epoch_end``."""
+
+    def on_interrupt(self, training: "Training") -> None:
+        """When a signal stops the training between two batches; save what must not be lost."""
+
+    def on_training_end(self, training: "Training") -> None:
+        """After the last epoch, or when the training was stopped, interrupted or failed."""
+
+
+class Patience(Hook):
+    """Stop when the score has not improved for a number of validations.
+
+    Parameters
+    ----------
+    validations : int
+        How many validations in a row may pass without a new best score.
+    """
+
+    def __init__(self, validations: int) -> None:
+        if validations < 1:
+            raise ValueError(f"patience must be at least one validation, got {validations}")
+        self.validations = validations
+
+    def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
+        """Count the validations since the best one."""
+        scores = [past.score for past in training.history if past.score is not None]
+        if record.score is None:
+            return
+        since_best = len(scores) - 1 - max(range(len(scores)), key=scores.__getitem__)
+        if since_best >= self.validations:
+            training.stop(f"no better score in {since_best} validations")

@@ -1,0 +1,45 @@
+"""The state of every random number generator a training draws from, as tensors that a checkpoint can hold."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["random_state", "restore_random_state", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries draw from the global generator
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the generators' states; plain numbers and tensors only, so ``weights_only=True`` loads them."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to a saved state; generators of devices that are not here are left out."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(saved.cpu(), device)

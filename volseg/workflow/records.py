@@ -1,0 +1,33 @@
+"""What an epoch leaves behind: plain numbers, ready for a checkpoint, a plot or a table."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["EpochRecord"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """Numbers of one epoch."""
+
+    epoch: int
+    """Counted from 0."""
+    losses: Mapping[str, float]
+    """Mean of every loss field over the epoch's batches; ``loss`` is the weighted sum that was minimised."""
+    learning_rate: float
+    """Of the first parameter group, at the end of the epoch."""
+    seconds: float
+    """Wall-clock time of the epoch's batches, without validation."""
+    seconds_waited: float
+    """Part of ``seconds`` in which the loop waited for its next batch."""
+    score: float | None = None
+    """What the validation returned (foreground mean Dice); None where the epoch was not validated."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the validation by name (Dice per label)."""
+    peak_bytes: int | None = None
+    """Most device memory allocated so far; None on CPU."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as plain Python values."""
+        return asdict(self)

@@ -1,0 +1,84 @@
+"""Learning-rate schedules: a factor of the training's progress, stepped once per optimizer step.
+
+Being functions of progress, they need no end of their own: the training knows how long it is.
+"""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from volseg.config.registry import Registry
+from volseg.errors import ConfigError
+
+__all__ = ["SCHEDULES", "Schedule", "constant", "cosine", "polynomial"]
+
+
+def polynomial(progress: float, *, power: float = 0.9) -> float:
+    """Return ``(1 - progress) ** power``, the schedule of DeepLab and nnU-Net (doi:10.1038/s41592-020-01008-z)."""
+    return (1 - progress) ** power
+
+
+def cosine(progress: float, *, floor: float = 0.0) -> float:
+    """Return half a cosine from 1 to ``floor`` (SGDR without restarts, arXiv:1608.03983)."""
+    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def constant(progress: float) -> float:
+    """Return 1."""
+    del progress
+    return 1.0
+
+
+SCHEDULES = Registry("schedule", {"polynomial": polynomial, "cosine": cosine, "constant": constant})
+
+
+class Schedule:
+    """Set the learning rate of every parameter group to its peak times ``factor(progress)``.
+
+    Torch's ``LambdaLR`` would do, but its state is that of the whole optimizer and it warns when the first step of a
+    scaled training is skipped; a function of the step number needs neither.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The rates of its groups, as given, are the peaks.
+    factor : callable
+        Progress in [0, 1] after the warm-up to a factor.
+    steps : int
+        Optimizer steps of the whole training.
+    warmup_steps : int
+        Steps over which the rate rises linearly to its peak.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[float], float], *, steps: int, warmup_steps: int = 0
+    ) -> None:
+        if not 0 <= warmup_steps < steps:
+            raise ConfigError(f"need 0 <= warmup_steps < steps of the training, got {warmup_steps=}, {steps=}")
+        self.optimizer = optimizer
+        self.factor = factor
+        self.steps = steps
+        self.warmup_steps = warmup_steps
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.go_to(0)
+
+    def step(self) -> None:
+        """Go on to the next optimizer step."""
+        self.go_to(self.steps_done + 1)
+
+    def go_to(self, steps_done: int) -> None:
+        """Set the rates for the step after ``steps_done`` steps."""
+        self.steps_done = steps_done
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            rate = peak * self._factor_at(steps_done)
+            if isinstance(group["lr"], Tensor):  # a captured step reads its rate from the device
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _factor_at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return self.factor(min(1.0, (step - self.warmup_steps) / (self.steps - self.warmup_steps)))

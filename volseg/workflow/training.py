@@ -1,0 +1,368 @@
+"""The training loop.
+
+``Training.run`` reads as its pseudocode; what happens around it is a hook's business. The loop never waits for the
+device inside an epoch except once in ``CHECK_EVERY`` batches, when the losses gathered so far are checked and handed
+to the progress display.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
+from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.hooks import Hook
+from volseg.workflow.interrupts import Interruption, catch_signals
+from volseg.workflow.named import Named
+from volseg.workflow.objective import Objective
+from volseg.workflow.precision import Precision
+from volseg.workflow.randomness import random_state, restore_random_state
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.schedules import Schedule, constant
+
+__all__ = ["CHECK_EVERY", "Score", "Training"]
+
+CHECK_EVERY = 32
+"""Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
+
+Batch = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+
+class Score(Protocol):
+    """What a validation returns."""
+
+    @property
+    def score(self) -> float:
+        """The number by which epochs are compared; more is better."""
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Further numbers by name."""
+
+
+class Training:
+    """Update a model once per batch, epoch after epoch.
+
+    Parameters
+    ----------
+    model : Named
+        The network. It trains where its parameters are.
+    losses : Named or sequence of Named
+        Each reads fields of the batch and of the model's outputs, and gives one scalar.
+    optimizer : Optimizer
+        Over the model's parameters.
+    batches : iterable of dict
+        A ``DataLoader`` or any iterable of batches ``{"image": (B, C, D, H, W), "label": (B, 1, D, H, W), ...}``. If it
+        has ``epoch(number, start=0)``, that makes the epoch's batches from batch ``start`` on, and a training resumed
+        in the middle of an epoch goes on exactly; otherwise the first batches are drawn again and dropped.
+    epochs : int
+        Length of the training, for the schedule too.
+    loss_weights : sequence of float, optional
+        One factor per loss, 1 by default.
+    validation : callable, optional
+        Called without arguments, in evaluation mode and with the averaged weights where there are any.
+    validate_every : int
+        Epochs between validations; the last epoch is always validated.
+    schedule : callable, optional
+        Progress in [0, 1] to a factor of the learning rate, stepped per optimizer step.
+    warmup_steps : int
+        Optimizer steps of linear warm-up.
+    precision : str
+        ``auto``, ``fp32``, ``bf16`` or ``fp16``; see `Precision`.
+    clip : float, optional
+        Largest norm of the gradient.
+    accumulate : int
+        Batches per optimizer step; their gradients are averaged.
+    average_decay : float, optional
+        Decay of an exponential moving average of the weights, with which is validated.
+    hooks : sequence of Hook
+        Called in this order.
+
+    Attributes
+    ----------
+    epoch, position : int
+        Epochs completed; batches completed in the current one.
+    history : list of EpochRecord
+    best : EpochRecord or None
+
+    Examples
+    --------
+    >>> from torch.nn import Conv3d, functional as F
+    >>> net = Conv3d(1, 2, 3, padding=1)
+    >>> batches = [{"image": torch.randn(1, 1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8).long()}]
+    >>> training = Training(
+    ...     Named(net, inputs=["image"], outputs=["logits"]),
+    ...     Named(F.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
+    ...     torch.optim.SGD(net.parameters(), lr=0.1), batches, epochs=3)
+    >>> history = training.run()
+    >>> history[-1].losses["loss"] < history[0].losses["loss"]
+    True
+    """
+
+    def __init__(
+        self,
+        model: Named,
+        losses: Named | Sequence[Named],
+        optimizer: Optimizer,
+        batches: Iterable[Batch],
+        *,
+        epochs: int,
+        loss_weights: Sequence[float] | None = None,
+        validation: Callable[[], Score] | None = None,
+        validate_every: int = 1,
+        schedule: Callable[[float], float] = constant,
+        warmup_steps: int = 0,
+        precision: str = "auto",
+        clip: float | None = None,
+        accumulate: int = 1,
+        average_decay: float | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not isinstance(model.module, nn.Module):
+            raise ConfigError(f"Training needs a Named nn.Module, got a Named {model.title}")
+        self.model = model
+        self.network: nn.Module = model.module
+        self.objective = Objective(losses, loss_weights)
+        self.optimizer = optimizer
+        self.batches = batches
+        self.epochs = epochs
+        self.validation = validation
+        self.validate_every = validate_every
+        self.clip = clip
+        self.accumulate = accumulate
+        self.hooks = list(hooks)
+        self.device = next(model.parameters()).device
+        self.precision = Precision.choose(precision, self.device)
+        self.scaler = self.precision.scaler()
+        self.average = WeightAverage(self.network, average_decay) if average_decay else None
+        self.num_batches = len(batches)  # type: ignore[arg-type]
+        steps_per_epoch = -(-self.num_batches // accumulate)
+        self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup_steps=warmup_steps)
+
+        self.epoch = 0
+        self.position = 0
+        self.history: list[EpochRecord] = []
+        self.best: EpochRecord | None = None
+        self.latest_losses: dict[str, float] = {}
+        self._stop_reason: str | None = None
+        self._losses: list[dict[str, Tensor]] = []  # of this epoch, on the device
+        self._cases: list[Sequence[str]] = []
+        self._num_checked = 0
+        self._interruption = Interruption()
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no epoch left, or a hook has asked to stop."""
+        return self.epoch >= self.epochs or self._stop_reason is not None
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def stop(self, reason: str) -> None:
+        """End the training after the current epoch."""
+        self._stop_reason = reason
+
+    def run(self) -> list[EpochRecord]:
+        """Train until the last epoch, and return the record of every epoch.
+
+        Raises
+        ------
+        NonFiniteLossError
+            With epoch, batch and cases, when a loss is not finite.
+        KeyboardInterrupt, SystemExit
+            When Ctrl-C or SIGTERM came; the hooks have saved the state before.
+        """
+        with catch_signals() as self._interruption:
+            try:
+                self._emit("on_training_begin")
+                while not self.finished:
+                    self._emit("on_epoch_begin")
+                    seconds, seconds_waited = self._train_epoch()
+                    if self._interruption:
+                        self._emit("on_interrupt")
+                        break
+                    self._close_epoch(seconds, seconds_waited)
+                if self._stop_reason and self.is_main_process:
+                    logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
+            finally:
+                self._emit("on_training_end")
+        self._interruption.raise_as_signal()
+        return self.history
+
+    def _train_epoch(self) -> tuple[float, float]:
+        """Train on the rest of the current epoch; return its seconds and those spent waiting for batches."""
+        self.model.train()
+        begin, waited = time.perf_counter(), 0.0
+        batches = self._remaining_batches()
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            waited += time.perf_counter() - asked
+            if batch is None:
+                break
+            self._train_batch(self._on_device(batch))
+            at_check = self.device.type == "cpu" or self.position % CHECK_EVERY == 0
+            if at_check and self.position % self.accumulate == 0 and self._must_stop():
+                break
+        self._check_losses()
+        return time.perf_counter() - begin, waited
+
+    def _train_batch(self, batch: Batch) -> None:
+        """Forward, loss, backward; an optimizer step when enough batches are gathered."""
+        self._emit("on_batch_begin", batch)
+        with self.precision.autocast():
+            fields = self.objective({**batch, **self.model(batch)})
+        self._losses.append({name: fields[name].detach() for name in self.objective.names})
+        self._cases.append(batch.get("case", ()))
+        if self.device.type == "cpu" or len(self._losses) - self._num_checked >= CHECK_EVERY:
+            self._check_losses()  # before the step, so that on a CPU a bad loss never reaches the weights
+        self.scaler.scale(fields["loss"] / self.accumulate).backward()
+        self.position += 1
+        if self.position % self.accumulate == 0 or self.position == self.num_batches:
+            self._step()
+        self._emit("on_batch_end", fields)
+
+    def _step(self) -> None:
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.average:
+            self.average.update()
+
+    def _close_epoch(self, seconds: float, seconds_waited: float) -> None:
+        """Validate where it is due, write the record, tell the hooks."""
+        losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
+        is_last = self.epoch + 1 == self.epochs
+        due = self.validation is not None and ((self.epoch + 1) % self.validate_every == 0 or is_last)
+        outcome = self.validate() if due else None
+        record = EpochRecord(
+            epoch=self.epoch,
+            losses={name: values.float().mean().item() for name, values in losses.items()},
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            seconds=seconds,
+            seconds_waited=seconds_waited,
+            score=outcome.score if outcome else None,
+            scores=dict(outcome.scores) if outcome else {},
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+        )
+        self.history.append(record)
+        self.epoch, self.position = self.epoch + 1, 0
+        self._losses, self._cases, self._num_checked = [], [], 0
+        if record.score is not None and (self.best is None or record.score > (self.best.score or 0.0)):
+            self.best = record
+            self._emit("on_best", record)
+        self._emit("on_epoch_end", record)
+
+    def validate(self) -> Score:
+        """Validate now, in evaluation mode and with the averaged weights where there are any."""
+        if self.validation is None:
+            raise ConfigError("this training has no validation; give Training(validation=...)")
+        self.model.eval()
+        if self.average is None:
+            return self.validation()
+        with self.average.applied():
+            return self.validation()
+
+    def _remaining_batches(self) -> Iterator[Batch]:
+        epoch = getattr(self.batches, "epoch", None)
+        if epoch is not None:
+            return iter(epoch(self.epoch, start=self.position))
+        return itertools.islice(iter(self.batches), self.position, None)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+    def _must_stop(self) -> bool:
+        """Tell whether a signal came, to this process or to any other of the job."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return bool(self._interruption)
+        signals = torch.tensor([self._interruption.signal or 0], device=self.device)
+        dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+        self._interruption.take(int(signals.item()))
+        return bool(self._interruption)
+
+    def _check_losses(self) -> None:
+        """Raise if a loss since the last check is not finite; keep the newest losses for display."""
+        if not (fresh := self._losses[self._num_checked :]):
+            return
+        values = torch.stack([torch.stack([batch[name].float() for name in self.objective.names]) for batch in fresh])
+        values = values.cpu()
+        bad = (~values.isfinite()).any(dim=1).nonzero()
+        if len(bad):
+            number = self._num_checked + int(bad[0])
+            named = dict(zip(self.objective.names, values[int(bad[0])].tolist(), strict=True))
+            cases = ", ".join(self._cases[number]) or "(the batch has no field `case`)"
+            raise NonFiniteLossError(
+                f"the loss is not finite in epoch {self.epoch}, batch {number}: {named}; cases: {cases}. "
+                "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
+            )
+        self.latest_losses = dict(zip(self.objective.names, values[-1].tolist(), strict=True))
+        self._num_checked = len(self._losses)
+
+    def _emit(self, event: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, event)(self, *arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything from which the training goes on as if it had not been interrupted."""
+        return {
+            "model": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps_done": self.schedule.steps_done,
+            "scaler": self.scaler.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
+            "random": random_state(),
+            "epoch": self.epoch,
+            "position": self.position,
+            "losses": self._losses,
+            "cases": [list(cases) for cases in self._cases],
+            "history": [record.as_dict() for record in self.history],
+            "best": self.best.as_dict() if self.best else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of an interrupted training of the same model and length of epoch.
+
+        Raises
+        ------
+        CheckpointError
+            If the state is of another network or optimizer.
+        """
+        try:
+            self.network.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if (state["average"] is None) != (self.average is None):
+                raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
+            if self.average:
+                self.average.load_state_dict(state["average"])
+        except (KeyError, ValueError, RuntimeError) as fault:
+            raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
+        self.schedule.go_to(state["steps_done"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state["losses"]]
+        self._cases = [tuple(cases) for cases in state["cases"]]
+        self._num_checked = len(self._losses)
+        self.history = [EpochRecord(**record) for record in state["history"]]
+        self.best = EpochRecord(**state["best"]) if state["best"] else None
+        restore_random_state(state["random"])
