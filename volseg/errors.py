@@ -10,6 +10,7 @@
     ├── BatchFieldError (KeyError)          a field that a named module needs and the batch lacks, or the reverse
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
     ├── NonFiniteLossError (ArithmeticError) training diverged
+    ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are no numbers
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
         ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
         ├── PartitionError (ValueError)     a module that cannot be cut as asked
@@ -26,6 +27,7 @@ __all__ = [
     "DataError",
     "GridError",
     "NonFiniteLossError",
+    "NonFinitePredictionError",
     "ParallelError",
     "PartitionError",
     "PlacementError",
@@ -69,6 +71,10 @@ class CheckpointError(VolsegError, RuntimeError):
 
 class NonFiniteLossError(VolsegError, ArithmeticError):
     """Training diverged: the loss is not a finite number."""
+
+
+class NonFinitePredictionError(VolsegError, ArithmeticError):
+    """A model gave probabilities that are not finite numbers."""
 
 
 class ParallelError(VolsegError, RuntimeError):
