@@ -1,0 +1,196 @@
+"""A whole batch augmented on the device that trains, in a few steps per batch and not a few per sample."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from volseg.config.augmentation import AugmentationConfig
+from volseg.errors import ConfigError, GridError
+from volseg.transforms.augmentation import intensity, spatial
+from volseg.transforms.augmentation.parameters import AugmentationParameters, draw_parameters
+
+__all__ = ["BatchAugmentation"]
+
+
+class BatchAugmentation:
+    """Change a batch of patches at random.
+
+    On an accelerator every effect is computed for every sample and kept where it was drawn: the work is the same for
+    every batch, nothing waits for the host, and the call can be captured in a CUDA graph (register the generator with
+    it). On a CPU only the samples that an effect was drawn for are touched.
+
+    Parameters
+    ----------
+    config : AugmentationConfig
+        Probabilities and ranges.
+    patch_size : sequence of int
+        D, H, W of the patches that come out, in voxels.
+    num_classes : int, optional
+        Classes of the label, background included; needed for ``label_interpolation: linear``.
+    spacing : sequence of float
+        Voxel size along D, H, W in mm, so that a rotation does not shear; (1, 1, 1) turns in voxels, as nnU-Net does.
+
+    Attributes
+    ----------
+    source_size : tuple of int
+        D, H, W of the patches that must go in: the patch with a margin for what rotation and scaling bring into it.
+
+    Examples
+    --------
+    >>> augmentation = BatchAugmentation(AugmentationConfig(enabled=False), (8, 8, 8), num_classes=2)
+    >>> image, label = torch.rand(2, 1, 8, 8, 8), torch.zeros(2, 1, 8, 8, 8, dtype=torch.uint8)
+    >>> same, _ = augmentation(image, label, torch.Generator().manual_seed(0))
+    >>> torch.equal(same, image)
+    True
+    """
+
+    def __init__(
+        self,
+        config: AugmentationConfig,
+        patch_size: Sequence[int],
+        *,
+        num_classes: int | None = None,
+        spacing: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> None:
+        if len(patch_size) != 3 or min(patch_size) < 1:
+            raise ConfigError(f"patch_size needs three positive sides (D, H, W), got {tuple(patch_size)}")
+        if config.label_interpolation == "linear" and num_classes is None:
+            raise ConfigError(
+                "augmentation.label_interpolation is 'linear', which needs num_classes; give it, or choose 'nearest'"
+            )
+        self.config = config
+        self.patch_size = (int(patch_size[0]), int(patch_size[1]), int(patch_size[2]))
+        self.spacing = tuple(float(mm) for mm in spacing)
+        self._num_classes = num_classes if config.label_interpolation == "linear" else None
+        margin = (0, 0, 0)
+        if config.enabled:
+            margin = spatial.margin_voxels(config, self.patch_size, self.spacing)
+        d, h, w = (size + 2 * more for size, more in zip(self.patch_size, margin, strict=True))
+        self.source_size = (d, h, w)
+
+    def sample(self, batch_size: int, generator: torch.Generator, num_channels: int = 1) -> AugmentationParameters:
+        """Draw what happens to each sample; keep the draw and ``apply`` can be repeated."""
+        return draw_parameters(self.config, batch_size, num_channels, self.patch_size, generator)
+
+    def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw and apply; the generator is best on the images' device."""
+        parameters = self.sample(images.shape[0], generator, images.shape[1])
+        if generator.device != images.device:
+            parameters = parameters.to(images.device)
+        return self.apply(images, labels, parameters)
+
+    @torch.no_grad()
+    def apply(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        parameters: AugmentationParameters,
+        *,
+        dense: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Apply drawn parameters to images (B, C, *source_size) and labels (B, 1, *source_size).
+
+        Parameters
+        ----------
+        images, labels : Tensor
+            The batch; both are left as they are.
+        parameters : AugmentationParameters
+            On the images' device.
+        dense : bool, optional
+            Whether every effect is computed for every sample, without a branch. By default, everywhere but on a CPU.
+
+        Returns
+        -------
+        tuple of Tensor
+            Images (B, C, *patch_size) in float32 and labels (B, 1, *patch_size) in the type they had.
+
+        Raises
+        ------
+        GridError
+            When the batch does not have ``source_size``.
+        """
+        for name, volume in (("images", images), ("labels", labels)):
+            if tuple(volume.shape[2:]) != self.source_size:
+                raise GridError(
+                    f"augmentation to patches of {self.patch_size} needs {name} of {self.source_size} voxels "
+                    f"(BatchAugmentation.source_size), got {tuple(volume.shape[2:])}"
+                )
+        if dense is None:
+            dense = images.device.type != "cpu"
+        # Half-precision coordinates would be off by voxels; the caller's autocast region must not reach in here.
+        with _full_precision(images.device.type):
+            images, labels = self._move(images.float(), labels, parameters, dense)
+            return self._recolour(images, parameters, dense), labels
+
+    def _move(
+        self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, dense: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Crop, mirror and, where drawn, rotate, scale and deform."""
+        kept_images = spatial.crop_and_mirror(images, parameters.mirror, self.patch_size)
+        kept_labels = spatial.crop_and_mirror(labels, parameters.mirror, self.patch_size)
+        effects = (self.config.rotation, self.config.scaling, self.config.elastic)
+        if not self.config.enabled or all(effect.probability == 0 for effect in effects):
+            return kept_images, kept_labels
+        moved = spatial.is_moved(parameters)
+        if dense:
+            grid = spatial.sampling_grid(parameters, self.patch_size, self.source_size, self.spacing)
+            new_images, new_labels = spatial.resample(images, labels, grid, self._num_classes)
+            moved = moved.view(-1, 1, 1, 1, 1)
+            return torch.where(moved, new_images, kept_images), torch.where(moved, new_labels, kept_labels)
+        rows = moved.nonzero().squeeze(1)
+        if len(rows):
+            some = parameters.select(rows)
+            grid = spatial.sampling_grid(some, self.patch_size, self.source_size, self.spacing)
+            inner, grid = spatial.without_idle_border(grid, self.source_size)
+            kept_images[rows], kept_labels[rows] = spatial.resample(
+                images[rows, :, *inner], labels[rows, :, *inner], grid, self._num_classes
+            )
+        return kept_images, kept_labels
+
+    def _recolour(self, images: Tensor, parameters: AugmentationParameters, dense: bool) -> Tensor:
+        """Change intensities in nnU-Net's order."""
+        volumes, p, on = images.flatten(0, 1), parameters, self.config
+        steps: list[tuple[float, Callable[..., Tensor], Tensor, float, tuple]] = [
+            (
+                on.noise.probability * (p.noise.numel() > 0),
+                intensity.add_noise,
+                p.noise_std,
+                0.0,
+                (p.noise.flatten(0, 1),),
+            ),
+            (on.blur.probability, intensity.blur, p.blur_sigma, 0.0, ()),
+            (on.brightness.probability, intensity.brighten, p.brightness, 1.0, ()),
+            (on.contrast.probability, intensity.stretch_contrast, p.contrast, 1.0, ()),
+            (on.low_resolution.probability, intensity.coarsen, p.zoom, 1.0, ()),
+            (on.inverted_gamma.probability, _inverted_power_law, p.inverted_gamma, 1.0, ()),
+            (on.gamma.probability, intensity.power_law, p.gamma, 1.0, ()),
+        ]
+        for probability, effect, parameter, idle, more in steps:
+            if on.enabled and probability > 0:
+                volumes = _where_drawn(effect, volumes, parameter.flatten(0, 1), idle, more, dense)
+        return volumes.unflatten(0, images.shape[:2])
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _inverted_power_law(volumes: Tensor, gamma: Tensor) -> Tensor:
+    return intensity.power_law(volumes, gamma, sign=-1.0)
+
+
+def _where_drawn(
+    effect: Callable[..., Tensor], volumes: Tensor, parameter: Tensor, idle: float, more: tuple, dense: bool
+) -> Tensor:
+    """Apply ``effect`` to the volumes whose parameter is not ``idle``; the others keep their bits."""
+    drawn = (parameter != idle).flatten(1).any(1) if parameter.ndim > 1 else parameter != idle
+    if dense:
+        return torch.where(drawn.view(-1, 1, 1, 1), effect(volumes, parameter, *more), volumes)
+    rows = drawn.nonzero().squeeze(1)
+    if len(rows):
+        volumes[rows] = effect(volumes[rows], parameter[rows], *(extra[rows] for extra in more))
+    return volumes

@@ -1,0 +1,176 @@
+"""Where each voxel of an augmented patch is read: crop, rotation, scaling, elastic deformation and mirroring at once.
+
+A position is an offset from the patch's centre in voxels. A patch voxel at offset o shows what lies at ::
+
+    S^-1 R S scale (mirror o + elastic(o))          S: spacing in mm, so that R is a rotation of the patient
+
+Voxels are interpolated once, by one ``grid_sample``. Samples that are only cropped and mirrored are not interpolated
+at all: their voxels are copied, bit for bit.
+
+Grid coordinates are computed by broadcast additions and not by ``affine_grid``: that one is a matrix product, which
+TF32, where the user allows it, would round by up to 0.1 voxel at the rim of a large patch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
+
+from volseg.config.augmentation import AugmentationConfig
+from volseg.transforms.augmentation.parameters import AugmentationParameters
+
+__all__ = ["crop_and_mirror", "is_moved", "margin_voxels", "resample", "sampling_grid", "without_idle_border"]
+
+Size = tuple[int, int, int]
+
+
+def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing: Sequence[float]) -> Size:
+    """Return how many voxels beyond each face of a patch the strongest draw can bring into it, times ``config.margin``.
+
+    The bound is the largest over all allowed angles, scaled and with the largest displacement added, found on a fine
+    grid of angles and widened by what lies between its points.
+    """
+    half = torch.tensor([(size - 1) / 2 for size in patch_size], dtype=torch.float64)
+    stretch = config.scaling.factor[1] if config.scaling.probability > 0 else 1.0
+    if config.elastic.probability > 0:
+        half = half + config.elastic.displacement_voxels[1]
+    limits = config.rotation.degrees if config.rotation.probability > 0 else (0.0, 0.0, 0.0)
+    steps = 16
+    ticks = [torch.linspace(-math.radians(a), math.radians(a), steps + 1, dtype=torch.float64) for a in limits]
+    angles = torch.cartesian_prod(*ticks)
+    size = torch.tensor(spacing, dtype=torch.float64)
+    turned = (_rotation(angles).abs() @ (half * size)).amax(0)
+    # Between two grid points an angle is off by at most half a step, and the position by that times the radius.
+    gap = sum(math.radians(limit) / steps for limit in limits) * (half * size).norm()
+    reach = torch.maximum(turned, torch.minimum(turned + gap, (half * size).norm())) if gap else turned
+    beyond = (reach / size * max(stretch, 1.0) - torch.tensor([(n - 1) / 2 for n in patch_size])).clamp(min=0)
+    d, h, w = (math.ceil(voxels * config.margin - 1e-9) for voxels in beyond.tolist())
+    return d, h, w
+
+
+def is_moved(parameters: AugmentationParameters) -> Tensor:
+    """Tell which samples need interpolation, (B,) bool."""
+    turned = (parameters.rotation != 0).any(1) | (parameters.scale != 1)
+    return turned | (parameters.elastic != 0).flatten(1).any(1) if parameters.elastic.numel() else turned
+
+
+def crop_and_mirror(volume: Tensor, mirror: Tensor, patch_size: Size) -> Tensor:
+    """Return the centre of (B, C, *source) mirrored as drawn, copied voxel for voxel."""
+    if volume.device.type == "cpu":  # ten times as fast there as one gather, and there is no host to wait for
+        centre = volume
+        for dim, size in enumerate(patch_size, start=2):
+            centre = centre.narrow(dim, (volume.shape[dim] - size) // 2, size)
+        dims = [[axis - 3 for axis, flip in enumerate(flips) if flip] for flips in mirror.tolist()]
+        return torch.stack([sample.flip(d) for sample, d in zip(centre, dims, strict=True)])
+    return _gather_mirrored(volume, mirror, patch_size)
+
+
+def _gather_mirrored(volume: Tensor, mirror: Tensor, patch_size: Size) -> Tensor:
+    """Do the same in one gather, without a look at ``mirror`` from the host."""
+    index = []
+    for axis, size in enumerate(patch_size):
+        first = (volume.shape[axis + 2] - size) // 2
+        forth = torch.arange(size, device=volume.device)
+        chosen = torch.where(mirror[:, axis, None], size - 1 - forth, forth) + first
+        index.append(chosen.view(-1, *(size if axis == a else 1 for a in range(-1, 3))))
+    sample = torch.arange(volume.shape[0], device=volume.device).view(-1, 1, 1, 1, 1)
+    channel = torch.arange(volume.shape[1], device=volume.device).view(1, -1, 1, 1, 1)
+    return volume[sample, channel, index[0], index[1], index[2]]
+
+
+def sampling_grid(
+    parameters: AugmentationParameters, patch_size: Size, source_size: Size, spacing: Sequence[float]
+) -> Tensor:
+    """Return where ``grid_sample`` reads each voxel, (B, D, H, W, 3); its last dim is ordered W, H, D."""
+    device = parameters.rotation.device
+    mm = [float(s) for s in spacing]
+    rotation = _rotation(parameters.rotation)
+    # Column a: where one voxel along the patch's axis a leads to, in voxels of the source's axes.
+    turn = [
+        torch.stack([rotation[:, to, axis] * (mm[axis] / mm[to]) for to in range(3)], dim=1) * parameters.scale[:, None]
+        for axis in range(3)
+    ]
+    # align_corners=False: the source spans [-1, 1] from face to face, so an offset of n voxels is 2 n / size.
+    to_grid = [2.0 / size for size in source_size]
+    columns = [
+        torch.stack([column[:, to] * to_grid[to] for to in (2, 1, 0)], dim=1).view(-1, 1, 1, 1, 3) for column in turn
+    ]
+    sign = 1 - 2 * parameters.mirror.float()
+    grid: Tensor | float = 0.0
+    for axis, size in enumerate(patch_size):
+        offsets = torch.arange(size, device=device) - (size - 1) / 2
+        along = (sign[:, axis, None] * offsets).view(-1, *(size if axis == a else 1 for a in range(3)), 1)
+        grid = grid + along * columns[axis]
+    assert isinstance(grid, Tensor)
+    if parameters.elastic.numel():
+        shift = displacement(parameters.elastic, patch_size)
+        for axis in range(3):
+            grid = grid + shift[:, axis, ..., None] * columns[axis]
+    return grid
+
+
+def without_idle_border(grid: Tensor, source_size: Size) -> tuple[tuple[slice, slice, slice], Tensor]:
+    """Return the centre of the source that ``grid`` reads, and the grid on it (looks at the values: for a CPU)."""
+    reach = grid.abs().amax((0, 1, 2, 3)).flip(0).tolist()
+    # Half a source's voxels times the reach, and one more for the interpolation.
+    idle = [max(0, size // 2 - math.ceil(far * size / 2 + 1)) for far, size in zip(reach, source_size, strict=True)]
+    d, h, w = (slice(cut, size - cut) for cut, size in zip(idle, source_size, strict=True))
+    widen = [size / (size - 2 * cut) for cut, size in zip(idle, source_size, strict=True)]
+    return (d, h, w), grid * torch.tensor(widen[::-1])
+
+
+def displacement(control: Tensor, patch_size: Size) -> Tensor:
+    """Return the cubic B-spline through control points (B, 3, k, l, m) at every voxel, (B, 3, D, H, W).
+
+    References
+    ----------
+    .. [1] D. Rueckert et al., "Nonrigid registration using free-form deformations", IEEE TMI 18(8), 1999, eq. 1,
+       doi:10.1109/42.796284.
+    """
+    weights = [
+        _spline_weights(size, points, control.device)
+        for size, points in zip(patch_size, control.shape[2:], strict=True)
+    ]
+    return torch.einsum("bcklm,dk,hl,wm->bcdhw", control, *weights)
+
+
+def resample(image: Tensor, label: Tensor, grid: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
+    """Read image (linear) and label at ``grid``; zeros lie outside of the source.
+
+    With ``num_classes`` a label is the class with the largest interpolated share, in the one pass that also reads the
+    image; without it, the label of the nearest voxel.
+    """
+    if num_classes is None:
+        nearest = grid_sample(label.float(), grid, "nearest", "zeros", align_corners=False)
+        return grid_sample(image, grid, "bilinear", "zeros", align_corners=False), nearest.to(label.dtype)
+    # Background is what the foreground leaves, so it needs no channel, and beyond the border it is everything.
+    classes = torch.arange(1, num_classes, device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
+    both = torch.cat((image, (label == classes).to(image.dtype)), dim=1)
+    read = grid_sample(both, grid, "bilinear", "zeros", align_corners=False)
+    image, shares = read[:, : image.shape[1]], read[:, image.shape[1] :]
+    share, foreground = shares.max(dim=1, keepdim=True)
+    background = 1 - shares.sum(dim=1, keepdim=True)
+    return image, torch.where(share > background, foreground + 1, 0).to(label.dtype)
+
+
+def _rotation(angles: Tensor) -> Tensor:
+    """Return R_W R_H R_D, rotations about each axis in turn, (..., 3, 3)."""
+    c, s = angles.cos().unbind(-1), angles.sin().unbind(-1)
+    (cd, ch, cw), (sd, sh, sw) = c, s
+    rows = [
+        [cw * ch, cw * sh * sd - sw * cd, cw * sh * cd + sw * sd],
+        [sw * ch, sw * sh * sd + cw * cd, sw * sh * cd - cw * sd],
+        [-sh, ch * sd, ch * cd],
+    ]
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def _spline_weights(size: int, points: int, device: torch.device) -> Tensor:
+    """Return the weight of each control point at each voxel, (size, points); each row sums to one."""
+    position = (torch.arange(size, device=device) + 0.5) * ((points - 3) / size) + 1
+    distance = (position[:, None] - torch.arange(points, device=device)).abs()
+    near = 2 / 3 - distance**2 + distance**3 / 2
+    far = (2 - distance).clamp(min=0) ** 3 / 6
+    return torch.where(distance < 1, near, far)
