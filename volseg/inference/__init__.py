@@ -1,1 +1,4 @@
-"""TODO."""
+"""From a trained model and a case to a label map on the image's own grid, and to a file.
+
+`predictor` applies the model, `original_grid` takes its probabilities back, `writing` writes the label map.
+"""

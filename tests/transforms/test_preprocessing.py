@@ -1,0 +1,244 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from monai.data import MetaTensor
+
+from volseg.errors import ConfigError, DataError, GridError
+from volseg.transforms.preprocessing import PREPROCESSING, build_preprocessing
+
+ORIENTED = torch.tensor(
+    [[0, 0, -2.0, 5], [1.5, 0, 0, 3], [0, 1, 0, -7], [0, 0, 0, 1]], dtype=torch.float64
+)  # axes point to A, S, L
+ISOTROPIC = torch.tensor([[1, 0, 0, 2.5], [0, 1, 0, -3], [0, 0, 1, 8], [0, 0, 0, 1]], dtype=torch.float64)
+
+
+def case_of(voxels, label=None, affine=ISOTROPIC):
+    case = {"case": "knee_7", "image": MetaTensor(voxels, affine=affine.clone())}
+    return case if label is None else case | {"label": MetaTensor(label, affine=affine.clone())}
+
+
+@pytest.fixture
+def case():
+    image = torch.rand(2, 10, 12, 14) * 1000 + 5
+    return case_of(image, (image[:1] > 500).float() * 2, ORIENTED)
+
+
+def run(case, *components, **options):
+    return build_preprocessing(components, **options)(case)
+
+
+def test_result_is_a_float_image_and_an_integer_label_on_one_grid(case):
+    result = run(
+        case, {"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 1]}, {"name": "ZScore"},
+        {"name": "Pad", "multiple": 8},
+    )  # fmt: skip
+    image, label = result["image"], result["label"]
+    assert (image.dtype, label.dtype) == (torch.float32, torch.uint8)
+    assert image.shape[1:] == label.shape[1:] == (32, 16, 16)
+    assert image.affine.equal(label.affine)
+    assert set(label.unique().tolist()) == {0, 2}  # nearest: no value between two labels
+    assert result["case"] == "knee_7"
+
+
+def test_nothing_listed_changes_nothing_but_types(case):
+    result = run(case)
+    assert result["image"].as_tensor().equal(case["image"].as_tensor())
+    assert result["image"].affine.equal(ORIENTED)
+
+
+def test_the_case_that_was_read_is_not_written_to(case):
+    before = copy.deepcopy(case)
+    run(
+        case, {"name": "Orientation"}, {"name": "CropForeground"}, {"name": "ZScore", "nonzero": True},
+        {"name": "ClipZScore", "percentiles": [1, 99]}, {"name": "Pad", "size": [40, 40, 40]},
+    )  # fmt: skip
+    for field in ("image", "label"):
+        assert case[field].as_tensor().equal(before[field].as_tensor())
+        assert case[field].affine.equal(before[field].affine)
+        assert case[field].meta.keys() == before[field].meta.keys()
+
+
+def test_grid_of_the_file_is_remembered(case):
+    meta = run(case, {"name": "Orientation"}, {"name": "Spacing", "spacing": [3, 3, 3]})["image"].meta
+    assert meta["spatial_shape"] == (10, 12, 14)
+    assert meta["original_affine"].equal(ORIENTED)
+
+
+def test_orientation_moves_no_voxel_in_the_patient(case):
+    image = run(case, {"name": "Orientation"})["image"]
+    assert image.shape == (2, 14, 10, 12)
+    for index in [(0, 0, 0), (13, 9, 11), (4, 5, 6)]:
+        place = image.affine @ torch.tensor([*index, 1.0], dtype=torch.float64)
+        i, j, k, _ = torch.linalg.solve(ORIENTED, place).round().long().tolist()
+        assert image[(slice(None), *index)].as_tensor().equal(case["image"][:, i, j, k].as_tensor())
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-7, 4e-4])
+def test_data_at_the_target_spacing_pass_without_resampling(error):
+    affine = ISOTROPIC.clone()
+    affine[:3, :3] *= 1 + error  # as headers stored in float32 read
+    voxels = torch.rand(1, 9, 11, 13) * 1e6
+    image = run(case_of(voxels, affine=affine), {"name": "Spacing", "spacing": [1, 1, 1]})["image"]
+    assert image.as_tensor().equal(voxels)
+    assert image.affine.equal(affine)
+
+
+def test_spacing_keeps_a_linear_image_linear():
+    i, j, k = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in (9, 10, 11)), indexing="ij")
+    affine = torch.diag(torch.tensor([2.0, 1.0, 3.0, 1.0], dtype=torch.float64))
+    ramp = (2 * i + 10 * j + 300 * k)[None]  # x + 10 y + 100 z in mm
+    image = run(case_of(ramp, affine=affine), {"name": "Spacing", "spacing": [1, 2, 1.5]})["image"]
+    assert image.shape == (1, 17, 6, 21)
+    x, y, z = (image.affine[axis, axis] * torch.arange(size) for axis, size in enumerate(image.shape[1:]))
+    expected = x[:, None, None] + 10 * y[:, None] + 100 * z
+    # The last row along y lies 1 mm outside the image, where the border is continued. float32: 3000 * 2**-23 * 8.
+    torch.testing.assert_close(image[0, :, :-1].as_tensor(), expected[:, :-1].float(), atol=3e-3, rtol=0)
+
+
+def test_label_takes_the_affine_of_the_image(case):
+    case["label"].affine[0, 3] += 1e-4
+    result = run(case, {"name": "Spacing", "spacing": [0.7, 0.7, 0.7]})
+    assert result["label"].affine.equal(result["image"].affine)
+    assert result["label"].shape[1:] == result["image"].shape[1:]
+
+
+def test_zscore_is_per_channel_and_can_leave_zeros_alone():
+    voxels = torch.stack([torch.rand(6, 6, 6), torch.rand(6, 6, 6) * 1e6 + 1e5])
+    voxels[:, :2] = 0
+    image = run(case_of(voxels), {"name": "ZScore", "nonzero": True})["image"].as_tensor()
+    assert (image[:, :2] == 0).all()
+    inside = image[:, 2:].flatten(1)
+    # float32 sums over 144 voxels
+    torch.testing.assert_close(inside.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(inside.std(1, correction=0), torch.ones(2), atol=1e-5, rtol=0)
+
+
+def test_clip_zscore_uses_the_moments_of_the_data_set():
+    ct = torch.tensor([-2000.0, -17, 99.4, 201, 3000]).reshape(1, 5, 1, 1)
+    image = run(
+        case_of(ct), {"name": "ClipZScore", "lower": -17, "upper": 201, "mean": 99.4, "std": 39.36}
+    )["image"]  # fmt: skip
+    expected = torch.tensor([-116.4, -116.4, 0, 101.6, 101.6]) / 39.36
+    torch.testing.assert_close(image.flatten().as_tensor(), expected)
+
+
+def test_clip_zscore_by_percentiles_ignores_an_outlier():
+    voxels = torch.arange(1000.0).reshape(1, 10, 10, 10)
+    voxels[0, 0, 0, 0] = 1e7
+    image = run(case_of(voxels), {"name": "ClipZScore", "percentiles": [1, 99]})["image"]
+    assert image.max() < 2  # a uniform distribution reaches sqrt(3)
+    assert image.std(correction=0).item() == pytest.approx(1, abs=1e-5)  # float32 sums
+
+
+def test_constant_image_becomes_zero():
+    for name in ({"name": "ZScore"}, {"name": "ClipZScore", "percentiles": [1, 99]}):
+        assert (run(case_of(torch.full((1, 4, 4, 4), 7.0)), name)["image"] == 0).all()
+
+
+def test_crop_follows_the_image_and_stays_inside_it():
+    voxels = torch.zeros(1, 10, 10, 10)
+    voxels[0, 2:5, 0:4, 6:9] = 1
+    label = torch.arange(1000.0).reshape(1, 10, 10, 10) % 200
+    result = run(case_of(voxels, label), {"name": "CropForeground", "margin": 1})
+    assert result["image"].shape == (1, 5, 5, 5)
+    assert result["label"].as_tensor().equal(label[:, 1:6, 0:5, 5:10].to(torch.uint8))
+    assert result["image"].affine[:3, 3].tolist() == [3.5, -3, 13]
+
+
+def test_crop_above_a_threshold():
+    voxels = torch.full((1, 8, 8, 8), -1000.0)
+    voxels[0, 3, 3, 3] = 40
+    assert run(case_of(voxels), {"name": "CropForeground", "above": -500})["image"].shape == (1, 1, 1, 1)
+
+
+def test_pad_to_a_size_leaves_larger_sides():
+    result = run(case_of(torch.ones(1, 4, 9, 5)), {"name": "Pad", "size": [8, 8, 8]})
+    assert result["image"].shape == (1, 8, 9, 8)
+    assert result["image"].sum() == 4 * 9 * 5
+
+
+def test_preprocessing_can_be_sent_to_a_loaders_process(case):
+    components = [{"name": "CropForeground", "above": 3.0}, {"name": "ZScore"}, {"name": "Pad", "multiple": 4}]
+    preprocessing = build_preprocessing(components)
+    sent = pickle.loads(pickle.dumps(preprocessing))
+    assert sent(case)["image"].as_tensor().equal(preprocessing(case)["image"].as_tensor())
+
+
+def test_label_wider_than_a_byte_keeps_its_values():
+    label = torch.full((1, 2, 2, 2), 300.0)
+    assert (run(case_of(torch.rand(1, 2, 2, 2), label))["label"] == 300).all()
+
+
+def test_other_fields_are_transformed_like_the_image():
+    case = case_of(torch.rand(1, 4, 4, 4)) | {"dose": MetaTensor(torch.rand(1, 4, 4, 4), affine=ISOTROPIC)}
+    result = run(case, {"name": "Pad", "multiple": 3}, fields=("image", "dose", "label"))
+    assert result["dose"].shape == (1, 6, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ({"name": "Spcing"}, r"no preprocessing component is called 'Spcing'; did you mean 'Spacing'\?"),
+        ({"name": "ZScore", "nonzeros": True}, r"ZScore has no parameter 'nonzeros'; did you mean 'nonzero'\?"),
+        ({"name": "Spacing", "spacing": [1, 0, 1]}, "three positive lengths in mm"),
+        ({"name": "Orientation", "axcodes": "RLS"}, "each body axis once, as RAS or LPI do, got 'RLS'"),
+        ({"name": "ClipZScore"}, "give lower < upper, or percentiles"),
+        ({"name": "ClipZScore", "lower": 3, "upper": 1}, "give lower < upper, or percentiles"),
+        ({"name": "ClipZScore", "lower": 0, "upper": 1, "percentiles": [1, 2]}, "give lower < upper, or percentiles"),
+        ({"name": "ClipZScore", "percentiles": [99, 1]}, "two rising numbers"),
+        ({"name": "ClipZScore", "lower": 0, "upper": 1, "mean": 3}, "mean and a positive std go together"),
+        ({"name": "Pad"}, "give size or multiple"),
+        ({"name": "Pad", "size": [1, 1, 1], "multiple": 2}, "give size or multiple"),
+        ({"name": "Pad", "fields": ["image"], "multiple": 2}, "cannot be set"),
+    ],
+)  # fmt: skip
+def test_config_that_cannot_work_is_refused(component, message):
+    with pytest.raises(ConfigError, match=message):
+        build_preprocessing([component])
+
+
+def test_every_component_is_named_once_and_documented():
+    assert list(PREPROCESSING) == ["ClipZScore", "CropForeground", "Orientation", "Pad", "Spacing", "ZScore"]
+    assert all(component.__doc__ for component in PREPROCESSING.values())
+
+
+def test_fields_begin_with_an_image():
+    with pytest.raises(ConfigError, match=r"fields that begin with an image, got \['label'\]"):
+        build_preprocessing([], fields=["label"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"image": torch.rand(1, 10, 12, 14)}, GridError, "image is a Tensor without an affine"),
+        ({"image": MetaTensor(torch.rand(10, 12, 14))}, GridError, r"must have shape \(C, D, H, W\)"),
+        ({"label": MetaTensor(torch.zeros(1, 10, 12, 13), affine=ORIENTED)}, GridError, "have .* 14.* and .* 13"),
+        ({"label": MetaTensor(torch.zeros(2, 10, 12, 14), affine=ORIENTED)}, GridError, "one map of label values"),
+        ({"label": MetaTensor(torch.zeros(1, 10, 12, 14), affine=ISOTROPIC)}, GridError, "must lie on the same voxels"),
+        ({"label": MetaTensor(torch.full((1, 10, 12, 14), 0.5), affine=ORIENTED)}, DataError, "got 0.5; is it a prob"),
+        ({"image": MetaTensor(torch.zeros(1, 10, 12, 14), affine=ORIENTED)}, GridError, "no voxel that is not 0"),
+    ],
+)  # fmt: skip
+def test_error_names_the_case_and_what_came(case, change, error, message):
+    with pytest.raises(error, match=message) as caught:
+        run(case | change, {"name": "CropForeground"})
+    assert str(caught.value).startswith("case knee_7: ")
+
+
+def test_lps_affine_is_refused(case):
+    case["image"].meta["space"] = "LPS"
+    with pytest.raises(GridError, match=r"must map to RAS\+, its meta says LPS"):
+        run(case)
+
+
+def test_case_without_image_is_refused(case):
+    del case["image"]
+    with pytest.raises(DataError, match="needs the field 'image', the case has"):
+        run(case)
+
+
+def test_error_of_a_transform_names_the_step(case):
+    with pytest.raises(DataError, match="case knee_7: SpatialPadd failed: "):
+        run(case, {"name": "Pad", "size": ["a", "b", "c"]})

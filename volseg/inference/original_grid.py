@@ -1,0 +1,119 @@
+"""Class probabilities from the network's grid back to the grid of the image's file.
+
+As in nnU-Net, the probabilities are resampled and the label is decided afterwards, on the original voxels: a label map
+resampled to the nearest voxel has the staircase of the coarser grid. Slab by slab, so that the probabilities of all
+classes never exist on the original grid, which for a CT with many labels is more than a GPU holds.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
+
+from volseg.errors import GridError
+from volseg.transforms.grid import Grid
+
+__all__ = ["label_map_on", "resample"]
+
+MOST_LABELS = 256
+"""A label map is uint8."""
+
+WHOLE_VOXEL = 0.01
+"""A map within this many voxels of a permutation, flip and whole shift is one: no interpolation, no change."""
+
+SLAB_ELEMENTS = 2**26
+"""Probabilities resampled at once: 256 MiB in float32."""
+
+
+def label_map_on(target: Grid, probabilities: Tensor, source: Grid) -> Tensor:
+    """Return the label map ``(1, D, H, W)`` uint8 on ``target`` of class probabilities on ``source``.
+
+    Parameters
+    ----------
+    target, source : Grid
+        Where the label map and the probabilities lie.
+    probabilities : Tensor
+        ``(K, D, H, W)``, floating point; resampled trilinearly, edge voxels extended by half their side. A voxel of
+        ``target`` that ``source`` does not cover (it was cropped away) is background, label 0.
+
+    Raises
+    ------
+    GridError
+        For more than 256 classes, or probabilities that are not on ``source``.
+    """
+    if probabilities.shape[0] > MOST_LABELS:
+        raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {probabilities.shape[0]} classes")
+    labels = torch.empty(target.shape, dtype=torch.uint8, device=probabilities.device)
+    for slab, values in _slabs(target, probabilities, source, "bilinear"):
+        # 0 outside for every class: argmax returns the first of equals, which is the background.
+        labels[slab] = values.argmax(0)
+    return labels[None]
+
+
+def resample(target: Grid, volume: Tensor, source: Grid, *, mode: str = "bilinear") -> Tensor:
+    """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``; 0 where ``source`` does not reach.
+
+    ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``, as in `torch.nn.functional.grid_sample`. The dtype is
+    kept where no interpolation is needed and for ``"nearest"``.
+    """
+    slabs = [values for _, values in _slabs(target, volume, source, mode)]
+    return torch.cat(slabs, dim=1)
+
+
+def _slabs(target: Grid, volume: Tensor, source: Grid, mode: str) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the first axis of ``target`` and the volume there."""
+    if tuple(volume.shape[1:]) != source.shape:
+        raise GridError(f"a volume of shape {tuple(volume.shape)} does not lie on a grid of {source.shape} voxels")
+    to_source = target.index_map(source)
+    moves_whole_voxels = _is_whole(to_source, target)
+    depth, height, width = target.shape
+    # Three float64 indices and three float32 coordinates per voxel weigh as much as nine more classes.
+    thickness = max(1, SLAB_ELEMENTS // (height * width * (volume.shape[0] + 9)))
+    for start in range(0, depth, thickness):
+        slab = slice(start, min(start + thickness, depth))
+        axes = [torch.arange(slab.start, slab.stop), torch.arange(height), torch.arange(width)]
+        if moves_whole_voxels:
+            yield slab, _rearranged(volume, to_source.round().long(), axes)
+        else:
+            yield slab, _interpolated(volume, to_source, axes, mode)
+
+
+def _is_whole(to_source: Tensor, target: Grid) -> bool:
+    """Tell whether a map only permutes and flips axes and shifts by whole voxels."""
+    whole = to_source.round()
+    permutes = all((whole[:3, :3].abs().sum(dim) == 1).all() for dim in (0, 1))
+    return permutes and bool(((to_source - whole) @ target.corners()).abs().max() <= WHOLE_VOXEL)
+
+
+def _rearranged(volume: Tensor, to_source: Tensor, axes: list[Tensor]) -> Tensor:
+    """Return the volume permuted, flipped, cropped and padded with 0; exact.
+
+    Along target axis t runs source axis a: ``index_a = sign * index_t + shift_a``.
+    """
+    sources = to_source[:3, :3].abs().argmax(0).tolist()
+    volume = volume.permute(0, *(source + 1 for source in sources))
+    for t, (source, indices) in enumerate(zip(sources, axes, strict=True)):
+        dim, side = t + 1, volume.shape[t + 1]
+        wanted = to_source[source, t] * indices + to_source[source, 3]
+        outside = ((wanted < 0) | (wanted >= side)).nonzero().flatten()
+        volume = volume.index_select(dim, wanted.clamp(0, side - 1).to(volume.device))
+        volume = volume.index_fill(dim, outside.to(volume.device), 0)
+    return volume
+
+
+def _interpolated(volume: Tensor, to_source: Tensor, axes: list[Tensor], mode: str) -> Tensor:
+    """Return the volume at the target indices ``axes``, sampled between voxels; 0 outside."""
+    d, h, w = (axis.to(volume.device, torch.float64) for axis in axes)
+    inside = torch.ones((), dtype=torch.bool, device=volume.device)
+    coordinates = []
+    for (by_d, by_h, by_w, shift), side in zip(to_source[:3].tolist(), volume.shape[1:], strict=True):
+        # float64 up to here: in float32 the index itself is off by up to 3e-5 voxels at 512.
+        index = by_d * d[:, None, None] + by_h * h[:, None] + by_w * w + shift
+        # A voxel reaches half its side beyond its centre; the tolerance is for rounding in the affines.
+        inside = inside & (index >= -0.5 - WHOLE_VOXEL) & (index <= side - 0.5 + WHOLE_VOXEL)
+        coordinates.append(((2 * index + 1) / side - 1).float())
+    points = torch.stack(coordinates[::-1], dim=-1)[None]  # grid_sample wants W first
+    values = grid_sample(volume[None].float(), points, mode=mode, padding_mode="border", align_corners=False)[0]
+    values = torch.where(inside, values, 0)
+    return values.to(volume.dtype) if mode == "nearest" else values

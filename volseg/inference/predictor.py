@@ -1,0 +1,275 @@
+"""From a preprocessed case to its label map on the image's own grid.
+
+::
+
+    image (C, D, H, W) -> windows -> model, mirrored or not -> softmax -> mean over mirrors and models
+        -> windows blended by a Gaussian -> probabilities (K, D, H, W) -> original grid -> argmax -> labels
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from monai.inferers import sliding_window_inference
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from volseg.errors import ConfigError, GridError, NonFinitePredictionError
+from volseg.inference.original_grid import label_map_on
+from volseg.transforms.grid import Grid
+
+__all__ = ["Model", "Predictor", "full_logits", "predict_case"]
+
+Model = Callable[[Tensor], Any]
+"""``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; see `full_logits` for what else may come back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Predictor:
+    """A trained model and how to apply it to a whole volume.
+
+    Parameters
+    ----------
+    model : callable or sequence of callables
+        Each maps images ``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``. Of several (the folds of a
+        cross-validation) the probabilities are averaged. An ``nn.Module`` runs in evaluation mode and is left in the
+        mode in which it came.
+    num_classes : int
+        K, with the background.
+    window : sequence of int, optional
+        Sides of the sliding window (voxels). None: the whole volume at once. A smaller volume is padded with 0.
+    overlap : float
+        Fraction of a window that its neighbour shares, in [0, 1).
+    mirror : bool or sequence of int
+        Average over all mirrorings along these axes (0, 1, 2 are D, H, W; True is all three, 8 passes).
+    windows_per_step : int
+        Windows that go through the model at once.
+    device : torch.device, optional
+        Where to compute. None: where the model's parameters lie, else where the image lies.
+    stitch_on : torch.device, optional
+        Where windows are blended and resampled; the CPU, if probabilities of the whole volume do not fit the device.
+    autocast : torch.dtype, optional
+        bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
+    """
+
+    model: Model | Sequence[Model]
+    num_classes: int
+    window: Sequence[int] | None = None
+    overlap: float = 0.5
+    mirror: bool | Sequence[int] = False
+    windows_per_step: int = 1
+    device: torch.device | str | None = None
+    stitch_on: torch.device | str | None = None
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (len(self.window) != 3 or min(self.window) < 1):
+            raise ConfigError(f"window must be three sides in voxels, or None, got {list(self.window)}")
+        if not 0 <= self.overlap < 1:
+            raise ConfigError(f"overlap must lie in [0, 1), got {self.overlap}")
+        if not {0, 1, 2}.issuperset(self.mirror_axes):
+            raise ConfigError(f"mirror must be true, false or axes among 0, 1, 2, got {self.mirror}")
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The model or models as a tuple."""
+        return tuple(self.model) if isinstance(self.model, Sequence) else (self.model,)
+
+    @property
+    def mirror_axes(self) -> tuple[int, ...]:
+        """The axes to mirror."""
+        if isinstance(self.mirror, bool):
+            return (0, 1, 2) if self.mirror else ()
+        return tuple(self.mirror)
+
+    def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
+        """Return the label map ``(1, D, H, W)`` uint8 of one preprocessed case, on its image's original grid.
+
+        Raises
+        ------
+        NonFinitePredictionError
+            If a probability is not finite.
+        """
+        ((_, labels),) = self.stream([case])
+        return labels
+
+    def stream(
+        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
+    ) -> Iterator[tuple[Mapping[str, Any], MetaTensor]]:
+        """Yield each case with its label map; volumes of equal size go through the model together.
+
+        A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
+        come back in the order in which their groups fill, which need not be the order in which they came.
+        """
+        for group in _equal_sizes(cases, lambda case: self._padded_shape(case[field]), batch_size):
+            images = [case[field] for case in group]
+            for case, image, probabilities in zip(group, images, self._together(images), strict=True):
+                if not probabilities.isfinite().all():
+                    raise NonFinitePredictionError(_not_finite(case, image, self.autocast))
+                labels = label_map_on(Grid.original(image), probabilities, Grid.of(image))
+                yield case, _placed(labels, image)
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return the class probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
+        device = self._device(images)
+        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
+        with torch.no_grad(), evaluating(self.models):
+            if self.window is None:
+                return self._class_probabilities(images.to(device)).to(self.stitch_on or device)
+            blended = sliding_window_inference(
+                images.float(),
+                roi_size=tuple(self.window),
+                sw_batch_size=self.windows_per_step,
+                predictor=self._class_probabilities,
+                overlap=self.overlap,
+                mode="gaussian",
+                sw_device=device,
+                device=self.stitch_on or device,
+            )
+        assert isinstance(blended, Tensor)
+        return blended
+
+    def _together(self, images: Sequence[MetaTensor]) -> Iterator[Tensor]:
+        """Predict images of one padded shape as one batch; yield each one's probabilities ``(K, D, H, W)``."""
+        shape = self._padded_shape(images[0])
+        margins = [_margins(image.shape[-3:], shape) for image in images]
+        batch = torch.stack([pad(image.as_tensor(), margin) for image, margin in zip(images, margins, strict=True)])
+        for probabilities, image, margin in zip(self.probabilities(batch), images, margins, strict=True):
+            w, _, h, _, d, _ = margin
+            depth, height, width = image.shape[-3:]
+            yield probabilities[:, d : d + depth, h : h + height, w : w + width]
+
+    def _padded_shape(self, image: Tensor) -> tuple[int, ...]:
+        sides = tuple(image.shape[-3:])
+        return sides if self.window is None else tuple(map(max, sides, self.window))
+
+    def _device(self, images: Tensor) -> torch.device:
+        if self.device is not None:
+            return torch.device(self.device)
+        parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
+        return next((parameter.device for parameter in parameters), images.device)
+
+    def _class_probabilities(self, windows: Tensor) -> Tensor:
+        """Return the mean over models and mirrorings of the softmax, float32."""
+        axes = self.mirror_axes
+        mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
+        total: Tensor | None = None
+        for model in self.models:
+            for flips in mirrorings:
+                dims = [axis - 3 for axis in flips]
+                mirrored = windows.flip(dims) if dims else windows
+                with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                    logits = full_logits(model(mirrored))
+                self._check(logits, windows)
+                one = logits.float().softmax(1).flip(dims) if dims else logits.float().softmax(1)
+                total = one if total is None else total.add_(one)
+        assert total is not None
+        return total.div_(len(self.models) * len(mirrorings))
+
+    def _check(self, logits: Tensor, windows: Tensor) -> None:
+        wanted = (windows.shape[0], self.num_classes, *windows.shape[2:])
+        if tuple(logits.shape) != wanted:
+            raise GridError(
+                f"the model must return logits (B, K, D, H, W) = {wanted} with one channel per class, background "
+                f"included, got {tuple(logits.shape)}"
+            )
+
+
+def predict_case(
+    model: Model | Sequence[Model],
+    case: Mapping[str, Any],
+    *,
+    num_classes: int,
+    window: Sequence[int] | None = None,
+    overlap: float = 0.5,
+    mirror: bool | Sequence[int] = False,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+) -> MetaTensor:
+    """Return the label map ``(1, D, H, W)`` uint8 of a preprocessed case on its image's original grid.
+
+    The parameters are those of `Predictor`, which serves many cases and batches them.
+    """
+    predictor = Predictor(
+        model=model,
+        num_classes=num_classes,
+        window=window,
+        overlap=overlap,
+        mirror=mirror,
+        device=device,
+        autocast=autocast,
+    )
+    return predictor(case)
+
+
+def full_logits(output: Any) -> Tensor:
+    """Return the logits at full resolution and in one piece.
+
+    A list or tuple is deep supervision, full resolution first; a volume sharded over devices is gathered by its
+    ``full_tensor`` (a collective: every process of the group must predict).
+    """
+    if isinstance(output, list | tuple):
+        output = output[0]
+    if hasattr(output, "full_tensor"):
+        output = output.full_tensor()
+    if not isinstance(output, Tensor):
+        raise GridError(f"the model must return logits as a tensor, got {type(output).__name__}")
+    return output
+
+
+@contextmanager
+def evaluating(models: Iterable[Model]) -> Iterator[None]:
+    """Put modules into evaluation mode; afterwards each submodule has the mode it had."""
+    networks = [model for model in models if isinstance(model, nn.Module)]
+    modes = [(module, module.training) for network in networks for module in network.modules()]
+    try:
+        for network in networks:
+            network.eval()
+        yield
+    finally:
+        for module, mode in modes:  # one by one: a part may have been frozen in evaluation mode on purpose
+            module.training = mode
+
+
+def _equal_sizes(
+    cases: Iterable[Mapping[str, Any]], shape_of: Callable[[Mapping[str, Any]], tuple[int, ...]], batch_size: int
+) -> Iterator[list[Mapping[str, Any]]]:
+    """Group cases of equal shape, ``batch_size`` together; wait for companions of a few groups only."""
+    waiting: dict[tuple[int, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for case in cases:
+        shape = shape_of(case)
+        waiting[shape].append(case)
+        if len(waiting[shape]) == batch_size:
+            yield waiting.pop(shape)
+        elif sum(map(len, waiting.values())) >= 4 * batch_size:
+            yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
+    yield from waiting.values()
+
+
+def _margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
+    missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
+    return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
+
+
+def _placed(labels: Tensor, image: MetaTensor) -> MetaTensor:
+    """Give a label map on the original grid the geometry and the file facts of its image."""
+    placed = MetaTensor(labels).copy_meta_from(image)
+    placed.affine = Grid.original(image).affine
+    placed.applied_operations = []
+    return placed
+
+
+def _not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
+    if not image.isfinite().all():
+        remedy = "the preprocessed image is not finite either: check the file"
+    elif autocast is torch.float16:
+        remedy = "float16 may overflow: predict in bfloat16 or float32"
+    else:
+        remedy = "the weights may have diverged: use another checkpoint"
+    return f"case {case.get('case', '(unnamed)')}: the model gave probabilities that are not finite; {remedy}"

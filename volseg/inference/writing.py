@@ -1,0 +1,83 @@
+"""Write a label map as NIfTI on the grid of the image that it labels, whatever format the image had."""
+
+import gzip
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.errors import DataError, GridError
+from volseg.files import replacing
+from volseg.transforms.grid import Grid
+
+__all__ = ["write_prediction"]
+
+SCANNER_ANATOMICAL = 1
+"""NIfTI-1 code of a position in the scanner: what DICOM, MHA and NRRD give."""
+
+
+def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
+    """Write ``label_map`` as uint8 NIfTI with the affine and the header codes of its image; return the path.
+
+    The file replaces an older one in one step or not at all. Equal label maps give equal bytes.
+
+    Parameters
+    ----------
+    label_map : Tensor
+        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 255].
+    reference : MetaTensor
+        The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code`` and
+        ``qform_code`` as the readers set them; without them the affine counts as the scanner's.
+    path : path
+        Ends in ``.nii`` or ``.nii.gz``.
+
+    Raises
+    ------
+    DataError
+        If the path has another suffix or the label map holds other values.
+    GridError
+        If the label map has another shape than the reference.
+    """
+    path = Path(path)
+    if not path.name.endswith((".nii", ".nii.gz")):
+        raise DataError(f"a prediction is written as NIfTI: {path} must end in .nii or .nii.gz")
+    grid = Grid.original(reference)
+    voxels = torch.as_tensor(label_map).detach().cpu()
+    if voxels.shape not in (grid.shape, (1, *grid.shape)):
+        raise GridError(
+            f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
+            "bring it there with volseg.inference.original_grid.resample"
+        )
+    image = _nifti(_bytes(voxels.reshape(grid.shape), path), grid, reference.meta)
+    content = image.to_bytes()
+    if path.name.endswith(".gz"):
+        content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+    return path
+
+
+def _bytes(voxels: Tensor, path: Path) -> np.ndarray:
+    low, high = voxels.min().item(), voxels.max().item()
+    whole = not voxels.is_floating_point() or torch.equal(voxels, voxels.round())
+    if not (whole and low >= 0 and high <= 255):
+        raise DataError(f"{path} takes whole labels in [0, 255], got {voxels.dtype} values from {low} to {high}")
+    return voxels.to(torch.uint8).numpy()
+
+
+def _nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
+    """Return the image with sform and qform coded as in the reference's header."""
+    affine = grid.affine.numpy()
+    image = nib.Nifti1Image(voxels, affine)
+    sform, qform = (int(meta.get(key, SCANNER_ANATOMICAL)) for key in ("sform_code", "qform_code"))
+    image.set_sform(affine, code=sform)
+    # A quaternion holds no shear; where the sform rules (its code is not 0) the affine stays exact all the same.
+    image.set_qform(affine, code=qform, strip_shears=True)
+    image.header.set_xyzt_units("mm")
+    return image

@@ -1,0 +1,95 @@
+"""A grid of voxels and the map that places it in the patient.
+
+Going back to the image's own grid uses the two grids' affines and nothing else. MONAI's ``Invertd`` would replay its
+trace instead, which ties the prediction to the very transform objects that preprocessed the case (``id(self)`` is
+compared), so it fails for a case that comes from a cache or another process, and interpolates once per transform.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.errors import GridError
+
+__all__ = ["MISPLACED_VOXELS", "Grid"]
+
+MISPLACED_VOXELS = 0.1
+"""How far two grids' corner voxels may lie apart and count as one grid, in voxels (shortest side).
+
+Affines rounded by their file formats differ by a hundredth of a voxel over a long axis; the usual mistake, a shift by
+half a voxel, by 0.5.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """Where the voxels of a volume lie.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Voxels along D, H, W.
+    affine : Tensor
+        ``(4, 4)`` float64, voxel index (i, j, k) to RAS+ position (mm).
+    """
+
+    shape: tuple[int, int, int]
+    affine: Tensor
+
+    @classmethod
+    def of(cls, volume: MetaTensor) -> "Grid":
+        """Return the grid on which ``volume`` ``(C, D, H, W)`` lies now."""
+        return cls._from(volume.shape[-3:], volume.affine)
+
+    @classmethod
+    def original(cls, volume: MetaTensor) -> "Grid":
+        """Return the grid that ``volume`` had in its file, before preprocessing.
+
+        ``meta["spatial_shape"]`` and ``meta["original_affine"]`` remember it, as in MONAI's readers; a volume without
+        them has not been preprocessed.
+        """
+        shape = volume.meta.get("spatial_shape", volume.shape[-3:])
+        return cls._from(shape, volume.meta.get("original_affine", volume.affine))
+
+    @classmethod
+    def _from(cls, shape: Sequence[int], affine: object) -> "Grid":
+        depth, height, width = (int(size) for size in shape)
+        matrix = torch.as_tensor(np.asarray(affine), dtype=torch.float64)
+        if matrix.shape != (4, 4) or not matrix.isfinite().all() or matrix[:3, :3].det() == 0:
+            raise GridError(
+                f"a volume needs a finite, invertible 4 x 4 affine (voxel to mm), got {matrix.tolist()}; "
+                "repair the header of the file"
+            )
+        return cls((depth, height, width), matrix)
+
+    def index_map(self, other: "Grid") -> Tensor:
+        """Return the ``(4, 4)`` matrix from voxel indices of this grid to those of ``other``."""
+        return torch.linalg.solve(other.affine, self.affine)
+
+    def distance(self, other: "Grid") -> float:
+        """Return how far (mm) corresponding corner voxels of two grids lie apart at most; inf if shapes differ."""
+        if self.shape != other.shape:
+            return float("inf")
+        corners = self.corners()
+        apart = (self.affine - other.affine) @ corners
+        return float(apart[:3].norm(dim=0).max())
+
+    def require_same(self, other: "Grid", name: str, other_name: str) -> None:
+        """Raise `GridError` unless both grids have the same voxels, within `MISPLACED_VOXELS`."""
+        allowed = MISPLACED_VOXELS * float(self.affine[:3, :3].norm(dim=0).min())
+        if (apart := self.distance(other)) > allowed:
+            how = f"are {apart:.3g} mm apart" if self.shape == other.shape else f"have {self.shape} and {other.shape}"
+            raise GridError(
+                f"{name} and {other_name} must lie on the same voxels, within {allowed:.2g} mm, but they {how}; "
+                f"resample the {other_name} to the {name}"
+            )
+
+    def corners(self) -> Tensor:
+        """Return the indices of the eight corner voxels as homogeneous columns ``(4, 8)``."""
+        ends = [torch.tensor([0.0, size - 1.0], dtype=torch.float64) for size in self.shape]
+        indices = torch.cartesian_prod(*ends).T
+        return torch.cat([indices, torch.ones_like(indices[:1])])

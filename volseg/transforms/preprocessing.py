@@ -1,0 +1,303 @@
+"""From a case as it was read to a case as the network sees it: orientation, spacing, intensities, crop, padding.
+
+MONAI's dictionary transforms do the work. This module gives each a short name for the config, passes the settings that
+keep image and label on one grid, and refuses what would make the geometry silently wrong: a volume without an affine
+(MONAI assumes the identity, MONAI#8399), or an image and a label that do not lie on the same voxels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from monai.transforms import (
+    Compose,
+    CropForegroundd,
+    DivisiblePadd,
+    MapTransform,
+    NormalizeIntensityd,
+    Orientationd,
+    Spacingd,
+    SpatialPadd,
+)
+
+from volseg.config.registry import Registry
+from volseg.errors import ConfigError, DataError, GridError, VolsegError
+from volseg.transforms.grid import Grid
+
+__all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
+
+Case = dict[str, Any]
+
+LABEL_FIELDS = frozenset({"label"})
+"""Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
+
+
+def build_preprocessing(
+    components: Sequence[Mapping[str, Any]], fields: Sequence[str] = ("image", "label")
+) -> "Preprocessing":
+    """Compose the preprocessing that a config lists.
+
+    Parameters
+    ----------
+    components : sequence of mapping
+        ``{"name": "Spacing", "spacing": [1, 1, 1]}``, in the order in which they apply. Names: `PREPROCESSING`.
+    fields : sequence of str, optional
+        Fields of a case to transform. The first is the image that crops follow; a field of `LABEL_FIELDS` may be
+        absent from a case, since a case to predict has no label.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown component or parameter, with the nearest known ones.
+    """
+    if not fields or fields[0] in LABEL_FIELDS:
+        raise ConfigError(f"preprocessing needs fields that begin with an image, got {list(fields)}")
+    steps = [PREPROCESSING.build(component, fields=tuple(fields)) for component in components]
+    return Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
+
+
+class Preprocessing(Compose):
+    """Transforms applied one after another; an error names the case and the step.
+
+    A case is ``{"case": str, "image": MetaTensor (C, D, H, W), "label": MetaTensor (1, D, H, W)}``. The result has a
+    float32 image and an integer label (uint8 where it fits) on one grid. Voxels of the input are never written to.
+    """
+
+    # MONAI's own loop turns every error into "RuntimeError: applying transform <object at 0x...>".
+    def __call__(self, input_: Mapping[str, Any], start: int = 0, end: int | None = None, *_: Any, **__: Any) -> Case:
+        """Return the preprocessed case; ``start`` and ``end`` select steps, as in ``Compose``.
+
+        Raises
+        ------
+        VolsegError
+            `DataError` or `GridError`, with the case and the step that failed.
+        """
+        case = dict(input_)
+        for step in self.transforms[start:end]:
+            try:
+                case = step(case)
+            except VolsegError as fault:
+                raise type(fault)(f"case {case.get('case', '(unnamed)')}: {fault}") from fault
+            except (ValueError, RuntimeError, TypeError, np.linalg.LinAlgError) as fault:
+                raise DataError(
+                    f"case {case.get('case', '(unnamed)')}: {type(step).__name__} failed: {fault}"
+                ) from fault
+        return case
+
+
+class RememberGrid(MapTransform):
+    """Check the geometry of a case and remember, in ``meta``, the grid on which it came.
+
+    ``original_affine`` and ``spatial_shape`` stay with the volume through every later step; they are how a prediction
+    finds back to the image's own grid.
+    """
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        super().__init__(fields, allow_missing_keys=True)
+        self.image, *self.others = fields
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        case = dict(data)
+        for field in (self.image, *(other for other in self.others if other not in LABEL_FIELDS)):
+            if field not in case:
+                raise DataError(f"preprocessing needs the field {field!r}, the case has {sorted(case)}")
+        grid = _grid(case, self.image)
+        for field in self.key_iterator(case):
+            grid.require_same(_grid(case, field), self.image, field)
+            # One affine for all: a difference of 1e-6 may round to a side of one voxel more in Spacing.
+            volume = MetaTensor(case[field].as_tensor()).copy_meta_from(case[field])
+            volume.affine = grid.affine.clone()
+            volume.meta.setdefault("original_affine", grid.affine.clone())
+            volume.meta.setdefault("spatial_shape", grid.shape)
+            case[field] = volume
+        return case
+
+
+def _grid(case: Mapping[str, Any], field: str) -> Grid:
+    volume = case[field]
+    if not isinstance(volume, MetaTensor):
+        raise GridError(
+            f"{field} is a {type(volume).__name__} without an affine, so its voxels have no place in the patient; "
+            "read it with Read, or wrap it as MetaTensor(voxels, affine=...)"
+        )
+    if volume.ndim != 4 or 0 in volume.shape:
+        raise GridError(f"{field} must have shape (C, D, H, W) with voxels in it, got {tuple(volume.shape)}")
+    if field in LABEL_FIELDS and volume.shape[0] != 1:
+        raise GridError(f"{field} must be one map of label values (1, D, H, W), got {tuple(volume.shape)}")
+    if volume.meta.get("space", "RAS") == "LPS":
+        raise GridError(f"the affine of {field} must map to RAS+, its meta says LPS; read it with Read")
+    return Grid.of(volume)
+
+
+class StoreVoxels(MapTransform):
+    """Make images float32 and label maps integer, contiguous in memory."""
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        super().__init__(fields, allow_missing_keys=True)
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        case = dict(data)
+        for field in self.key_iterator(case):
+            dtype = _label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
+            case[field] = case[field].to(dtype).contiguous()
+        return case
+
+
+def _label_dtype(label: MetaTensor, field: str) -> torch.dtype:
+    voxels = label.as_tensor()
+    if voxels.is_floating_point() and not torch.equal(voxels, voxels.round()):
+        fraction = voxels[voxels != voxels.round()].flatten()[0].item()
+        raise DataError(f"{field} must hold whole numbers, got {fraction}; is it a probability map?")
+    low, high = voxels.min().item(), voxels.max().item()
+    return torch.uint8 if low >= 0 and high <= 255 else torch.int32
+
+
+def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
+    """Permute and flip the voxel axes to point to ``axcodes``; no voxel moves in the patient."""
+    if sorted(axcodes.translate(str.maketrans("LPI", "RAS"))) != ["A", "R", "S"]:
+        raise ValueError(f"axcodes must name each body axis once, as RAS or LPI do, got {axcodes!r}")
+    labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are RAS+, whatever a file format used
+    return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
+
+
+def spacing(fields: Sequence[str], *, spacing: Sequence[float]) -> Spacingd:
+    """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
+
+    An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
+    """
+    if len(spacing) != 3 or min(spacing) <= 0:
+        raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
+    modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
+    return Spacingd(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+
+
+class ZScore(MapTransform):
+    """Shift and scale each channel of each image to mean 0 and standard deviation 1.
+
+    Parameters
+    ----------
+    nonzero : bool, optional
+        Take the moments over the voxels that are not 0 and leave the others at 0: for skull-stripped images.
+    """
+
+    def __init__(self, fields: Sequence[str], *, nonzero: bool = False) -> None:
+        super().__init__([field for field in fields if field not in LABEL_FIELDS])
+        self.normalise = NormalizeIntensityd(self.keys, nonzero=nonzero, channel_wise=True)
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        case = dict(data)
+        for field in self.key_iterator(case):
+            case[field] = case[field].float().clone()  # NormalizeIntensity writes into what it is given
+        return self.normalise(case)
+
+
+class ClipZScore(MapTransform):
+    """Clip intensities, then subtract a mean and divide by a standard deviation: for CT.
+
+    Parameters
+    ----------
+    lower, upper : float, optional
+        Where to clip, in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the foreground of the data set.
+    percentiles : (float, float), optional
+        Clip each channel at these percentiles of its own voxels, in place of ``lower`` and ``upper``.
+    mean, std : float, optional
+        Of the foreground of the data set. Without them each channel's own moments after clipping are used.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[str],
+        *,
+        lower: float | None = None,
+        upper: float | None = None,
+        percentiles: Sequence[float] | None = None,
+        mean: float | None = None,
+        std: float | None = None,
+    ) -> None:
+        super().__init__([field for field in fields if field not in LABEL_FIELDS])
+        limits = lower is not None and upper is not None and lower < upper
+        if limits == (percentiles is not None) or (percentiles and (lower, upper) != (None, None)):
+            raise ValueError("give lower < upper, or percentiles")
+        if percentiles is not None and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
+            raise ValueError(f"percentiles must be two rising numbers in [0, 100], got {list(percentiles)}")
+        if (mean is None) != (std is None) or (std is not None and std <= 0):
+            raise ValueError(f"mean and a positive std go together, got mean={mean}, std={std}")
+        self.lower, self.upper, self.percentiles = lower, upper, percentiles
+        self.mean, self.std = mean, std
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        case = dict(data)
+        for field in self.key_iterator(case):
+            channels = [self._normalised(channel) for channel in case[field].as_tensor().float()]
+            case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
+        return case
+
+    def _normalised(self, channel: torch.Tensor) -> torch.Tensor:
+        lower, upper = self.lower, self.upper
+        if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
+            lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
+        channel = channel.clamp(lower, upper)
+        if self.mean is not None and self.std is not None:
+            return (channel - self.mean) / self.std
+        std = channel.std(correction=0)
+        return (channel - channel.mean()) / torch.where(std > 0, std, 1.0)
+
+
+def crop_foreground(
+    fields: Sequence[str], *, above: float | None = None, margin: int | Sequence[int] = 0
+) -> CropForegroundd:
+    """Crop to the box of the voxels that are not 0 in some channel, or exceed ``above``, plus ``margin`` voxels.
+
+    The box stays inside the image. Put it before `ZScore`, which moves the zero.
+    """
+    return CropForegroundd(
+        fields,
+        source_key=fields[0],
+        select_fn=Foreground(above),
+        margin=margin,
+        allow_smaller=True,
+        allow_missing_keys=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Foreground:
+    """Voxels that are not 0, or exceed ``above``. A class, for a closure cannot be sent to a loader's process."""
+
+    above: float | None
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        found = image != 0 if self.above is None else image > self.above
+        if not found.any():
+            rule = "is not 0" if self.above is None else f"exceeds {self.above}"
+            raise GridError(f"CropForeground found no voxel that {rule}, so nothing would be left of the image")
+        return found
+
+
+def pad(
+    fields: Sequence[str], *, size: Sequence[int] | None = None, multiple: int | Sequence[int] | None = None
+) -> MapTransform:
+    """Pad with 0 on both ends: each side to at least ``size`` voxels, or up to a multiple of ``multiple``.
+
+    Put it after the normalisation, where 0 is the mean. A network that needs a multiple pads by itself.
+    """
+    if (size is None) == (multiple is None):
+        raise ValueError("give size or multiple")
+    if size is not None:
+        return SpatialPadd(fields, spatial_size=size, allow_missing_keys=True)
+    return DivisiblePadd(fields, k=multiple, allow_missing_keys=True)
+
+
+_COMPONENTS: dict[str, Callable[..., Any]] = {
+    "ClipZScore": ClipZScore,
+    "CropForeground": crop_foreground,
+    "Orientation": orientation,
+    "Pad": pad,
+    "Spacing": spacing,
+    "ZScore": ZScore,
+}
+PREPROCESSING = Registry("preprocessing component", _COMPONENTS)
+"""What ``preprocessing`` in a config may name. Each takes the case's fields and its own parameters."""
