@@ -115,6 +115,7 @@ def _numbers(series: Any, index: int, tag: str, count: int, files: list[Path]) -
         numbers = []
     if len(numbers) != count:
         raise ReaderError(
-            f"{files[index]} needs {count} numbers in DICOM tag ({tag.replace('|', ',')}), but has {text!r}"
+            f"{files[index]} needs {count} numbers in DICOM tag ({tag.replace('|', ',')}), but has {text!r}; "
+            "without them a slice has no place in the patient"
         )
     return numbers

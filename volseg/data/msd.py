@@ -7,6 +7,7 @@ files.
 
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def find_task(root: str | Path) -> Path:
 
     A folder of the same name inside the task's folder, as archives leave it, counts as the same level.
     """
-    root = Path(root)
+    root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
     if not root.exists():
         raise DataError(f"{root} does not exist; name the TaskNN_Name folder of an MSD task")
     if root.name == "dataset.json":

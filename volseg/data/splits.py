@@ -5,7 +5,6 @@ a Dice can be compared with published ones fold by fold. scikit-learn itself is 
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 
 from volseg.config.nearest import did_you_mean
 from volseg.errors import DataError
+from volseg.files import replacing
 
 __all__ = ["Split", "folds", "read_splits", "write_splits"]
 
@@ -88,9 +88,8 @@ def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:
     """Write splits in the shape of nnU-Net's ``splits_final.json``, all or nothing."""
     path = Path(path)
     text = json.dumps([{"train": split.training, "val": split.validation} for split in splits], indent=1)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
     return path
 
 

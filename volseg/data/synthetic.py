@@ -7,7 +7,6 @@ border between the two labels shows only in the shape and in a faint change of i
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -19,6 +18,7 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
 from volseg.errors import DataError
+from volseg.files import replacing
 
 __all__ = ["make_task"]
 
@@ -26,6 +26,9 @@ ORIGIN = "volseg.data.synthetic"
 FOLDERS = ("imagesTr", "labelsTr", "imagesTs")
 ORIENTATIONS = [(order, signs) for order in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 """The 48 ways to lay voxel axes along the patient's."""
+
+NUM_POINTS = 32
+"""Points of the curve in the middle of a tube, closer to each other than voxels are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,8 @@ def _write_manifest(root: Path, training: list[str], test: list[str]) -> None:
         "training": [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in training],
         "test": [f"./imagesTs/{name}.nii.gz" for name in test],
     }
-    partial = root / ".dataset.json.partial"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, root / "dataset.json")
+    with replacing(root / "dataset.json") as partial:
+        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]:
@@ -144,24 +146,24 @@ def _grid(rng: np.random.Generator) -> Grid:
 
 def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return noise-free intensities, about 0 to 1, and the label map."""
-    along = np.linspace(0.0, 1.0, 48)  # from the head in front to the tail behind
+    along = np.linspace(0.0, 1.0, NUM_POINTS)  # from the head in front to the tail behind
     side = rng.choice((-1.0, 1.0))  # left or right hippocampus
-    length, bend, rise = rng.uniform(28, 34), rng.uniform(3, 6) * side, rng.uniform(2, 6)
+    length, bend, rise = rng.uniform(24, 29), rng.uniform(3, 6) * side, rng.uniform(2, 6)
     curve = np.stack([bend * (2 * along - 1) ** 2 - bend / 2, length * (0.5 - along), rise * (along - 0.5)], axis=1)
     head, tail = rng.uniform(5.5, 7.0), rng.uniform(3.2, 4.2)
-    radius = tail + (head - tail) / (1 + np.exp((along - rng.uniform(0.34, 0.42)) / 0.06))
-    border = rng.uniform(0.42, 0.48)
+    neck = rng.uniform(0.36, 0.46)  # where the tube narrows, and the labels meet just behind
+    radius = tail + (head - tail) / (1 + np.exp((along - neck) / 0.05))
     depth, nearest = _depth(positions, curve, radius)
-    front = along[nearest] < border
+    front = along[nearest] < neck + 0.05
     label = np.where(depth > 0, np.where(front, 1, 2), 0).astype(np.uint8)
 
     white = 0.75 + 0.04 * _texture(positions.shape[:3], 3.0, rng)
     ventricle, _ = _depth(
-        positions, curve + np.array([0.9 * head * side, 2.0, 5.0]), np.full(48, rng.uniform(1.5, 2.5))
+        positions, curve + np.array([0.9 * head * side, 2.0, 5.0]), np.full(NUM_POINTS, rng.uniform(1.5, 2.5))
     )
-    cortex, _ = _depth(positions, curve + np.array([0.0, -3.0, -13.0]), np.full(48, rng.uniform(2.0, 3.0)))
+    cortex, _ = _depth(positions, curve + np.array([0.0, -3.0, -13.0]), np.full(NUM_POINTS, rng.uniform(2.0, 3.0)))
     image = white
-    for inside, value in ((cortex, 0.5), (ventricle, 0.12), (depth, np.where(front, 0.5, 0.45))):
+    for inside, value in ((cortex, 0.5), (ventricle, 0.12), (depth, np.where(front, 0.52, 0.44))):
         share = 1 / (1 + np.exp(-inside / 0.35))  # partial volume over about one voxel
         image = share * value + (1 - share) * image
     return image, label
@@ -169,14 +171,10 @@ def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarra
 
 def _depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how deep each voxel lies in a tube (mm, negative outside) and the point of the curve that decides."""
-    best = np.full(positions.shape[:3], -np.inf)
-    nearest = np.zeros(positions.shape[:3], dtype=np.intp)
-    for index, (centre, size) in enumerate(zip(curve, radius, strict=True)):
-        inside = size - np.sqrt(((positions - centre) ** 2).sum(axis=-1))
-        closer = inside > best
-        best[closer] = inside[closer]
-        nearest[closer] = index
-    return best, nearest
+    squares = (positions**2).sum(axis=-1)[..., None] - 2 * positions @ curve.T + (curve**2).sum(axis=-1)
+    inside = radius - np.sqrt(np.maximum(squares, 0))
+    nearest = inside.argmax(axis=-1)
+    return np.take_along_axis(inside, nearest[..., None], axis=-1)[..., 0], nearest
 
 
 def _texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:

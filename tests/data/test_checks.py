@@ -1,0 +1,182 @@
+import nibabel
+import numpy as np
+import pytest
+
+from volseg.data.cases import Task
+from volseg.data.checks import Problem, check_case, check_cases, require_sound
+from volseg.data.msd import load_task
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError
+
+RNG = np.random.default_rng(0)
+IMAGE = RNG.standard_normal((6, 7, 8)).astype(np.float32)
+LABEL = RNG.integers(0, 3, IMAGE.shape).astype(np.uint8)
+
+
+@pytest.fixture
+def task(tmp_path):
+    return Task(
+        name="Test",
+        root=tmp_path,
+        modalities=("MRI",),
+        labels={0: "background", 1: "Anterior", 2: "Posterior"},
+        training=(),
+        test=(),
+    )
+
+
+@pytest.fixture
+def case(save):
+    """Return a function that writes a case and returns it."""
+
+    def write(image=IMAGE, label=LABEL, name="a", label_affine=None):
+        at = {} if label_affine is None else {"affine": label_affine}
+        return {
+            "case": name,
+            "image": save(image, f"{name}_image.nii.gz"),
+            "label": save(label, f"{name}_label.nii.gz", **at),
+        }
+
+    return write
+
+
+def only(problems: list[Problem]) -> Problem:
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def changed(array, value):
+    """Return a copy of ``array`` as float32 with one voxel replaced."""
+    copy = array.astype(np.float32)
+    copy[1, 2, 3] = value
+    return copy
+
+
+def test_a_sound_case(case, task):
+    assert check_case(case(), task) == []
+
+
+def test_a_case_to_predict_needs_no_label(case, task):
+    assert check_case({key: value for key, value in case().items() if key != "label"}, task) == []
+
+
+def test_whole_numbers_stored_as_floats_are_labels(case, task):
+    assert check_case(case(label=LABEL.astype(np.float32)), task) == []
+
+
+def test_missing_file(case, task):
+    bad = case()
+    bad["label"].unlink()
+    problem = only(check_case(bad, task))
+    assert (problem.case, problem.file) == ("a", bad["label"])
+    assert problem.message == f"{bad['label']} does not exist; check the path"
+
+
+def test_truncated_file(case, task):
+    bad = case()
+    bad["image"].write_bytes(bad["image"].read_bytes()[:-100])
+    problem = only(check_case(bad, task))
+    assert problem.file == bad["image"]
+    assert "a_image.nii.gz is truncated or damaged" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (changed(IMAGE, np.nan), "holds 1 voxel(s) that are NaN or infinite, the first at (c, i, j, k) = (0, 1, 2, 3)"),
+        (
+            changed(IMAGE, -np.inf),
+            "holds 1 voxel(s) that are NaN or infinite, the first at (c, i, j, k) = (0, 1, 2, 3)",
+        ),
+        (changed(IMAGE, 0).astype(np.float64) * 1e300, "that are NaN or infinite"),
+        (np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
+        (
+            np.stack([IMAGE, IMAGE], -1),
+            "has 2 channel(s), but dataset.json declares 1 (MRI); mend the file or 'modality'",
+        ),
+    ],
+    ids=["nan", "inf", "beyond float32", "constant", "channels"],
+)
+def test_bad_images(case, task, image, message):
+    bad = case(image=image)
+    problem = only(check_case(bad, task))
+    assert problem.file == bad["image"]
+    assert problem.message.startswith(f"{bad['image']} ")
+    assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but dataset.json declares [0, 1, 2]; mend the label map"),
+        (changed(LABEL, -1), "holds -1 in 1 voxel(s), but dataset.json declares [0, 1, 2]"),
+        (changed(LABEL, 0.5), "holds values that are no integers (0.5); it was probably resampled linearly"),
+        (changed(LABEL, np.nan), "holds 1 voxel(s) that are NaN or infinite"),
+        (np.zeros_like(LABEL), "holds background only; label the structures or leave the case out"),
+        (np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number per structure"),
+        (LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample the label map"),
+    ],
+    ids=["undeclared", "negative", "fraction", "nan", "empty", "channels", "shape"],
+)
+def test_bad_labels(case, task, label, message):
+    bad = case(label=label)
+    problem = only(check_case(bad, task))
+    assert problem.file == bad["label"]
+    assert message in problem.message
+
+
+def test_label_shifted_by_half_a_voxel(case, task, affine):
+    shifted = affine.copy()
+    shifted[1, 3] += 0.45
+    message = only(check_case(case(label_affine=shifted), task)).message
+    assert "lies up to 0.45 mm away from its image (at most 0.08 mm, 0.1 voxel); copy the image's affine" in message
+
+
+def test_label_turned_about_its_corner(case, task, affine):
+    turned = affine.copy()
+    turned[:3, 2] = [0.1, 0.0, 2.5]  # a shear: only the far end leaves its place
+    assert "lies up to 0.7 mm away" in only(check_case(case(label_affine=turned), task)).message
+
+
+def test_a_rounded_header_is_no_fault(case, task, affine):
+    assert check_case(case(label_affine=affine + 1e-3 * np.eye(4)), task) == []
+
+
+def test_all_bad_cases_at_once_in_order(case, task):
+    good, empty, double = (
+        case(name="a"),
+        case(label=np.zeros_like(LABEL), name="b"),
+        case(np.ones_like(IMAGE), LABEL + 1, "c"),
+    )
+    seen = []
+    problems = check_cases([good, empty, double], task, workers=2, progress=lambda: seen.append(1))
+    assert [problem.case for problem in problems] == ["b", "c", "c"]
+    assert len(seen) == 3
+    with pytest.raises(DataError) as caught:
+        require_sound(problems)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 case(s) cannot be used:"
+    assert lines[1].startswith("  b: ")
+    assert len(lines) == 5
+    assert "data.skip_bad" in lines[-1]
+    require_sound([])
+
+
+def test_the_synthetic_task_is_sound(tmp_path):
+    task = load_task(make_task(tmp_path / "task", num_cases=3, num_test=1))
+    assert check_cases([*task.training, *task.test], task) == []
+
+
+def test_every_kind_of_file_is_read_to_its_end(case, task):
+    bad = case()
+    image = nibabel.load(bad["image"])
+    plain = bad["image"].with_name("a.nii")
+    nibabel.save(image, plain)
+    plain.write_bytes(plain.read_bytes()[:-4])
+    assert "a.nii is truncated or damaged" in only(check_case(bad | {"image": plain}, task)).message
+
+
+@pytest.mark.real_data
+def test_the_real_cases_are_sound(msd_task04):
+    task = load_task(msd_task04)
+    assert check_cases(task.training, task) == []

@@ -1,0 +1,185 @@
+import gzip
+import logging
+import subprocess
+import sys
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.readers import Read, read_volume, stem
+from volseg.errors import BatchFieldError, ReaderError
+
+
+def test_keeps_the_stored_order_and_its_place(save, ramp, affine):
+    volume = read_volume(save(ramp))
+    assert isinstance(volume, MetaTensor)
+    assert volume.dtype == torch.float32
+    assert volume.is_contiguous()
+    assert volume.affine.dtype == torch.float64
+    np.testing.assert_array_equal(volume.numpy(), ramp[None])
+    np.testing.assert_allclose(volume.affine, affine, atol=1e-6)  # NIfTI keeps the affine as float32
+
+
+def test_tells_a_writer_what_it_needs(save, ramp):
+    path = save(ramp)
+    meta = read_volume(path).meta
+    assert meta["filename_or_obj"] == str(path)
+    assert meta["original_dtype"] == "int16"
+    assert (meta["sform_code"], meta["qform_code"]) == (2, 0)  # nibabel writes an sform "aligned" and no qform
+    assert meta["spatial_shape"] == ramp.shape
+    torch.testing.assert_close(meta["original_affine"], read_volume(path).affine)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 2), (3, 4, 5, 1, 2)], ids=["4D", "vectors"])
+def test_further_axis_becomes_channels(save, ramp, shape):
+    volume = read_volume(save(np.stack([ramp, -ramp], axis=-1).reshape(shape)))
+    np.testing.assert_array_equal(volume.numpy(), np.stack([ramp, -ramp]))
+
+
+@pytest.mark.parametrize("image", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+@pytest.mark.parametrize("name", ["volume.nii", "VOLUME.NII.GZ"])
+def test_both_versions_compressed_or_not(save, ramp, image, name):
+    np.testing.assert_array_equal(read_volume(save(ramp, name, image=image)).numpy()[0], ramp)
+
+
+def test_big_endian_and_scaled_voxels(tmp_path, ramp, affine):
+    header = nibabel.Nifti1Header(endianness=">")
+    image = nibabel.Nifti1Image(ramp.astype(">i2"), affine, header)
+    image.header.set_slope_inter(0.5, -3.0)
+    nibabel.save(image, tmp_path / "scaled.nii")
+    stored = nibabel.load(tmp_path / "scaled.nii")
+    assert stored.header.endianness == ">"
+    np.testing.assert_allclose(read_volume(tmp_path / "scaled.nii").numpy()[0], stored.get_fdata(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("unit", "millimetres"), [("meter", 1e3), ("micron", 1e-3), ("mm", 1.0), ("unknown", 1.0)])
+def test_units_become_millimetres(tmp_path, ramp, affine, unit, millimetres):
+    image = nibabel.Nifti1Image(ramp, affine)
+    image.header.set_xyzt_units(unit)
+    nibabel.save(image, tmp_path / "unit.nii.gz")
+    expected = affine.copy()
+    expected[:3] *= millimetres
+    np.testing.assert_allclose(read_volume(tmp_path / "unit.nii.gz").affine, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_file_without_place_is_said_once(tmp_path, ramp, caplog):
+    image = nibabel.Nifti1Image(ramp, None)
+    nibabel.save(image, tmp_path / "nowhere.nii.gz")
+    with caplog.at_level(logging.WARNING, logger="volseg.data"):
+        read_volume(tmp_path / "nowhere.nii.gz")
+    [record] = caplog.records
+    assert "nowhere.nii.gz has neither sform nor qform" in record.getMessage()
+
+
+def test_truncated_gzip_names_the_file(save):
+    path = save(np.random.default_rng(0).integers(0, 99, (9, 9, 9)).astype(np.int16))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ReaderError, match=r"volume\.nii\.gz is truncated or damaged .*end-of-stream.*fetch it again"):
+        read_volume(path)
+
+
+def test_one_flipped_bit_is_noticed(save):
+    """nibabel alone stops before gzip's checksum and returns the damaged voxels."""
+    path = save(np.random.default_rng(0).standard_normal((9, 9, 9)))
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    packed = bytearray(gzip.compress(bytes(content), compresslevel=0))  # stored as it is: the flip lands in a voxel
+    packed[len(packed) // 2] ^= 1
+    path.write_bytes(packed)
+    nibabel.load(path).get_fdata()
+    with pytest.raises(ReaderError, match=r"volume\.nii\.gz is truncated or damaged \(CRC check failed"):
+        read_volume(path)
+
+
+def test_truncated_plain_file(save, ramp):
+    path = save(ramp, "volume.nii")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ReaderError, match=r"volume\.nii is truncated or damaged \(Expected 120 bytes, got 100"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image" * 99], ids=["empty", "text"])
+@pytest.mark.parametrize("name", ["x.nii", "x.nii.gz", "x.mha", "x.nrrd"])
+def test_a_file_of_another_kind(tmp_path, content, name):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ReaderError, match=rf"{name} is (truncated|no NIfTI file)"):
+        read_volume(tmp_path / name)
+
+
+def test_colours_are_no_intensities(save):
+    colours = np.zeros((2, 2, 2), dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
+    with pytest.raises(ReaderError, match=r"stores voxels of type .*'R'.*convert them to integers or floats"):
+        read_volume(save(colours))
+
+
+def test_a_slice_is_no_volume(save):
+    with pytest.raises(ReaderError, match=r"has the shape \(4, 5\); needed: three spatial axes"):
+        read_volume(save(np.zeros((4, 5), np.uint8)))
+
+
+def test_an_affine_that_flattens_the_patient(save, ramp):
+    path = save(ramp, "flat.nii")
+    content = bytearray(path.read_bytes())
+    content[312:328] = bytes(16)  # srow_z: every slice at the same height
+    path.write_bytes(content)
+    with pytest.raises(ReaderError, match="does not place voxels in three dimensions; mend the header"):
+        read_volume(path)
+
+
+def test_unknown_suffix_and_single_slice(tmp_path):
+    for name, advice in (("scan.png", "convert it"), ("scan.dcm", "name the folder of the series")):
+        (tmp_path / name).touch()
+        with pytest.raises(ReaderError, match=rf"{name} has none of the suffixes \.nii\.gz, .*{advice}"):
+            read_volume(tmp_path / name)
+
+
+def test_read_replaces_the_named_fields_only(save, ramp):
+    path = save(ramp)
+    case = {"case": "a", "image": path, "label": str(path), "age": 71}
+    read = Read(["image"])(case)
+    assert case["image"] == path  # the case given is left as it was
+    assert read["label"] == str(path)
+    assert read["age"] == 71
+    assert read["image"].shape == (1, 3, 4, 5)
+
+
+def test_read_says_what_a_case_lacks(save, ramp):
+    with pytest.raises(BatchFieldError, match=r"case a: Read needs \['label'\], but the case has \['case', 'image'\]"):
+        Read(["image", "label"])({"case": "a", "image": save(ramp)})
+
+
+def test_read_names_case_field_and_file(tmp_path):
+    with pytest.raises(ReaderError, match=r"case a, label: .*gone\.nii\.gz does not exist"):
+        Read(["label"])({"case": "a", "label": tmp_path / "gone.nii.gz"})
+
+
+def test_read_refuses_what_was_read_before(save, ramp):
+    case = Read(["image"])({"case": "a", "image": save(ramp)})
+    with pytest.raises(ReaderError, match="case a: image should be a path, got MetaTensor"):
+        Read(["image"])(case)
+
+
+def test_nifti_needs_no_simpleitk(save, ramp):
+    code = (
+        "import sys; from volseg.data.readers import read_volume; "
+        f"read_volume({str(save(ramp))!r}); sys.exit('SimpleITK' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("a/b.nii.gz", "b"), ("b.NRRD", "b"), ("series", "series"), ("a.b.nii", "a.b")]
+)
+def test_stem(path, name):
+    assert stem(path) == name
+
+
+@pytest.mark.real_data
+def test_real_volumes_are_what_nibabel_reads(msd_task04):
+    for path in sorted((msd_task04 / "imagesTr").glob("*.nii.gz"))[:10]:
+        expected = nibabel.load(path)
+        volume = read_volume(path)
+        np.testing.assert_array_equal(volume.numpy()[0], expected.get_fdata(dtype=np.float32))
+        np.testing.assert_array_equal(volume.affine, expected.affine)
