@@ -1,5 +1,35 @@
-"""Train 3D medical segmentation networks; several GPUs behave as one large one."""
+"""Train 3D medical segmentation networks; several GPUs behave as one large one.
+
+The public names are loaded when they are first used, so that ``import volseg`` and the command line answer at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from volseg.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from volseg.inference.predictor import Predictor
+    from volseg.parallel import ModelParallel
+    from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
+
+__all__ = [
+    "Checkpoints",
+    "Hook",
+    "ModelParallel",
+    "Named",
+    "Patience",
+    "Predictor",
+    "Testing",
+    "Training",
+    "Validation",
+    "__version__",
+]
+
+_HOMES = {"ModelParallel": "volseg.parallel", "Predictor": "volseg.inference.predictor"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'volseg' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "volseg.workflow")), name)

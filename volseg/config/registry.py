@@ -7,6 +7,7 @@ a stranger can at most build what these tables hold.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
@@ -104,6 +105,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
             return self[spec["name"]](*args, **parameters, **fixed)
         except (TypeError, ValueError) as fault:
             raise ConfigError(f"{self.kind} {spec['name']} refused {parameters}: {fault}") from fault
+
+    def bind(self, spec: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the component with the spec's parameters bound, to be called later."""
+        self.check(spec)
+        parameters = {key: value for key, value in spec.items() if key != "name"}
+        return partial(self[spec["name"]], **parameters)
 
 
 def _keywords(component: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -19,6 +19,7 @@ __all__ = [
     "ExperimentConfig",
     "InferenceConfig",
     "LossConfig",
+    "MetricConfig",
     "ParallelConfig",
     "PatchConfig",
     "ScheduleConfig",
@@ -26,7 +27,12 @@ __all__ = [
     "TrainingConfig",
 ]
 
-Sides = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
+Sides = tuple[Count, Count, Count]
 
 
 class ComponentConfig(BaseModel):
@@ -50,6 +56,14 @@ class LossConfig(ComponentConfig):
     """Name of the term's scalar; among several terms each needs its own, and ``loss`` is their sum."""
 
 
+class MetricConfig(ComponentConfig):
+    """A further metric of the validation, beside Dice; reads label maps on the original grid."""
+
+    inputs: tuple[str, ...] = ("pred", "label")
+    output: str
+    """Name of the number in TensorBoard and in the records."""
+
+
 class DataConfig(ConfigModel):
     """Where the cases are and how they are kept."""
 
@@ -66,8 +80,8 @@ class SplitConfig(ConfigModel):
 
     validation: Literal["fold", "none"] = "fold"
     """``fold``: the cases of one fold. ``none``: train on every case, validate on none."""
-    fold: int = Field(0, ge=0)
-    num_folds: int = Field(5, ge=2)
+    fold: NonNegative = 0
+    num_folds: Annotated[int, Field(ge=2)] = 5
     seed: int = 12345
     """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
     file: Path | None = None
@@ -85,9 +99,9 @@ class PatchConfig(ConfigModel):
 
     size: Sides
     """Extent along D, H, W (voxels after preprocessing)."""
-    batch: int = Field(2, ge=1)
+    batch: Count = 2
     """Patches per batch."""
-    foreground: float = Field(0.33, ge=0, le=1)
+    foreground: Fraction = 0.33
     """Fraction of a batch's patches that surely hold foreground."""
 
 
@@ -97,7 +111,7 @@ class ScheduleConfig(ConfigModel):
     name: str = "polynomial"
     power: float | None = None
     floor: float | None = None
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: NonNegative = 0
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as the registry of schedules takes them."""
@@ -107,21 +121,21 @@ class ScheduleConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """The loop."""
 
-    epochs: int = Field(100, ge=1)
-    iterations: int = Field(250, ge=1)
+    epochs: Count = 100
+    iterations: Count = 250
     """Batches per epoch."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    clip: float | None = Field(12.0, gt=0)
+    clip: Positive | None = 12.0
     """Largest norm of the gradient."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: Count = 1
     """Batches per optimizer step."""
-    ema: float | None = Field(None, gt=0, lt=1)
+    ema: Decay | None = None
     """Decay of an exponential moving average of the weights, which is then what is validated and predicted with."""
-    validate_every: int = Field(10, ge=1)
+    validate_every: Count = 10
     """Epochs between validations; the last epoch is always validated."""
-    patience: int | None = Field(None, ge=1)
+    patience: Count | None = None
     """Validations without a better Dice after which the training stops."""
-    checkpoint_minutes: float = Field(5.0, ge=0)
+    checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint."""
 
 
@@ -130,19 +144,21 @@ class InferenceConfig(ConfigModel):
 
     window: Sides | None = None
     """Sides of the sliding window in voxels; null predicts the whole volume at once."""
-    overlap: float = Field(0.5, ge=0, lt=1)
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Fraction of a window that its neighbour covers too."""
     mirror: bool = False
-    """Average the predictions over the eight mirrorings."""
+    """Average the predictions over the eight mirrorings, after the training and in `volseg predict`."""
+    batch: Count = 1
+    """Volumes of equal size that go through the network together."""
 
 
 class ParallelConfig(ConfigModel):
     """How one model uses several devices."""
 
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
-    devices: int | tuple[str, ...] | None = None
+    devices: Count | tuple[str, ...] | None = None
     """How many GPUs, or their names (``cpu`` may be named several times); null takes every visible one."""
-    split_size: int | Literal["auto"] | None = None
+    split_size: Count | Literal["auto"] | None = None
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
     """What happens at an operator without a sharded form."""
@@ -157,7 +173,7 @@ class ParallelConfig(ConfigModel):
 class ExperimentConfig(ConfigModel):
     """One training: from a folder of cases to a validated network."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Of the experiment; names the run folder."""
     output: Path | None = None
     """Run folder; null means ``runs/NAME``."""
@@ -171,10 +187,10 @@ class ExperimentConfig(ConfigModel):
         ComponentConfig(name="ZScore"),
     )
     patch: PatchConfig
-    augmentation: AugmentationConfig | None = AugmentationConfig()
-    """null trains on plain patches."""
+    augmentation: AugmentationConfig = AugmentationConfig()
     network: ComponentConfig
-    losses: tuple[LossConfig, ...] = Field((LossConfig(name="DiceCELoss"),), min_length=1)
+    losses: Annotated[tuple[LossConfig, ...], Field(min_length=1)] = (LossConfig(name="DiceCELoss"),)
+    metrics: tuple[MetricConfig, ...] = ()
     optimizer: ComponentConfig
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()

@@ -5,6 +5,7 @@ from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.named import Named
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
+from volseg.workflow.validation import Testing, Validated, Validation
 
 __all__ = [
     "Checkpoints",
@@ -12,7 +13,10 @@ __all__ = [
     "Hook",
     "Named",
     "Patience",
+    "Testing",
     "Training",
+    "Validated",
+    "Validation",
     "load_checkpoint",
     "save_checkpoint",
 ]

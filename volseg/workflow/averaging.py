@@ -4,14 +4,24 @@
 survive; this keeps the averaged tensors beside the module and exchanges them for the time of a validation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-__all__ = ["WeightAverage"]
+__all__ = ["WeightAverage", "load_averaged"]
+
+
+def load_averaged(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a training's state into ``module``: its averaged weights where it has them, its own otherwise."""
+    module.load_state_dict(state["model"])
+    if state["average"] is not None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(state["average"]["average"][name])
 
 
 class WeightAverage:

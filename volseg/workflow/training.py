@@ -9,13 +9,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.data.augmented import EpochBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.hooks import Hook
@@ -33,6 +34,7 @@ CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
 Batch = dict[str, Any]
+ScoreT = TypeVar("ScoreT", bound="Score")
 logger = logging.getLogger(__name__)
 
 
@@ -112,7 +114,7 @@ class Training:
         model: Named,
         losses: Named | Sequence[Named],
         optimizer: Optimizer,
-        batches: Iterable[Batch],
+        batches: Iterable[Batch] | EpochBatches,
         *,
         epochs: int,
         loss_weights: Sequence[float] | None = None,
@@ -250,8 +252,8 @@ class Training:
         """Validate where it is due, write the record, tell the hooks."""
         losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
         is_last = self.epoch + 1 == self.epochs
-        due = self.validation is not None and ((self.epoch + 1) % self.validate_every == 0 or is_last)
-        outcome = self.validate() if due else None
+        due = (self.epoch + 1) % self.validate_every == 0 or is_last
+        outcome = self.validate(self.validation) if self.validation is not None and due else None
         record = EpochRecord(
             epoch=self.epoch,
             losses={name: values.float().mean().item() for name, values in losses.items()},
@@ -270,20 +272,19 @@ class Training:
             self._emit("on_best", record)
         self._emit("on_epoch_end", record)
 
-    def validate(self) -> Score:
-        """Validate now, in evaluation mode and with the averaged weights where there are any."""
-        if self.validation is None:
-            raise ConfigError("this training has no validation; give Training(validation=...)")
+    def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
+        """Call a validation in evaluation mode and with the averaged weights where there are any."""
         self.model.eval()
         if self.average is None:
-            return self.validation()
+            return validation()
         with self.average.applied():
-            return self.validation()
+            return validation()
 
     def _remaining_batches(self) -> Iterator[Batch]:
         epoch = getattr(self.batches, "epoch", None)
         if epoch is not None:
             return iter(epoch(self.epoch, start=self.position))
+        assert isinstance(self.batches, Iterable)
         return itertools.islice(iter(self.batches), self.position, None)
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -1,0 +1,116 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from volseg.config.loading import differences, dump_config, load_config, override
+from volseg.errors import ConfigError
+
+MINIMAL = {
+    "name": "a",
+    "data": {"root": "x"},
+    "patch": {"size": [8, 8, 8]},
+    "network": {"name": "VNet", "dropout_prob": 0.1},
+    "optimizer": {"name": "SGD", "lr": 0.1},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(**changes):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({**MINIMAL, **changes}))
+        return path
+
+    return written
+
+
+def test_defaults_are_filled_and_the_resolved_config_reads_as_the_same(write, tmp_path):
+    config = load_config(write())
+    assert config.split.seed == 12345
+    assert config.network.spec() == {"name": "VNet", "dropout_prob": 0.1}
+    assert config.folder == Path("runs/a")
+    assert load_config(dump_config(config, tmp_path / "run" / "config.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path", "value"),
+    [
+        ("training.epochs=5", ("training", "epochs"), 5),
+        ("data.root=DIR/Task04", ("data", "root"), Path("DIR/Task04")),
+        ("patch.size=[4, 5, 6]", ("patch", "size"), (4, 5, 6)),
+        ("training.ema=null", ("training", "ema"), None),
+        ("split.validation=none", ("split", "validation"), "none"),
+    ],
+)
+def test_overrides_are_read_as_yaml(write, assignment, path, value):
+    section, key = path
+    assert getattr(getattr(load_config(write(), [assignment]), section), key) == value
+
+
+def test_an_override_reaches_into_a_list_and_a_component():
+    values = {"losses": [{"name": "DiceLoss"}], "network": {"name": "UNet"}}
+    assert override(values, "losses.0.weight=2")["losses"] == [{"name": "DiceLoss", "weight": 2}]
+    assert override(values, "network.num_res_units=2")["network"] == {"name": "UNet", "num_res_units": 2}
+    assert values["losses"] == [{"name": "DiceLoss"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"traning": {}}, "traning: unknown key; did you mean 'training'?"),
+        ({"patch": {"size": [8, 8, 8], "bach": 2}}, "patch.bach: unknown key; did you mean 'batch'?"),
+        (
+            {"augmentation": {"rotation": {"degres": 3}}},
+            "augmentation.rotation.degres: unknown key; did you mean 'degrees'?",
+        ),
+        ({"training": {"epochs": 0}}, "training.epochs: Input should be greater than or equal to 1, got 0"),
+        ({"split": {"fold": 7}}, "split: fold must be below num_folds=5, got 7"),
+        ({"network": {"dropout": 1}}, "network.name: Field required"),
+        ({"losses": []}, "losses: Tuple should have at least 1 item"),
+        ({"parallel": {"split_size": 2}}, "split_size belongs to strategy: pipeline"),
+        ({"name": "../outside"}, "name: String should match pattern"),
+    ],
+)
+def test_a_fault_is_one_sentence_with_key_value_and_remedy(write, changes, message):
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(**changes))
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(f"{write(**changes)} cannot be used:")
+
+
+def test_all_faults_are_told_at_once(write):
+    with pytest.raises(ConfigError, match=r"(?s)training\.epochs.*traning"):
+        load_config(write(traning={}, training={"epochs": 0}))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("training.epochs", "--set takes key=value such as training.epochs=5, got 'training.epochs'"),
+        ("losses.3.weight=1", "'3' must be an index below 1"),
+        ("name.first=1", "'first' lies inside the plain value 'a'"),
+        ("seed=[", "the value is not valid YAML"),
+    ],
+)
+def test_an_override_that_leads_nowhere_says_why(write, assignment, message):
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(losses=[{"name": "DiceLoss"}]), [assignment])
+    assert message in str(raised.value)
+
+
+def test_files_that_are_no_config_say_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match=r"list\.yaml must hold `key: value` lines, got list"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "code.yaml").write_text("name: !!python/object/apply:os.getcwd []")
+    with pytest.raises(ConfigError, match=r"code\.yaml is not valid YAML"):
+        load_config(tmp_path / "code.yaml")
+
+
+def test_differences_name_the_keys(write):
+    one = load_config(write())
+    other = load_config(write(), ["training.epochs=5", "network.dropout_prob=0.2"])
+    assert differences(one, other) == ["network.dropout_prob: 0.1 -> 0.2", "training.epochs: 100 -> 5"]

@@ -1,0 +1,131 @@
+"""The command line: each verb a few lines onto `volseg.experiment`.
+
+What volseg raises on purpose is printed as one message without a traceback, with exit status 1; Ctrl-C ends with 130.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from volseg.errors import VolsegError
+from volseg.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="volseg",
+    help="Train 3D medical segmentation networks; several GPUs behave as one large one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+data_app = typer.Typer(name="data", help="Make data sets.", no_args_is_help=True)
+app.add_typer(data_app)
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
+Checkpoint = Annotated[str, typer.Option(help="latest (the end of the training) or best (on the validation cases).")]
+
+
+@app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
+) -> None:
+    """Train a network, validate it, and leave a run folder."""
+    from volseg import experiment
+
+    overrides = [*(overrides or ()), *([f"output={output}"] if output else ())]
+    outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)
+    typer.echo(experiment.closing_words(outcome))
+
+
+@app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
+def validate(run: RunArgument, checkpoint: Checkpoint = "latest") -> None:
+    """Predict the run's validation cases and write their summary.json."""
+    from volseg import experiment
+
+    folder = experiment.RunFolder(run)
+    validated = experiment.validate(folder, checkpoint=checkpoint)
+    typer.echo(experiment.dice_table(validated.summary, folder.task()))
+
+
+@app.command(epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions")
+def predict(
+    run: RunArgument,
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, or folders of files."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
+    ] = None,
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Write a label map for each image, as NIfTI on the image's own grid."""
+    from volseg import experiment
+
+    for path in experiment.predict(experiment.RunFolder(run), images, output, checkpoint=checkpoint).values():
+        typer.echo(path)
+
+
+@data_app.command(epilog="Example: volseg data make Task00_Synthetic --cases 24")
+def make(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],
+    cases: Annotated[int, typer.Option(help="Cases with labels.")] = 24,
+    tests: Annotated[int, typer.Option(help="Cases without labels.")] = 4,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
+) -> None:
+    """Make a synthetic data set in MSD layout."""
+    from volseg.data.synthetic import make_task
+
+    typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
+
+
+@app.command(epilog="Example: volseg quickstart --output /tmp/first_run")
+def quickstart(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for data and run; default runs/quickstart, numbered if taken."),
+    ] = None,
+) -> None:
+    """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
+    from volseg import experiment
+
+    typer.echo(experiment.quickstart(output))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"volseg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options that come before a verb."""
+    del version
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        app()
+    except VolsegError as fault:
+        typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.secho("volseg: interrupted; what was reached is saved, go on with --resume", err=True)
+        sys.exit(130)

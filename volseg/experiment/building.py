@@ -1,0 +1,178 @@
+"""From a config to the objects it describes; every function here makes one of them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.augmented import AugmentedBatches
+from volseg.data.bank import CaseBank
+from volseg.data.cases import Case, Task
+from volseg.data.patches import PatchBatches
+from volseg.errors import ConfigError
+from volseg.inference.predictor import Predictor
+from volseg.models import FitGrid, build_network
+from volseg.models.networks import NETWORKS
+from volseg.parallel import ModelParallel
+from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing, build_preprocessing
+from volseg.transforms.augmentation import BatchAugmentation
+from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric, build_optimizer
+from volseg.workflow.hooks import Hook
+from volseg.workflow.named import Named
+from volseg.workflow.precision import Precision
+from volseg.workflow.schedules import SCHEDULES
+from volseg.workflow.training import Score, Training
+
+__all__ = [
+    "build_batches",
+    "build_metrics",
+    "build_model",
+    "build_predictor",
+    "build_training",
+    "check_components",
+    "choose_device",
+    "preprocessing_of",
+]
+
+
+def check_components(config: ExperimentConfig) -> None:
+    """Raise for a component that no registry knows, before anything is read.
+
+    Raises
+    ------
+    ConfigError
+        With the nearest known names.
+    """
+    NETWORKS.check(config.network.spec())
+    OPTIMIZERS.check(config.optimizer.spec())
+    SCHEDULES.check(config.schedule.spec())
+    for loss in config.losses:
+        LOSSES.check(loss.spec())
+    for metric in config.metrics:
+        METRICS.check(metric.spec())
+    for component in config.preprocessing:
+        PREPROCESSING.check(component.spec())
+
+
+def choose_device(config: ExperimentConfig) -> torch.device:
+    """Return where to train: the first GPU if there is one.
+
+    Raises
+    ------
+    ConfigError
+        If the config insists on a GPU and there is none.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
+    """Return the preprocessing of image and label."""
+    return build_preprocessing([component.spec() for component in config.preprocessing])
+
+
+def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> nn.Module:
+    """Return the network on its device or devices; it takes any volume size and gives logits."""
+    network = FitGrid(
+        build_network(
+            config.network.spec(),
+            in_channels=task.num_channels,
+            out_channels=task.num_classes,
+            patch_size=config.patch.size,
+        )
+    )
+    parallel = config.parallel
+    if parallel.strategy == "none":
+        return network.to(device)
+    return ModelParallel(
+        network,
+        strategy=parallel.strategy,
+        devices=_devices(parallel.devices, device),
+        split_size=parallel.split_size,
+        on_unsupported=parallel.on_unsupported,
+    )
+
+
+def _devices(devices: int | Sequence[str] | None, device: torch.device) -> list[str] | None:
+    """Return device names for a count; on a machine without GPUs the CPU stands for each."""
+    if devices is None or not isinstance(devices, int):
+        return None if devices is None else list(devices)
+    if device.type == "cpu":
+        return ["cpu"] * devices
+    if devices > torch.cuda.device_count():
+        raise ConfigError(f"parallel.devices is {devices}, but {torch.cuda.device_count()} GPU(s) are visible")
+    return [f"cuda:{index}" for index in range(devices)]
+
+
+def build_batches(
+    config: ExperimentConfig, task: Task, cases: Sequence[Case], device: torch.device
+) -> AugmentedBatches:
+    """Return augmented training batches of prepared cases."""
+    augmentation = BatchAugmentation(config.augmentation, config.patch.size, num_classes=task.num_classes)
+    bank = CaseBank(cases, device=device, keep=config.data.keep)
+    batches = PatchBatches(
+        bank,
+        config.patch.size,
+        batch_size=config.patch.batch,
+        iterations=config.training.iterations,
+        foreground=config.patch.foreground,
+        source_size=augmentation.source_size,
+        seed=config.seed,
+    )
+    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device)
+
+
+def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
+    """Return the further metrics of a validation."""
+    return [
+        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=task.num_classes)
+        for metric in config.metrics
+    ]
+
+
+def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, mirror: bool) -> Predictor:
+    """Return how the model is applied to whole volumes."""
+    device = next(model.parameters()).device
+    dtype = Precision.choose(config.training.precision, device).dtype
+    return Predictor(
+        model=model,
+        num_classes=task.num_classes,
+        window=config.inference.window,
+        overlap=config.inference.overlap,
+        mirror=mirror,
+        device=device,
+        autocast=None if dtype is torch.float32 else dtype,
+    )
+
+
+def build_training(
+    config: ExperimentConfig,
+    model: nn.Module,
+    batches: AugmentedBatches,
+    *,
+    validation: Callable[[], Score] | None,
+    hooks: Sequence[Hook],
+) -> Training:
+    """Return the training that the config describes."""
+    settings = config.training
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return Training(
+        Named(model, inputs=["image"], outputs=["logits"]),
+        [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses],
+        build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu),
+        batches,
+        epochs=settings.epochs,
+        loss_weights=[loss.weight for loss in config.losses],
+        validation=validation,
+        validate_every=settings.validate_every,
+        schedule=SCHEDULES.bind(config.schedule.spec()),
+        warmup_steps=config.schedule.warmup_steps,
+        precision=settings.precision,
+        clip=settings.clip,
+        accumulate=settings.accumulate,
+        average_decay=settings.ema,
+        hooks=hooks,
+    )

@@ -1,0 +1,79 @@
+"""Which cases an experiment trains and validates on."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Case, Task
+from volseg.data.checks import Problem, check_cases, require_sound
+from volseg.data.msd import load_task
+from volseg.data.splits import Split, folds, read_splits
+from volseg.errors import ConfigError, DataError
+from volseg.monitoring.progress import count_up
+
+__all__ = ["ChosenCases", "choose_cases", "choose_split"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenCases:
+    """The cases of one run."""
+
+    task: Task
+    split: Split
+    training: tuple[Case, ...]
+    validation: tuple[Case, ...]
+    problems: tuple[Problem, ...]
+    """Of cases that were left out (``data.skip_bad``)."""
+
+
+def choose_cases(config: ExperimentConfig) -> ChosenCases:
+    """Read the task, split it, check every case to its end, and return those to use.
+
+    The split is made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
+
+    Raises
+    ------
+    DataError
+        If there is no task, or a case is bad and ``data.skip_bad`` is off: all bad cases at once.
+    """
+    task = load_task(config.data.root, require_files=False)
+    split = choose_split(config, [case["case"] for case in task.training])
+    by_id = {case["case"]: case for case in task.training}
+    used = [by_id[name] for name in (*split.training, *split.validation)]
+    with count_up(len(used), "checking") as count:
+        problems = check_cases(used, task, progress=count)
+    if not config.data.skip_bad:
+        require_sound(problems)
+    bad = {problem.case for problem in problems}
+    for problem in problems:
+        logger.warning("left out: %s", problem)
+    training, validation = (_without(bad, names, by_id) for names in (split.training, split.validation))
+    if not training or (split.validation and not validation):
+        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {len(used)} are bad")
+    return ChosenCases(task=task, split=split, training=training, validation=validation, problems=tuple(problems))
+
+
+def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:
+    """Return the split that the config asks for.
+
+    Raises
+    ------
+    ConfigError
+        If the split file has no such fold.
+    """
+    wanted = config.split
+    if wanted.validation == "none":
+        return Split(training=tuple(sorted(ids)), validation=())
+    if wanted.file is None:
+        return folds(ids, wanted.num_folds, wanted.seed)[wanted.fold]
+    splits = read_splits(wanted.file, ids)
+    if wanted.fold >= len(splits):
+        raise ConfigError(f"split.fold is {wanted.fold}, but {wanted.file} holds folds 0 to {len(splits) - 1}")
+    return splits[wanted.fold]
+
+
+def _without(bad: set[str], names: Sequence[str], by_id: dict[str, Case]) -> tuple[Case, ...]:
+    return tuple(by_id[name] for name in names if name not in bad)

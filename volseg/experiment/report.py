@@ -1,0 +1,92 @@
+"""What a training came to, on one page of Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.checks import Problem
+from volseg.evaluation.summary import Summary
+from volseg.experiment.run_folder import RunFolder
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.validation import Validated
+
+__all__ = ["Outcome", "closing_words", "dice_table", "training_report"]
+
+NUM_WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training left."""
+
+    folder: RunFolder
+    task: Task
+    history: Sequence[EpochRecord]
+    validated: Validated | None
+    """Of the last epoch's weights, with everything that ``inference`` asks for; None without validation cases."""
+    problems: Sequence[Problem]
+    """Of the cases that were left out."""
+    seconds: float
+    """From the first line of `train` to the last prediction."""
+
+
+def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
+    """Return the report of a training."""
+    last = outcome.history[-1] if outcome.history else None
+    lines = [
+        f"# {config.name}",
+        "",
+        f"{config.network.name} on {outcome.task.name}, {len(outcome.history)} epochs of "
+        f"{config.training.iterations} batches, {outcome.seconds:.0f} s in all.",
+        "",
+    ]
+    if last is not None:
+        waited = sum(record.seconds_waited for record in outcome.history)
+        spent = sum(record.seconds for record in outcome.history)
+        lines += [
+            f"Last loss {last.losses['loss']:.4f}; {100 * waited / max(spent, 1e-9):.0f} % of the training time "
+            "was spent waiting for batches.",
+            "",
+        ]
+    if outcome.validated is not None:
+        summary = outcome.validated.summary
+        lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_worst(summary), ""]
+    if outcome.problems:
+        lines += ["## Cases left out", "", *(f"- {problem}" for problem in outcome.problems), ""]
+    return "\n".join(lines)
+
+
+def closing_words(outcome: Outcome) -> str:
+    """Return what a training ends by saying: Dice, folder, and the commands to type next."""
+    folder = outcome.folder.path
+    found = dice_table(outcome.validated.summary, outcome.task) if outcome.validated else "(no validation cases)"
+    return f"""
+{found}
+
+The run is in {folder} ({outcome.seconds:.0f} s); report: {folder / "report.md"}
+
+Next:
+  tensorboard --logdir {outcome.folder.tensorboard}
+  volseg predict {folder} IMAGES... -o predictions
+  volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"""
+
+
+def dice_table(summary: Summary, task: Task) -> str:
+    """Return mean Dice per label and over the foreground as a Markdown table."""
+    rows = [(task.labels[int(label)], mean["Dice"]) for label, mean in summary["mean"].items()]
+    rows.append(("mean", summary["foreground_mean"]["Dice"]))
+    width = max(len(name) for name, _ in rows)
+    body = [f"| {name:<{width}} | {dice:.4f} |" for name, dice in rows]
+    return "\n".join([f"| {'label':<{width}} | Dice   |", f"| {'-' * width} | ------ |", *body])
+
+
+def _worst(summary: Summary) -> list[str]:
+    """Return the cases with the lowest mean Dice, which are the first to look at."""
+
+    def dice(case: dict) -> float:
+        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] == metrics["Dice"]]
+        return sum(values) / len(values) if values else 1.0
+
+    worst = sorted(summary["metric_per_case"], key=dice)[:NUM_WORST]
+    return ["Lowest:", *(f"- {case['reference_file']}: {dice(case):.4f}" for case in worst)]

@@ -1,0 +1,53 @@
+"""A trained network, out of its run folder."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.errors import CheckpointError, ConfigError
+from volseg.experiment.building import build_model, choose_device
+from volseg.experiment.run_folder import RunFolder
+from volseg.workflow.averaging import load_averaged
+from volseg.workflow.checkpoints import BEST, LATEST, load_checkpoint
+
+__all__ = ["CHECKPOINTS", "Trained", "load_trained"]
+
+CHECKPOINTS = {"latest": LATEST, "best": BEST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A network with the weights of one of its run's checkpoints."""
+
+    folder: RunFolder
+    config: ExperimentConfig
+    task: Task
+    model: nn.Module
+    epoch: int
+    """Epochs of training behind the weights."""
+
+
+def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
+    """Build the run's network and load its weights, averaged ones where the training kept them.
+
+    Raises
+    ------
+    ConfigError
+        If the folder is no run, or the checkpoint has another name.
+    CheckpointError
+        If the checkpoint is absent, damaged, or of another network.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    config, task = folder.config(), folder.task()
+    path = folder.checkpoints / CHECKPOINTS[checkpoint]
+    device = choose_device(config)
+    state = load_checkpoint(path, "cpu")
+    model = build_model(config, task, device)
+    try:
+        load_averaged(model, state)
+    except (KeyError, RuntimeError) as fault:
+        raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
+    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state["epoch"])

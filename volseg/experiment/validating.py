@@ -1,0 +1,46 @@
+"""Validate a run again: its validation cases, any of its checkpoints."""
+
+from functools import partial
+
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_all
+from volseg.errors import DataError
+from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
+from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.trained import load_trained
+from volseg.monitoring.progress import progress
+from volseg.workflow.validation import Validated, Validation
+
+__all__ = ["validate"]
+
+
+def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
+    """Predict the run's validation cases and write their label maps and ``summary.json``.
+
+    The latest checkpoint's go to ``validation/``, the best one's to ``validation_best/``.
+
+    Raises
+    ------
+    DataError
+        If the run has no validation cases, or a case is gone.
+    """
+    trained = load_trained(folder, checkpoint)
+    config, names = trained.config, set(folder.split().validation)
+    if not names:
+        raise DataError(
+            f"{folder.path} was trained on every case (split.validation: none); predict other cases instead"
+        )
+    cases = [case for case in load_task(config.data.root).training if case["case"] in names]
+    if gone := sorted(names - {case["case"] for case in cases}):
+        raise DataError(f"{config.data.root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
+    prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
+    validation = Validation(
+        build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
+        prepared,
+        trained.task.labels,
+        metrics=build_metrics(config, trained.task),
+        folder=folder.validation if checkpoint == "latest" else folder.path / f"validation_{checkpoint}",
+        batch_size=config.inference.batch,
+        show=partial(progress, title="validating", total=len(cases)),
+    )
+    return validation()

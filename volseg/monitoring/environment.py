@@ -1,0 +1,63 @@
+"""What a run was made with, so that a number can be traced to the machine and code behind it."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volseg.version import __version__
+
+__all__ = ["environment"]
+
+LIBRARIES = ("torch", "monai", "numpy", "nibabel", "SimpleITK", "pydantic")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, devices, driver and git commit, ready for JSON."""
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "volseg": __version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in devices],
+        "driver": _driver() if devices else None,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "platform": platform.platform(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the source tree, with ``+changes`` if it was edited; None for an installed package."""
+    folder = Path(__file__).parent
+    commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    tracked = _output("git", "-C", str(folder), "ls-files", Path(__file__).name)
+    if not commit or not tracked:
+        return None
+    return commit + ("+changes" if _output("git", "-C", str(folder), "status", "--porcelain", "-uno") else "")
+
+
+def _driver() -> str | None:
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None where it is absent or fails: the record then says that it is unknown."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,114 @@
+"""A training in TensorBoard: numbers per epoch, and slices of a few validation cases."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from volseg.workflow.hooks import Hook
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.training import Training
+from volseg.workflow.validation import Validation
+
+__all__ = ["TensorBoard", "overlay"]
+
+PALETTE = torch.tensor(
+    [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
+    dtype=torch.float32,
+)
+"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
+
+
+class TensorBoard(Hook):
+    """Write scalars and images that ``tensorboard --logdir FOLDER`` shows.
+
+    Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL``, ``time/epoch_seconds``,
+    ``time/data_wait_seconds``, ``gpu/peak_gib``; images ``val/CASE`` with the image, its label and the prediction side
+    by side, in the slice along each axis that holds most label voxels.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the event files lie; a resumed training adds to them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def on_training_begin(self, training: Training) -> None:
+        """Open the event file; events past the epoch from which a training is resumed are dropped."""
+        if training.is_main_process:
+            self._writer = SummaryWriter(str(self.folder), purge_step=training.epoch or None)
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Write the epoch's numbers, and pictures where it was validated."""
+        if self._writer is None:
+            return
+        for tag, value in _scalars(record).items():
+            self._writer.add_scalar(tag, value, record.epoch)
+        if record.score is not None and isinstance(training.validation, Validation):
+            for example in training.validation.examples:
+                picture = overlay(example.image, example.label, example.prediction)
+                self._writer.add_image(f"val/{example.case}", picture, record.epoch)
+
+    def on_training_end(self, training: Training) -> None:
+        """Close the event file."""
+        del training
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _scalars(record: EpochRecord) -> dict[str, float]:
+    scalars = {f"train/{name}": value for name, value in record.losses.items()}
+    scalars["lr"] = record.learning_rate
+    scalars["time/epoch_seconds"] = record.seconds
+    scalars["time/data_wait_seconds"] = record.seconds_waited
+    if record.score is not None:
+        scalars["val/dice_mean"] = record.score
+    scalars |= {f"val/{name}": value for name, value in record.scores.items()}
+    if record.peak_bytes is not None:
+        scalars["gpu/peak_gib"] = record.peak_bytes / 2**30
+    return scalars
+
+
+def overlay(image: Tensor, label: Tensor, prediction: Tensor, *, opacity: float = 0.45) -> Tensor:
+    """Return a picture ``(3, height, width)`` in [0, 1]: image, label and prediction, one row per axis.
+
+    Parameters
+    ----------
+    image : Tensor
+        ``(D, H, W)``, any intensity scale.
+    label, prediction : Tensor
+        ``(D, H, W)``, integers.
+    opacity : float
+        Of the labels' colours.
+    """
+    low, high = (
+        image.float().quantile(torch.tensor([0.005, 0.995])).tolist() if image.numel() < 2**24 else _range(image)
+    )
+    grey = ((image.float() - low) / max(high - low, 1e-12)).clamp(0, 1)
+    rows = []
+    for axis in range(3):
+        others = [dim for dim in range(3) if dim != axis]
+        index = int((label > 0).sum(others).argmax()) if bool((label > 0).any()) else label.shape[axis] // 2
+        plane, truth, guess = (volume.select(axis, index) for volume in (grey, label, prediction))
+        panels = [_tinted(plane, labels, opacity) for labels in (torch.zeros_like(truth), truth, guess)]
+        rows.append(torch.cat([panel.flip(-1).transpose(-1, -2) for panel in panels], dim=-1))
+    width = max(row.shape[-1] for row in rows)
+    rows = [torch.nn.functional.pad(row, (0, width - row.shape[-1])) for row in rows]
+    return torch.cat(rows, dim=-2)
+
+
+def _range(image: Tensor) -> tuple[float, float]:
+    """Return a range for images of more voxels than ``torch.quantile`` takes."""
+    return float(image.min()), float(image.max())
+
+
+def _tinted(plane: Tensor, labels: Tensor, opacity: float) -> Tensor:
+    """Return a grey plane ``(height, width)`` with its labels in colour, ``(3, height, width)``."""
+    colours = PALETTE[(labels.long() - 1).clamp_min(0) % len(PALETTE)].permute(2, 0, 1) / 255
+    painted = (1 - opacity) * plane + opacity * colours
+    return torch.where(labels > 0, painted, plane.expand(3, -1, -1))

@@ -1,0 +1,187 @@
+"""Validation and testing: whole cases through the model, judged or written on their own grid."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.cases import Case
+from volseg.errors import BatchFieldError
+from volseg.evaluation.overlap import evaluate_case
+from volseg.evaluation.summary import EvaluatedCase, Summary, summarise, write_summary
+from volseg.inference.original_grid import resample
+from volseg.inference.predictor import Predictor
+from volseg.inference.writing import write_prediction
+from volseg.transforms.grid import Grid
+from volseg.workflow.named import Named
+
+__all__ = ["Example", "Testing", "Validated", "Validation"]
+
+Show = Callable[[Iterable[Any]], Iterable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One validated case to look at; ``(D, H, W)`` each, on the original grid, on the CPU."""
+
+    case: str
+    image: Tensor
+    label: Tensor
+    prediction: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """What a validation found."""
+
+    summary: Summary
+    """nnU-Net's summary: foreground mean, mean per label, metrics per case."""
+    score: float
+    """Mean Dice over the foreground labels."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """``dice/LABEL`` for every label, and the means of further metrics."""
+
+
+class Validation:
+    """Predict cases and compare them with their labels on the original grid.
+
+    Parameters
+    ----------
+    predictor : Predictor
+        The model and how it is applied to a volume.
+    cases : sequence of Case
+        Prepared with ``keep_reference=True``: ``reference`` is the label map on the image's own grid.
+    labels : mapping
+        Label value to name; 0 is the background.
+    metrics : sequence of Named
+        Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid. Their
+        results are averaged over labels and cases, without NaN.
+    folder : Path, optional
+        Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
+    batch_size : int
+        Volumes of equal size that go through the model together.
+    num_examples : int
+        How many of the first cases are kept in ``examples`` to look at.
+    show : callable
+        Wraps the loop over cases, for instance in a progress bar.
+
+    Attributes
+    ----------
+    examples : list of Example
+        Of the last call.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        cases: Sequence[Case],
+        labels: Mapping[int, str],
+        *,
+        metrics: Sequence[Named] = (),
+        folder: Path | None = None,
+        batch_size: int = 1,
+        num_examples: int = 2,
+        show: Show = iter,
+    ) -> None:
+        if missing := [case.get("case") for case in cases if "reference" not in case]:
+            raise BatchFieldError(
+                f"Validation needs the field 'reference', which {len(missing)} case(s) lack, first {missing[0]}; "
+                "prepare the cases with keep_reference=True"
+            )
+        self.predictor = predictor
+        self.cases = cases
+        self.labels = dict(labels)
+        self.metrics = list(metrics)
+        self.folder = folder
+        self.batch_size = batch_size
+        self.num_examples = num_examples
+        self.show = show
+        self.examples: list[Example] = []
+
+    def __call__(self) -> Validated:
+        """Predict and judge every case."""
+        self.examples = []
+        evaluated: dict[str, EvaluatedCase] = {}
+        further: dict[str, list[float]] = {name: [] for metric in self.metrics for name in metric.outputs}
+        for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
+            prediction = labels.cpu()
+            evaluated[case["case"]] = self._evaluated(case, prediction)
+            fields = {**case, "pred": prediction.as_tensor()[None], "label": case["reference"].as_tensor()[None]}
+            for metric in self.metrics:
+                for name, value in metric(fields).items():
+                    further[name].append(float(torch.as_tensor(value).float().nanmean()))
+            if len(self.examples) < self.num_examples:
+                self.examples.append(_example(case, prediction))
+        # In the order of the cases: batches of equal size come back in another.
+        summary = summarise([evaluated[case["case"]] for case in self.cases])
+        if self.folder is not None:
+            write_summary(summary, self.folder / "summary.json")
+        return Validated(
+            summary=summary,
+            score=summary["foreground_mean"]["Dice"],
+            scores={f"dice/{self.labels[int(label)]}": mean["Dice"] for label, mean in summary["mean"].items()}
+            | {name: _mean(values) for name, values in further.items()},
+        )
+
+    def _evaluated(self, case: Mapping[str, Any], prediction: MetaTensor) -> EvaluatedCase:
+        metrics = evaluate_case(prediction, case["reference"], self.labels)
+        path = None
+        if self.folder is not None:
+            path = write_prediction(prediction, case["image"], self.folder / f"{case['case']}.nii.gz")
+        return EvaluatedCase(metrics=metrics, prediction_file=path, reference_file=case.get("reference_file"))
+
+
+class Testing:
+    """Predict cases without labels and write each as ``CASE.nii.gz`` on its image's own grid.
+
+    Parameters
+    ----------
+    predictor : Predictor
+        The model and how it is applied to a volume.
+    cases : iterable of Case
+        Prepared; may be a generator, so that only a few volumes are in memory.
+    folder : Path
+        Where the predictions are written.
+    batch_size : int
+        Volumes of equal size that go through the model together.
+    show : callable
+        Wraps the loop over cases, for instance in a progress bar.
+    """
+
+    __test__ = False  # a workflow, which pytest would take for a class of tests
+
+    def __init__(
+        self, predictor: Predictor, cases: Iterable[Case], folder: Path, *, batch_size: int = 1, show: Show = iter
+    ) -> None:
+        self.predictor = predictor
+        self.cases = cases
+        self.folder = folder
+        self.batch_size = batch_size
+        self.show = show
+
+    def __call__(self) -> dict[str, Path]:
+        """Predict and write every case; return the file of each."""
+        return {
+            case["case"]: write_prediction(labels, case["image"], self.folder / f"{case['case']}.nii.gz")
+            for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
+        }
+
+
+def _example(case: Mapping[str, Any], prediction: MetaTensor) -> Example:
+    """Return the first channel of the image, back on its original grid, with label and prediction."""
+    image = case["image"]
+    original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
+    label = case["reference"].as_tensor()[0].long()
+    return Example(
+        case=case["case"], image=original.cpu(), label=label.cpu(), prediction=prediction.as_tensor()[0].long()
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan
