@@ -1,0 +1,98 @@
+"""The bank's two ways to keep cases give the same boxes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monai.data import MetaTensor
+from torch.nn.functional import pad
+
+from volseg.data.bank import CaseBank, Foreground
+from volseg.errors import DataError
+
+SHAPES = [(5, 9, 4), (7, 3, 6), (6, 6, 6)]
+
+
+def cases(shapes=SHAPES, channels=2):
+    generator = torch.Generator().manual_seed(0)
+    for number, shape in enumerate(shapes):
+        yield {
+            "case": f"case_{number}",
+            "image": torch.randn(channels, *shape, generator=generator),
+            "label": torch.randint(0, 4, (1, *shape), generator=generator).float(),
+        }
+
+
+def by_padding(volume, corner, size):
+    """Cut a box out of a volume with 24 voxels of zeros around it."""
+    wide = pad(volume, (24,) * 6)
+    box = (slice(24 + c, 24 + c + s) for c, s in zip(corner, size, strict=True))
+    return wide[:, *box]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keep=st.sampled_from(["device", "memory"]),
+    size=st.tuples(*[st.integers(1, 12)] * 3),
+    places=st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(-8, 12)] * 3)), min_size=1, max_size=4),
+)
+def test_boxes_are_the_case_inside_and_zero_outside(keep, size, places):
+    bank = CaseBank(list(cases()), keep=keep)
+    image, label = bank.gather(
+        torch.tensor([case for case, _ in places]), torch.tensor([corner for _, corner in places]), size
+    )
+    assert image.dtype == torch.float32
+    assert label.dtype == torch.uint8
+    truth = list(cases())
+    for row, (case, corner) in enumerate(places):
+        assert torch.equal(image[row], by_padding(truth[case]["image"], corner, size))
+        assert torch.equal(label[row].float(), by_padding(truth[case]["label"], corner, size))
+
+
+@pytest.mark.parametrize(("keep", "stacked"), [("auto", False), ("memory", False), ("device", True)])
+def test_on_a_cpu_cases_are_not_copied_unless_asked(keep, stacked):
+    assert CaseBank(list(cases()), keep=keep).on_device is stacked
+
+
+@pytest.mark.parametrize("keep", ["device", "memory"])
+def test_half_precision_storage_gives_float32_boxes(keep):
+    bank = CaseBank(list(cases()), keep=keep, image_dtype=torch.float16)
+    image, _ = bank.gather(torch.tensor([1]), torch.zeros(1, 3, dtype=torch.int64), SHAPES[1])
+    assert torch.equal(image[0], list(cases())[1]["image"].half().float())
+
+
+def test_metadata_stays_behind():
+    case = next(cases())
+    bank = CaseBank([{**case, "image": MetaTensor(case["image"]), "label": MetaTensor(case["label"])}])
+    image, label = bank.gather(torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64), (2, 2, 2))
+    assert type(image) is type(label) is torch.Tensor
+
+
+def test_foreground_lists_the_voxels_of_every_class():
+    labels = [case["label"] for case in cases()]
+    foreground = Foreground.find(labels, most=10_000, seed=0)
+    for case, label in enumerate(labels):
+        for index in range(3):
+            first, count = int(foreground.first[case, index]), int(foreground.count[case, index])
+            listed = {tuple(voxel) for voxel in foreground.voxels[first : first + count].tolist()}
+            assert listed == {tuple(voxel) for voxel in (label[0] == index + 1).nonzero().tolist()}
+
+
+def test_foreground_is_capped_by_a_draw_without_repeats():
+    label = torch.ones(1, 10, 10, 10)
+    foreground = Foreground.find([label], most=50, seed=0)
+    assert foreground.count.tolist() == [[50]]
+    assert len(foreground.voxels.unique(dim=0)) == 50
+    assert foreground.voxels[:, 0].max() > 5  # not the first fifty
+
+
+def test_faulty_cases_are_named():
+    good = next(cases())
+    with pytest.raises(DataError, match="at least one case, got none"):
+        CaseBank([])
+    with pytest.raises(DataError, match=r"case bad: .* on one grid, got \(2, 5, 9, 4\) and \(1, 5, 9, 3\)"):
+        CaseBank([good, {**good, "case": "bad", "label": good["label"][..., :3]}])
+    with pytest.raises(DataError, match="case bad: has 1 channels, the first case has 2"):
+        CaseBank([good, {**good, "case": "bad", "image": good["image"][:1]}])
+    with pytest.raises(DataError, match=r"case bad: labels must lie in 0..255, got 0..900"):
+        CaseBank([good, {**good, "case": "bad", "label": good["label"] * 300}])

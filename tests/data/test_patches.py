@@ -1,0 +1,193 @@
+"""Which patches an epoch shows, and that they come the same however they are made."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from volseg.data.bank import CaseBank, Foreground
+from volseg.data.patches import PatchBatches, num_foreground, plan_epoch
+from volseg.errors import ConfigError
+
+SHAPES = [(12, 14, 10), (9, 20, 11), (6, 15, 16)]
+PATCH = (8, 8, 8)
+
+
+def bank(keep="memory"):
+    generator = torch.Generator().manual_seed(0)
+    cases = []
+    for number, shape in enumerate(SHAPES):
+        label = torch.zeros(1, *shape, dtype=torch.uint8)
+        label[0, 1, 2, 3] = 1  # one voxel near a corner: a random patch seldom holds it
+        if number != 1:
+            label[0, -1, -1, -1] = 2
+        cases.append(
+            {
+                "case": f"case_{number}",
+                "image": torch.randn(1, *shape, generator=generator),
+                "label": label,
+            }
+        )
+    return CaseBank(cases, keep=keep)
+
+
+def batches(keep="memory", **changes):
+    settings = {"batch_size": 4, "iterations": 12, "foreground": 0.33, "seed": 3} | changes
+    return PatchBatches(bank(keep), PATCH, **settings)
+
+
+def assert_same(first, second):
+    for a, b in itertools.zip_longest(first, second):
+        assert a["case"] == b["case"]
+        assert torch.equal(a["image"], b["image"])
+        assert torch.equal(a["label"], b["label"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(*[st.integers(1, 30)] * 3), min_size=1, max_size=5),
+    patch=st.tuples(*[st.integers(1, 20)] * 3),
+    batch_size=st.integers(1, 5),
+    iterations=st.integers(1, 20),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_plans_keep_their_promises(shapes, patch, batch_size, iterations, share, seed):
+    """Every case is seen equally often; patches stay inside, or are centred; the last ones hold foreground."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = [torch.randint(0, 3, (1, *shape), generator=generator) for shape in shapes]
+    foreground = Foreground.find(labels, most=10_000, seed=0)
+    plan = plan_epoch(
+        torch.tensor(shapes), foreground, patch,
+        batch_size=batch_size, iterations=iterations, share=share, generator=generator,
+    )  # fmt: skip
+    assert plan.cases.shape == (iterations, batch_size)
+    seen = torch.bincount(plan.cases.flatten(), minlength=len(shapes))
+    assert seen.max() - seen.min() <= 1
+    surely = num_foreground(batch_size, share)
+    for case, corners in zip(plan.cases.tolist(), plan.corners.tolist(), strict=True):
+        for place, (number, corner) in enumerate(zip(case, corners, strict=True)):
+            for first, side, length in zip(corner, patch, shapes[number], strict=True):
+                if length >= side:
+                    assert 0 <= first <= length - side
+                else:
+                    assert first == -((side - length) // 2)
+            box = (slice(max(c, 0), max(c, 0) + p) for c, p in zip(corner, patch, strict=True))
+            if place >= batch_size - surely and (labels[number] > 0).any():
+                assert (labels[number][0][tuple(box)] > 0).any()
+
+
+def test_every_place_of_a_case_is_reached():
+    plan = batches(iterations=400, foreground=0.0).plan(0)
+    for case, shape in enumerate(SHAPES):
+        corners = plan.corners[plan.cases == case]
+        for axis, (length, side) in enumerate(zip(shape, PATCH, strict=True)):
+            expected = set(range(length - side + 1)) if length >= side else {-((side - length) // 2)}
+            assert set(corners[:, axis].tolist()) == expected
+
+
+def test_oversampled_patches_hold_each_class_of_their_case():
+    """Two single voxels: without the oversampling a patch holds one of them about once in ten."""
+    seen = {1: 0, 2: 0}
+    for batch in batches(iterations=60, batch_size=2, foreground=0.5).epoch(0):
+        last = batch["label"][-1]
+        assert (last > 0).any()
+        for label in seen:
+            seen[label] += int((last == label).any() and batch["case"][-1] != "case_1")
+    assert min(seen.values()) > 10
+
+
+def test_a_class_is_drawn_alike_however_many_voxels_it_has():
+    label = torch.ones(1, 20, 20, 20, dtype=torch.uint8)
+    label[0, 0, 0, 0] = 2
+    one = CaseBank([{"case": "a", "image": torch.zeros(1, 20, 20, 20), "label": label}])
+    chosen = PatchBatches(one, (4, 4, 4), 1, 400, foreground=1.0)
+    share = sum(bool((batch["label"] == 2).any()) for batch in chosen.epoch(0)) / 400
+    assert abs(share - 0.5) < 0.1  # four standard deviations of 400 fair draws
+
+
+def test_small_cases_are_padded_with_zeros_around():
+    for batch in batches(foreground=0.0).epoch(0):
+        for name, image in zip(batch["case"], batch["image"], strict=True):
+            if name == "case_2":  # 6 voxels along D in a patch of 8
+                assert not image[:, 0].any()
+                assert not image[:, -1].any()
+                assert image[:, 1:-1].all()
+
+
+def test_batches_have_what_the_contract_says():
+    made = batches(source_size=(12, 10, 8))
+    batch = next(made.epoch(0))
+    assert len(made) == 12
+    assert batch["image"].shape == (4, 1, 12, 10, 8)
+    assert batch["image"].dtype == torch.float32
+    assert batch["label"].shape == (4, 1, 12, 10, 8)
+    assert batch["label"].dtype == torch.uint8
+
+
+def test_the_patch_is_the_centre_of_the_source():
+    for small, wide in zip(batches().epoch(1), batches(source_size=(14, 12, 8)).epoch(1), strict=True):
+        assert torch.equal(wide["image"][:, :, 3:-3, 2:-2], small["image"])
+        assert torch.equal(wide["label"][:, :, 3:-3, 2:-2], small["label"])
+
+
+def test_an_epoch_depends_on_seed_and_number_alone():
+    made = batches()
+    assert_same(made.epoch(2), batches().epoch(2))
+    assert_same(made.epoch(2), made.epoch(2))  # not on what came before
+    first = [batch["case"] for batch in made.epoch(0)]
+    assert first != [batch["case"] for batch in made.epoch(1)]
+    assert first != [batch["case"] for batch in batches(seed=4).epoch(0)]
+
+
+def test_an_epoch_can_start_anywhere():
+    whole = list(batches().epoch(5))
+    assert_same(batches().epoch(5, start=7), whole[7:])
+
+
+@pytest.mark.parametrize("other", [{"keep": "device"}, {"prefetch": 1}, {"prefetch": 20}])
+def test_batches_are_the_same_however_they_are_made(other):
+    assert_same(batches().epoch(0), batches(**other).epoch(0))
+
+
+def test_the_thread_ends_with_the_loop():
+    made = batches(prefetch=2).epoch(0)
+    next(made)
+    assert any(thread.name.startswith("patches") for thread in threading.enumerate())
+    made.close()
+    assert not any(thread.name.startswith("patches") for thread in threading.enumerate())
+
+
+def test_a_fault_in_the_thread_reaches_the_loop():
+    broken = CaseBank(
+        [{"case": "a", "image": torch.zeros(1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8)}], keep="memory"
+    )
+    broken.shapes = broken.shapes.repeat(2, 1)  # a plan for a second case, which is not there
+    broken.names *= 2
+    broken.foreground = Foreground.find([torch.zeros(1, 8, 8, 8)] * 2, 1, 0)
+    with pytest.raises(IndexError):
+        list(PatchBatches(broken, PATCH, 2, 3, prefetch=2).epoch(0))
+
+
+def test_waiting_is_counted_for_the_current_epoch():
+    made = batches()
+    made.seconds_waited = 1e9  # an earlier epoch's
+    next(made.epoch(1))
+    assert 0 < made.seconds_waited < 1e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, r"must be positive, got \(8, 8, 8\), 0, 12"),
+        ({"foreground": 1.5}, r"must lie in \[0, 1\], got 1.5"),
+        ({"source_size": (9, 8, 8)}, r"source_size \(9, 8, 8\) must exceed patch_size \(8, 8, 8\)"),
+        ({"source_size": (6, 8, 8)}, "take BatchAugmentation.source_size"),
+    ],
+)
+def test_senseless_settings_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        batches(**changes)

@@ -1,0 +1,236 @@
+"""The preprocessed training cases, kept where patches can be cut out of them at once.
+
+On an accelerator, where they fit, all cases lie in one zero-padded stack, and a batch of patches is one gather by
+index tensors: no Python per case and nothing that waits for the host. Otherwise each case stays as it is in main memory
+and a patch is a copy of a slice. Both give the same bits.
+
+What lies outside of a case is 0: after normalisation that is the mean of a z-scored image, what nnU-Net pads with, and
+what `volseg.models.FitGrid` pads with, so a network sees one kind of outside in training and in prediction.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from volseg.errors import DataError
+
+__all__ = ["CaseBank", "Foreground"]
+
+_SHARE_OF_MEMORY = 0.3
+"""Of an accelerator's free memory, what a stack may take by itself; the rest is for training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreground:
+    """Voxels of each foreground class of each case, at most some thousands of them."""
+
+    voxels: Tensor
+    """Positions (M, 3), those of one case and class together."""
+    first: Tensor
+    """Row of ``voxels`` where case n's class k + 1 begins, (N, K)."""
+    count: Tensor
+    """Rows of it, (N, K)."""
+
+    @classmethod
+    def find(cls, labels: Sequence[Tensor], most: int, seed: int) -> "Foreground":
+        """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more."""
+        num_classes = max((int(label.max()) for label in labels), default=0)
+        generator = torch.Generator().manual_seed(seed)
+        chosen: list[Tensor] = []
+        count = torch.zeros(len(labels), num_classes, dtype=torch.int64)
+        for case, label in enumerate(labels):
+            voxels = (label[0] > 0).nonzero()
+            value = label[0][voxels.unbind(1)]
+            for index in range(num_classes):
+                mine = voxels[value == index + 1]
+                if len(mine) > most:
+                    mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
+                chosen.append(mine)
+                count[case, index] = len(mine)
+        first = count.flatten().cumsum(0).view_as(count) - count
+        return cls(torch.cat(chosen) if chosen else torch.zeros(0, 3, dtype=torch.int64), first, count)
+
+
+class CaseBank:
+    """Hold preprocessed cases and cut boxes out of them.
+
+    Parameters
+    ----------
+    cases : sequence of mapping
+        Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid.
+    device : torch.device or str
+        Where training happens.
+    keep : {"auto", "device", "memory"}
+        ``device`` stacks the cases on ``device``; ``memory`` leaves them in main memory; ``auto`` chooses the device
+        where it is an accelerator and the stack takes at most 30 % of its free memory.
+    image_dtype : torch.dtype
+        How images are stored; float16 halves the memory. Boxes are float32 in any case.
+    most_foreground : int
+        Voxels remembered per case and class for oversampling; nnU-Net's number.
+
+    Attributes
+    ----------
+    names : list of str
+        Case ids.
+    shapes : Tensor
+        D, H, W of each case, (N, 3), on the CPU.
+    foreground : Foreground
+        Where each class lies, on the CPU.
+    on_device : bool
+        Whether the cases are stacked on ``device``.
+
+    Raises
+    ------
+    DataError
+        For no cases, or one whose image and label do not fit together or the other cases.
+    """
+
+    def __init__(
+        self,
+        cases: Sequence[Mapping[str, Any]],
+        *,
+        device: torch.device | str = "cpu",
+        keep: Literal["auto", "device", "memory"] = "auto",
+        image_dtype: torch.dtype = torch.float32,
+        most_foreground: int = 10_000,
+    ) -> None:
+        if not cases:
+            raise DataError("training needs at least one case, got none")
+        self.device = torch.device(device)
+        self.names = [str(case["case"]) for case in cases]
+        images = [_plain(case["image"]).to(image_dtype) for case in cases]
+        labels = [_plain(case["label"]) for case in cases]
+        for name, image, label in zip(self.names, images, labels, strict=True):
+            _check(name, image, label, images[0].shape[0])
+        labels = [label.to(torch.uint8) for label in labels]
+        self.num_channels = int(images[0].shape[0])
+        self.shapes = torch.tensor([image.shape[1:] for image in images])
+        self.foreground = Foreground.find(labels, most_foreground, seed=0)
+        self.on_device = self._choose(keep, images[0].element_size())
+        self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def gather(
+        self, cases: Tensor, corners: Tensor, size: Sequence[int], *, pin: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the boxes of ``size`` voxels that begin at ``corners``, 0 where they leave their case.
+
+        Parameters
+        ----------
+        cases : Tensor
+            Index of each box's case, (B,); on ``device`` when the bank is.
+        corners : Tensor
+            First voxel of each box, (B, 3), which may lie outside of the case; where ``cases`` is.
+        size : sequence of int
+            D, H, W of every box.
+        pin : bool
+            Whether boxes from main memory are page-locked, for an asynchronous copy to a GPU.
+
+        Returns
+        -------
+        tuple of Tensor
+            Images (B, C, D, H, W) in float32 and labels (B, 1, D, H, W) in uint8.
+        """
+        return self._boxes.gather(cases, corners, size, pin)
+
+    def _choose(self, keep: str, bytes_per_value: int) -> bool:
+        if keep == "memory" or (keep == "auto" and self.device.type != "cuda"):
+            return False
+        voxels = len(self) * int((self.shapes.amax(0) + 1).prod())
+        needed = voxels * (self.num_channels * bytes_per_value + 1)
+        if self.device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if keep == "device" and needed > free:
+            raise DataError(
+                f"data.keep is 'device', but {len(self)} cases padded to {tuple((self.shapes.amax(0) + 1).tolist())} "
+                f"voxels take {needed / 2**30:.1f} GiB and {self.device} has {free / 2**30:.1f} GiB free; "
+                "set data.keep to auto or memory"
+            )
+        return keep == "device" or needed <= _SHARE_OF_MEMORY * free
+
+
+class _Boxes(Protocol):
+    def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int], pin: bool) -> tuple[Tensor, Tensor]: ...
+
+
+class _Stacked:
+    """All cases in one tensor, each from index 0 on; the last plane of every axis is 0 and stands for outside."""
+
+    def __init__(self, images: Sequence[Tensor], labels: Sequence[Tensor], device: torch.device) -> None:
+        longest = [max(image.shape[axis] for image in images) + 1 for axis in (1, 2, 3)]
+        shape = (len(images), images[0].shape[0], *longest)
+        self._image = torch.zeros(shape, dtype=images[0].dtype, device=device)
+        self._label = torch.zeros((shape[0], 1, *longest), dtype=torch.uint8, device=device)
+        for stack, volumes in ((self._image, images), (self._label, labels)):
+            for row, volume in zip(stack, volumes, strict=True):
+                d, h, w = volume.shape[1:]
+                row[:, :d, :h, :w] = volume.to(device)
+
+    def gather(
+        self,
+        cases: Tensor,
+        corners: Tensor,
+        size: Sequence[int],
+        pin: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        index = []
+        for axis, side in enumerate(size):
+            outside = self._image.shape[axis + 2] - 1
+            position = corners[:, axis, None] + torch.arange(side, device=corners.device)
+            position = torch.where((position < 0) | (position > outside), outside, position)
+            index.append(position.view(-1, *(side if axis == a else 1 for a in range(-1, 3))))
+        case = cases.view(-1, 1, 1, 1, 1)
+        channel = torch.arange(self._image.shape[1], device=cases.device).view(1, -1, 1, 1, 1)
+        return self._image[case, channel, *index].float(), self._label[case, channel[:, :1], *index]
+
+
+class _Listed:
+    """Each case as it is, in main memory."""
+
+    def __init__(self, images: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        self._images, self._labels = images, labels
+
+    def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int], pin: bool) -> tuple[Tensor, Tensor]:
+        num_channels = self._images[0].shape[0]
+        images = torch.empty(len(cases), num_channels, *size, pin_memory=pin).zero_()
+        labels = torch.empty(len(cases), 1, *size, dtype=torch.uint8, pin_memory=pin).zero_()
+        for row, (case, corner) in enumerate(zip(cases.tolist(), corners.tolist(), strict=True)):
+            _copy_overlap(self._images[case], corner, images[row])
+            _copy_overlap(self._labels[case], corner, labels[row])
+        return images, labels
+
+
+def _copy_overlap(volume: Tensor, corner: Sequence[int], box: Tensor) -> None:
+    """Copy the part of ``volume`` that lies in the box which begins at ``corner``."""
+    within_volume, within_box = [], []
+    for first, side, length in zip(corner, box.shape[1:], volume.shape[1:], strict=True):
+        begin, end = max(first, 0), min(first + side, length)
+        if end <= begin:
+            return
+        within_volume.append(slice(begin, end))
+        within_box.append(slice(begin - first, end - first))
+    box[:, *within_box] = volume[:, *within_volume]
+
+
+def _plain(volume: Tensor) -> Tensor:
+    """Return the values without MONAI's metadata, which every slice would otherwise copy."""
+    return volume.as_subclass(Tensor).detach()
+
+
+def _check(name: str, image: Tensor, label: Tensor, num_channels: int) -> None:
+    if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
+        raise DataError(
+            f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "
+            f"got {tuple(image.shape)} and {tuple(label.shape)}"
+        )
+    if image.shape[0] != num_channels:
+        raise DataError(f"case {name}: has {image.shape[0]} channels, the first case has {num_channels}")
+    low, high = label.min(), label.max()
+    if low < 0 or high > 255:
+        raise DataError(f"case {name}: labels must lie in 0..255, got {low.item():g}..{high.item():g}")

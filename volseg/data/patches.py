@@ -1,0 +1,246 @@
+"""Training patches: planned for a whole epoch by a pure function, then cut out batch by batch.
+
+A plan depends on (seed, epoch) alone and a batch on its place in the plan, so a training resumed at any iteration sees
+the batches that it would have seen, with no state to save.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volseg.data.bank import CaseBank, Foreground
+from volseg.errors import ConfigError
+
+__all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Which patches an epoch shows."""
+
+    cases: Tensor
+    """Index of each patch's case, (iterations, B)."""
+    corners: Tensor
+    """First voxel of each patch in its case, (iterations, B, 3); negative where the case is smaller than the patch."""
+
+
+def num_foreground(batch_size: int, share: float) -> int:
+    """Return how many patches of a batch surely hold foreground, by nnU-Net's rounding.
+
+    >>> [num_foreground(size, 0.33) for size in (1, 2, 4, 9)]
+    [0, 1, 1, 3]
+    """
+    return batch_size - round(batch_size * (1 - share))
+
+
+def plan_epoch(
+    shapes: Tensor,
+    foreground: Foreground,
+    patch_size: Sequence[int],
+    *,
+    batch_size: int,
+    iterations: int,
+    share: float,
+    generator: torch.Generator,
+) -> EpochPlan:
+    """Choose case and place of every patch of an epoch.
+
+    Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). A patch lies anywhere
+    within its case, and centred on it along an axis where the case is the smaller one. The last patches of each batch
+    are moved so that they hold a random voxel of a random class that the case has, as near to their centre as the
+    case's border allows.
+
+    Parameters
+    ----------
+    shapes : Tensor
+        D, H, W of the cases, (N, 3).
+    foreground : Foreground
+        Voxels of the classes; a case without any gets an ordinary patch.
+    patch_size : sequence of int
+        D, H, W in voxels.
+    batch_size, iterations : int
+        Patches per batch, batches per epoch.
+    share : float
+        Of the batch that surely holds foreground, see `num_foreground`.
+    generator : torch.Generator
+        On the CPU.
+    """
+    num_patches = iterations * batch_size
+    rounds = -(-num_patches // len(shapes))
+    order = torch.rand(rounds, len(shapes), generator=generator, dtype=torch.float64).argsort(1)
+    cases = order.flatten()[:num_patches]
+
+    room = shapes[cases] - torch.tensor(patch_size)
+    anywhere = _below(room.clamp(min=0) + 1, generator)
+    voxel, found = _draw_voxels(foreground, cases, generator)
+    around = (voxel - torch.tensor(patch_size) // 2).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
+    place_in_batch = torch.arange(num_patches) % batch_size
+    oversampled = (place_in_batch >= batch_size - num_foreground(batch_size, share)) & found
+    corners = torch.where(oversampled[:, None], around, anywhere)
+    corners = torch.where(room < 0, room.div(2, rounding_mode="trunc"), corners)
+    return EpochPlan(cases.view(iterations, batch_size), corners.view(iterations, batch_size, 3))
+
+
+def _draw_voxels(foreground: Foreground, cases: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a voxel of a random class that each case has, and whether it has any."""
+    if not len(foreground.voxels):
+        return torch.zeros(len(cases), 3, dtype=torch.int64), torch.zeros(len(cases), dtype=torch.bool)
+    count = foreground.count[cases]
+    lot = torch.rand(count.shape, generator=generator, dtype=torch.float64)
+    chosen = lot.masked_fill(count == 0, -1.0).argmax(1, keepdim=True)
+    count = count.gather(1, chosen).squeeze(1)
+    row = foreground.first[cases].gather(1, chosen).squeeze(1) + _below(count.clamp(min=1), generator)
+    return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)], count > 0
+
+
+def _below(bounds: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random integers in [0, bounds)."""
+    return (torch.rand(bounds.shape, generator=generator, dtype=torch.float64) * bounds).long()
+
+
+class PatchBatches:
+    """Batches of patches for any epoch, on the bank's device.
+
+    Parameters
+    ----------
+    bank : CaseBank
+        The cases.
+    patch_size : sequence of int
+        D, H, W of what the network will see; places are chosen for it.
+    batch_size, iterations : int
+        Patches per batch, batches per epoch.
+    foreground : float
+        Share of a batch that surely holds foreground, nnU-Net's 0.33 by default.
+    source_size : sequence of int, optional
+        D, H, W of what is cut out around each patch, with the margin that augmentation needs; the patch by default.
+    seed : int
+        Of the experiment.
+    prefetch : int, optional
+        Batches prepared ahead by a thread where cases lie in main memory; by default 3 when training on a GPU, and
+        none on a CPU, whose cores the network needs itself.
+
+    Attributes
+    ----------
+    seconds_waited : float
+        What the loop has waited for batches since the current epoch began.
+
+    Raises
+    ------
+    ConfigError
+        For sizes or a share that make no sense.
+    """
+
+    def __init__(
+        self,
+        bank: CaseBank,
+        patch_size: Sequence[int],
+        batch_size: int,
+        iterations: int,
+        foreground: float = 0.33,
+        source_size: Sequence[int] | None = None,
+        seed: int = 0,
+        prefetch: int | None = None,
+    ) -> None:
+        self.bank = bank
+        self.patch_size = tuple(int(side) for side in patch_size)
+        self.source_size = self.patch_size if source_size is None else tuple(int(side) for side in source_size)
+        self.batch_size = batch_size
+        self.iterations = iterations
+        self.share = foreground
+        self.seed = seed
+        self.seconds_waited = 0.0
+        self._check()
+        on_gpu = bank.device.type == "cuda"
+        self._pin = on_gpu and not bank.on_device
+        default = 3 if on_gpu else 0
+        self._prefetch = 0 if bank.on_device else default if prefetch is None else prefetch
+
+    def __len__(self) -> int:
+        return self.iterations
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Choose the patches of an epoch; `EpochPlan.corners` are those of the patch, without its margin."""
+        # SeedSequence spreads neighbouring pairs over unrelated seeds; torch takes a signed 64-bit seed.
+        mixed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]) >> 1
+        return plan_epoch(
+            self.bank.shapes,
+            self.bank.foreground,
+            self.patch_size,
+            batch_size=self.batch_size,
+            iterations=self.iterations,
+            share=self.share,
+            generator=torch.Generator().manual_seed(mixed),
+        )
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number`` from batch ``start`` on.
+
+        Each has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on the
+        bank's device, and ``case``, the ids.
+        """
+        self.seconds_waited = 0.0
+        plan = self.plan(number)
+        margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
+        where = self.bank.device if self.bank.on_device else "cpu"
+        # One copy per epoch: a batch's own indices then cost no transfer and no wait.
+        cases, corners = plan.cases.to(where), (plan.corners - torch.tensor(margin)).to(where)
+
+        def cut(iteration: int) -> tuple[Tensor, Tensor]:
+            return self.bank.gather(cases[iteration], corners[iteration], self.source_size, pin=self._pin)
+
+        names = [[self.bank.names[case] for case in row] for row in plan.cases.tolist()]
+        begun = time.perf_counter()
+        for iteration, (image, label) in enumerate(_ahead(cut, range(start, len(names)), self._prefetch), start):
+            batch = {
+                "image": image.to(self.bank.device, non_blocking=True),
+                "label": label.to(self.bank.device, non_blocking=True),
+                "case": names[iteration],
+            }
+            self.seconds_waited += time.perf_counter() - begun
+            yield batch
+            begun = time.perf_counter()
+
+    def _check(self) -> None:
+        if min(self.batch_size, self.iterations, *self.patch_size) < 1:
+            raise ConfigError(
+                "patch size, batch size and iterations must be positive, got "
+                f"{self.patch_size}, {self.batch_size}, {self.iterations}"
+            )
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"the share of patches with foreground must lie in [0, 1], got {self.share}")
+        margins = [whole - side for whole, side in zip(self.source_size, self.patch_size, strict=True)]
+        if any(margin < 0 or margin % 2 for margin in margins):
+            raise ConfigError(
+                f"source_size {self.source_size} must exceed patch_size {self.patch_size} by the same number of voxels "
+                "on either side; take BatchAugmentation.source_size"
+            )
+
+
+def _ahead(
+    make: Callable[[int], tuple[Tensor, Tensor]], indices: Sequence[int], depth: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``make(i)`` for every index, made by a thread up to ``depth`` items ahead of the caller."""
+    if depth == 0:
+        yield from map(make, indices)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="patches") as thread:
+        pending: deque[Future[tuple[Tensor, Tensor]]] = deque()
+        try:
+            for index in indices:
+                pending.append(thread.submit(make, index))
+                if len(pending) > depth:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:  # the caller may stop in mid-epoch
+            for future in pending:
+                future.cancel()
