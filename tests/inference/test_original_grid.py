@@ -1,10 +1,12 @@
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from volseg.errors import GridError
 from volseg.inference import original_grid
-from volseg.inference.original_grid import label_map_on, resample
+from volseg.inference.original_grid import label_map_on, original_label_map, resample
 from volseg.transforms.grid import Grid
+from volseg.transforms.preprocessing import build_preprocessing
 
 
 def grid(shape, *, spacing=(1, 1, 1), origin=(0, 0, 0)) -> Grid:
@@ -26,6 +28,16 @@ def test_voxels_that_were_cropped_away_are_background():
     labels = label_map_on(grid((4, 4, 4)), probabilities, grid((2, 2, 2), origin=(1, 1, 1)))
     assert labels.sum() == 2 * 8
     assert (labels[0, 1:3, 1:3, 1:3] == 2).all()
+
+
+def test_what_the_network_finds_in_the_padding_is_not_taken_for_what_a_crop_removed():
+    image = torch.zeros(1, 10, 10, 10)
+    image[0, 3:6, 3:6, 3:6] = 1
+    steps = [{"name": "CropForeground"}, {"name": "Pad", "multiple": 8}]
+    done = build_preprocessing(steps)({"case": "x", "image": MetaTensor(image)})["image"]
+    everywhere = torch.zeros(2, 8, 8, 8)
+    everywhere[1] = 1
+    assert original_label_map(everywhere, done).as_tensor().equal(image.to(torch.uint8))
 
 
 def test_edge_voxels_reach_half_their_side():

@@ -204,6 +204,15 @@ def test_every_component_is_named_once_and_documented():
     assert all(component.__doc__ for component in PREPROCESSING.values())
 
 
+def test_padding_is_remembered_and_comes_last():
+    image = run(case_of(torch.ones(1, 4, 9, 5)), {"name": "Pad", "size": [8, 8, 8]}, {"name": "ZScore"})["image"]
+    assert image.meta["padding"] == ((2, 2), (0, 0), (1, 2))
+    with pytest.raises(ConfigError, match=r"Pad must follow \['CropForeground', 'Spacing'\]"):
+        build_preprocessing(
+            [{"name": "Pad", "multiple": 8}, {"name": "Spacing", "spacing": [1, 1, 1]}, {"name": "CropForeground"}]
+        )
+
+
 def test_fields_begin_with_an_image():
     with pytest.raises(ConfigError, match=r"fields that begin with an image, got \['label'\]"):
         build_preprocessing([], fields=["label"])
@@ -240,5 +249,5 @@ def test_case_without_image_is_refused(case):
 
 
 def test_error_of_a_transform_names_the_step(case):
-    with pytest.raises(DataError, match="case knee_7: SpatialPadd failed: "):
+    with pytest.raises(DataError, match="case knee_7: Pad failed: "):
         run(case, {"name": "Pad", "size": ["a", "b", "c"]})

@@ -8,13 +8,14 @@ classes never exist on the original grid, which for a CT with many labels is mor
 from collections.abc import Iterator
 
 import torch
+from monai.data import MetaTensor
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from volseg.errors import GridError
 from volseg.transforms.grid import Grid
 
-__all__ = ["label_map_on", "resample"]
+__all__ = ["label_map_on", "original_label_map", "resample"]
 
 MOST_LABELS = 256
 """A label map is uint8."""
@@ -24,6 +25,30 @@ WHOLE_VOXEL = 0.01
 
 SLAB_ELEMENTS = 2**26
 """Probabilities resampled at once: 256 MiB in float32."""
+
+
+def original_label_map(probabilities: Tensor, image: MetaTensor) -> MetaTensor:
+    """Return the label map ``(1, D, H, W)`` uint8 on the grid that ``image`` had in its file.
+
+    Parameters
+    ----------
+    probabilities : Tensor
+        ``(K, D, H, W)`` on the grid of the preprocessed image.
+    image : MetaTensor
+        The preprocessed image ``(C, D, H, W)``. Its ``meta`` (grid, file name, header codes) goes to the label map.
+    """
+    padding = image.meta.get("padding", ((0, 0),) * 3)
+    start = [before for before, _ in padding]
+    inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
+    box = tuple(slice(first, first + side) for first, side in zip(start, inner, strict=True))
+    original = Grid.original(image)
+    labels = label_map_on(original, probabilities[:, *box], Grid.of(image).crop(start, inner))
+
+    label_map = MetaTensor(labels).copy_meta_from(image)
+    label_map.affine = original.affine.clone()
+    label_map.applied_operations = []
+    label_map.meta.pop("padding", None)
+    return label_map
 
 
 def label_map_on(target: Grid, probabilities: Tensor, source: Grid) -> Tensor:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
-from volseg.inference.original_grid import label_map_on
-from volseg.transforms.grid import Grid
+from volseg.inference.original_grid import original_label_map
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -111,8 +110,7 @@ class Predictor:
             for case, image, probabilities in zip(group, images, self._together(images), strict=True):
                 if not probabilities.isfinite().all():
                     raise NonFinitePredictionError(_not_finite(case, image, self.autocast))
-                labels = label_map_on(Grid.original(image), probabilities, Grid.of(image))
-                yield case, _placed(labels, image)
+                yield case, original_label_map(probabilities, image)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the class probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
@@ -255,14 +253,6 @@ def _margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
     return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
-
-
-def _placed(labels: Tensor, image: MetaTensor) -> MetaTensor:
-    """Give a label map on the original grid the geometry and the file facts of its image."""
-    placed = MetaTensor(labels).copy_meta_from(image)
-    placed.affine = Grid.original(image).affine
-    placed.applied_operations = []
-    return placed
 
 
 def _not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:

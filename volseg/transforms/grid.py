@@ -70,6 +70,12 @@ class Grid:
         """Return the ``(4, 4)`` matrix from voxel indices of this grid to those of ``other``."""
         return torch.linalg.solve(other.affine, self.affine)
 
+    def crop(self, start: Sequence[int], shape: Sequence[int]) -> "Grid":
+        """Return the grid of ``shape`` voxels from voxel ``start`` on; no voxel moves in the patient."""
+        shift = torch.eye(4, dtype=torch.float64)
+        shift[:3, 3] = torch.tensor(start)
+        return self._from(shape, self.affine @ shift)
+
     def distance(self, other: "Grid") -> float:
         """Return how far (mm) corresponding corner voxels of two grids lie apart at most; inf if shapes differ."""
         if self.shape != other.shape:

@@ -15,12 +15,13 @@ from monai.data import MetaTensor
 from monai.transforms import (
     Compose,
     CropForegroundd,
-    DivisiblePadd,
+    DivisiblePad,
     MapTransform,
     NormalizeIntensityd,
     Orientationd,
+    Padd,
     Spacingd,
-    SpatialPadd,
+    SpatialPad,
 )
 
 from volseg.config.registry import Registry
@@ -33,6 +34,10 @@ Case = dict[str, Any]
 
 LABEL_FIELDS = frozenset({"label"})
 """Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
+
+
+GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
+"""Components that change the grid."""
 
 
 def build_preprocessing(
@@ -51,10 +56,13 @@ def build_preprocessing(
     Raises
     ------
     ConfigError
-        For an unknown component or parameter, with the nearest known ones.
+        For an unknown component or parameter, with the nearest known ones, or an order that cannot be inverted.
     """
     if not fields or fields[0] in LABEL_FIELDS:
         raise ConfigError(f"preprocessing needs fields that begin with an image, got {list(fields)}")
+    names = [component.get("name") for component in components]
+    if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
+        raise ConfigError(f"Pad must follow {sorted(late)}: padding is taken off again before anything is inverted")
     steps = [PREPROCESSING.build(component, fields=tuple(fields)) for component in components]
     return Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
 
@@ -277,25 +285,40 @@ class Foreground:
         return found
 
 
-def pad(
-    fields: Sequence[str], *, size: Sequence[int] | None = None, multiple: int | Sequence[int] | None = None
-) -> MapTransform:
+class Pad(Padd):
     """Pad with 0 on both ends: each side to at least ``size`` voxels, or up to a multiple of ``multiple``.
 
-    Put it after the normalisation, where 0 is the mean. A network that needs a multiple pads by itself.
+    Nothing but intensities may follow: ``meta["padding"]`` remembers the voxels before and after each axis, so that
+    what a network finds in the padding is not taken for what lay there before a crop. Put it after the normalisation,
+    where 0 is the mean. A network that needs a multiple pads by itself.
     """
-    if (size is None) == (multiple is None):
-        raise ValueError("give size or multiple")
-    if size is not None:
-        return SpatialPadd(fields, spatial_size=size, allow_missing_keys=True)
-    return DivisiblePadd(fields, k=multiple, allow_missing_keys=True)
+
+    def __init__(
+        self,
+        fields: Sequence[str],
+        *,
+        size: Sequence[int] | None = None,
+        multiple: int | Sequence[int] | None = None,
+    ) -> None:
+        if (size is None) == (multiple is None):
+            raise ValueError("give size or multiple")
+        padder = DivisiblePad(multiple) if size is None else SpatialPad(size)
+        super().__init__(fields, padder, allow_missing_keys=True)
+
+    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
+        case = super().__call__(data, lazy)
+        for field in self.key_iterator(case):
+            before = Grid.of(data[field]).index_map(Grid.of(case[field]))[:3, 3].round().long().tolist()
+            sides = zip(before, data[field].shape[1:], case[field].shape[1:], strict=True)
+            case[field].meta["padding"] = tuple((start, new - old - start) for start, old, new in sides)
+        return case
 
 
 _COMPONENTS: dict[str, Callable[..., Any]] = {
     "ClipZScore": ClipZScore,
     "CropForeground": crop_foreground,
     "Orientation": orientation,
-    "Pad": pad,
+    "Pad": Pad,
     "Spacing": spacing,
     "ZScore": ZScore,
 }

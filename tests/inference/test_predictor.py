@@ -1,0 +1,221 @@
+import pytest
+import torch
+from monai.data import MetaTensor
+from monai.networks.nets import DynUNet
+from torch import nn
+
+from volseg.errors import ConfigError, GridError, NonFinitePredictionError
+from volseg.inference.predictor import Predictor, full_logits, predict_case
+
+SHIFTED = torch.tensor([[-1, 0, 0, 9.0], [0, 2, 0, 8], [0, 0, 3, 7], [0, 0, 0, 1]], dtype=torch.float64)
+
+
+def case_of(*shape: int, name="knee_7") -> dict:
+    return {"case": name, "image": MetaTensor(torch.randn(1, *shape), affine=SHIFTED.clone())}
+
+
+def two_classes(images: torch.Tensor) -> torch.Tensor:
+    """Return logits whose softmax is ``sigmoid(image)`` for label 1, voxel by voxel."""
+    return torch.cat([-images, images], 1) / 2
+
+
+def pointwise(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Conv3d(1, 3, 1)
+
+
+@pytest.mark.parametrize("window", [None, (8, 8, 8), (6, 20, 5), (32, 32, 32)])
+@pytest.mark.parametrize("mirror", [False, True, [0, 2]])
+def test_a_model_without_neighbourhood_is_applied_voxel_by_voxel(window, mirror):
+    image = case_of(11, 13, 9)["image"]
+    predictor = Predictor(model=two_classes, num_classes=2, window=window, mirror=mirror)
+    ((probabilities),) = predictor._together([image])
+    # Averages over up to 8 passes and 8 windows in float32.
+    torch.testing.assert_close(probabilities[1], image[0].as_tensor().sigmoid(), atol=2e-6, rtol=0)
+    torch.testing.assert_close(probabilities.sum(0), torch.ones(11, 13, 9), atol=2e-6, rtol=0)
+
+
+def test_label_map_has_the_geometry_of_the_file():
+    case = case_of(5, 6, 7)
+    labels = predict_case(two_classes, case, num_classes=2)
+    assert labels.dtype == torch.uint8
+    assert labels.affine.equal(SHIFTED)
+    assert labels.as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
+
+
+def test_mirroring_averages_probabilities_over_all_mirrorings_of_the_axes():
+    class LooksLeft(nn.Module):
+        """Returns, for each voxel, its neighbour along D."""
+
+        def forward(self, images):
+            return two_classes(images.roll(1, dims=2))
+
+    images = torch.randn(1, 1, 6, 6, 6)
+    mirrored = Predictor(model=LooksLeft(), num_classes=2, mirror=[0]).probabilities(images)
+    expected = (images.roll(1, dims=2).sigmoid() + images.roll(-1, dims=2).sigmoid()) / 2
+    torch.testing.assert_close(mirrored[:, 1:], expected, atol=2e-7, rtol=0)  # float32, one addition
+
+
+def test_mirroring_changes_nothing_for_a_mirror_symmetric_model():
+    network = nn.Conv3d(1, 2, 3, padding=1)
+    with torch.no_grad():
+        for dims in [(2,), (3,), (4,)]:
+            network.weight.copy_((network.weight + network.weight.flip(dims)) / 2)
+    images = torch.randn(2, 1, 6, 7, 8)
+    plain, mirrored = (
+        Predictor(model=network, num_classes=2, mirror=mirror).probabilities(images) for mirror in (False, True)
+    )
+    torch.testing.assert_close(mirrored, plain, atol=1e-6, rtol=0)  # float32, sums of 27 products in another order
+
+
+def test_probabilities_of_several_models_are_averaged():
+    folds = [pointwise(0), pointwise(1)]
+    images = torch.randn(1, 1, 4, 4, 4)
+    together = Predictor(model=folds, num_classes=3).probabilities(images)
+    one, other = (Predictor(model=fold, num_classes=3).probabilities(images) for fold in folds)
+    torch.testing.assert_close(together, (one + other) / 2, atol=1e-7, rtol=0)  # one rounding in float32
+
+
+def test_windows_give_what_the_whole_volume_gives_where_they_hold_the_neighbours():
+    network = nn.Conv3d(1, 2, 3, padding=1)
+    image = torch.randn(1, 1, 20, 20, 20)
+    whole = Predictor(model=network, num_classes=2).probabilities(image)
+    windows = Predictor(model=network, num_classes=2, window=(12, 12, 12), overlap=0.75).probabilities(image)
+    # Windows start at 0, 3, 6 and 8; these voxels end none of them, so every window saw their neighbours.
+    inner = torch.tensor([1, 2, 4, 5, 7, 9, 10, 12, 13, 15, 16, 18])
+    for dim in (2, 3, 4):
+        whole, windows = whole.index_select(dim, inner), windows.index_select(dim, inner)
+    torch.testing.assert_close(windows, whole, atol=2e-6, rtol=0)  # float32 sums of up to 27 windows
+
+
+def test_predictions_do_not_depend_on_companions():
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 3, 1))
+    cases = [case_of(*shape, name=str(shape)) for shape in [(5, 6, 7), (8, 8, 8), (9, 8, 8), (4, 8, 3), (8, 7, 6)]]
+    predictor = Predictor(model=network, num_classes=3, window=(8, 8, 8), mirror=[1])
+    together = {case["case"]: labels for case, labels in predictor.stream(cases, batch_size=3)}
+    assert together.keys() == {case["case"] for case in cases}
+    for case in cases:
+        assert together[case["case"]].as_tensor().equal(predictor(case).as_tensor())
+
+
+def test_equal_sizes_go_through_the_model_together():
+    sizes = []
+
+    def counting(images):
+        sizes.append(len(images))
+        return two_classes(images)
+
+    cases = [case_of(4, 4, 4), case_of(6, 6, 6), case_of(4, 4, 4), case_of(4, 4, 4)]
+    for _ in Predictor(model=counting, num_classes=2).stream(cases, batch_size=2):
+        pass
+    assert sizes == [2, 1, 1]
+
+
+def test_odd_sizes_are_not_held_back_for_ever():
+    """Of an endless stream of sizes that never recur, a few cases are held and the rest is predicted."""
+    cases = (case_of(side, 4, 4, name=str(side)) for side in range(2, 1000))
+    stream = Predictor(model=two_classes, num_classes=2).stream(cases, batch_size=2)
+    assert [case["case"] for case, _ in (next(stream) for _ in range(3))] == ["2", "3", "4"]
+    assert next(cases)["case"] == "12"  # eight were waiting, and one came and went per yield
+
+
+def test_every_submodule_keeps_its_mode():
+    network = nn.Sequential(nn.Conv3d(1, 2, 1), nn.Sequential(nn.BatchNorm3d(2), nn.Dropout3d(0.5)))
+    network.train()
+    network[1][0].eval()  # frozen on purpose
+    before = network[1][0].running_mean.clone()
+    images = torch.randn(1, 1, 4, 4, 4)
+    predictor = Predictor(model=network, num_classes=2)
+    assert predictor.probabilities(images).equal(predictor.probabilities(images))  # no dropout
+    assert [module.training for module in network.modules()] == [True, True, True, False, True]
+    assert network[1][0].running_mean.equal(before)
+
+
+def test_modes_come_back_after_an_error():
+    network = nn.Sequential(nn.Conv3d(3, 2, 1)).train()
+    with pytest.raises(RuntimeError):
+        Predictor(model=network, num_classes=2).probabilities(torch.randn(1, 1, 4, 4, 4))
+    assert network.training
+
+
+def test_prediction_leaves_no_graph():
+    images = torch.randn(1, 1, 4, 4, 4)
+    assert not Predictor(model=pointwise(), num_classes=3).probabilities(images).requires_grad
+
+
+def test_mixed_precision_averages_in_float32():
+    images = torch.randn(1, 1, 4, 4, 4)
+    seen = []
+
+    def watched(x):
+        logits = network(x)
+        seen.append(logits.dtype)
+        return logits
+
+    network = pointwise()
+    half = Predictor(model=watched, num_classes=3, autocast=torch.bfloat16).probabilities(images)
+    assert seen == [torch.bfloat16]
+    assert half.dtype == torch.float32
+    full = Predictor(model=network, num_classes=3).probabilities(images)
+    torch.testing.assert_close(half, full, atol=2e-2, rtol=0)  # bfloat16 keeps 8 bits
+
+
+def test_deep_supervision_counts_by_its_first_output():
+    logits = [torch.zeros(1, 2, 8, 8, 8), torch.zeros(1, 2, 4, 4, 4)]
+    assert full_logits(logits) is logits[0]
+    network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8], deep_supervision=True, deep_supr_num=1)
+    assert predict_case(network.train(), case_of(8, 8, 8), num_classes=2).shape == (1, 8, 8, 8)
+
+
+def test_a_sharded_volume_is_gathered():
+    class Shards:
+        def __init__(self, parts):
+            self.parts = parts
+
+        def full_tensor(self):
+            return torch.cat(self.parts, 2)
+
+    def sharded(images):
+        return Shards(two_classes(images).chunk(2, 2))
+
+    case = case_of(6, 4, 4)
+    assert predict_case(sharded, case, num_classes=2).as_tensor().equal((case["image"] > 0).as_tensor().to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": (8, 8)}, r"window must be three sides in voxels, or None, got \[8, 8\]"),
+        ({"overlap": 1.0}, r"overlap must lie in \[0, 1\), got 1.0"),
+        ({"mirror": [3]}, r"axes among 0, 1, 2, got \[3\]"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Predictor(model=two_classes, num_classes=2, **settings)
+
+
+def test_another_number_of_classes_is_refused():
+    with pytest.raises(GridError, match=r"= \(1, 3, 4, 4, 4\) .* background included, got \(1, 2, 4, 4, 4\)"):
+        predict_case(two_classes, case_of(4, 4, 4), num_classes=3)
+
+
+def test_output_that_is_no_tensor_is_refused():
+    with pytest.raises(GridError, match="must return logits as a tensor, got dict"):
+        predict_case(lambda images: {"logits": images}, case_of(4, 4, 4), num_classes=2)
+
+
+@pytest.mark.parametrize(
+    ("voxel", "weight", "autocast", "remedy"),
+    [
+        (float("nan"), 1.0, None, "the preprocessed image is not finite either"),
+        (1.0, float("nan"), None, "weights may have diverged"),
+        (1.0, float("inf"), torch.float16, "float16 may overflow"),
+    ],
+)
+def test_prediction_that_is_not_finite_is_an_error(voxel, weight, autocast, remedy):
+    case = case_of(4, 4, 4)
+    case["image"][0, 0, 0, 0] = voxel
+    with pytest.raises(NonFinitePredictionError, match=f"case knee_7: .*not finite; .*{remedy}"):
+        predict_case(lambda x: two_classes(x * weight), case, num_classes=2, autocast=autocast)
