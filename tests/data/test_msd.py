@@ -40,7 +40,6 @@ def test_the_quirks_of_the_real_files(msd, caplog):
     pair = {"image": " ./imagesTr/case_a.nii.gz", "label": "labelsTr/case_a.nii.gz"}
     shadow = {"image": "./imagesTr/._case_a.nii.gz", "label": "./labelsTr/._case_a.nii.gz"}
     root = msd(
-        relase="1.0 04/05/2018",
         reference=" Vanderbilt University Medical Center",
         tensorImageSize="4D",
         quantitative=2,

@@ -1,6 +1,6 @@
 """From a task folder in the layout of the Medical Segmentation Decathlon to its cases.
 
-``dataset.json`` is read tolerantly where the ten real ones differ (a count that is off by one, ``relase``, strings
+``dataset.json`` is read tolerantly where the ten real ones differ (a count that is off by one, misspelt keys, strings
 beside dicts, blanks, macOS' ``._`` files) and strictly where a slip would cost a training: labels, channels, ids and
 files.
 """
