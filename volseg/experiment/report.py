@@ -29,6 +29,8 @@ class Outcome:
     """Of the cases that were left out."""
     seconds: float
     """From the first line of `train` to the last prediction."""
+    iterations: int
+    """Batches per epoch."""
 
 
 def training_report(outcome: Outcome, config: ExperimentConfig) -> str:

@@ -92,6 +92,7 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
         validated=final,
         problems=chosen.problems,
         seconds=time.perf_counter() - started,
+        iterations=config.training.iterations,
     )
     folder.write_text("report.md", training_report(outcome, config))
     return outcome

@@ -1,0 +1,219 @@
+"""From a folder of NIfTI files to a run folder, and on from there."""
+
+import json
+import os
+import signal
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from volseg import Hook
+from volseg.data.msd import load_task
+from volseg.data.splits import folds
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.evaluation.summary import read_summary
+from volseg.experiment import RunFolder, load_config, predict, train, validate
+from volseg.experiment.predicting import find_images
+from volseg.workflow import load_checkpoint
+
+
+@pytest.fixture
+def outcome(configured):
+    return train(configured())
+
+
+def test_a_run_folder_holds_everything_that_describes_the_run(outcome, task, configured):
+    folder = outcome.folder
+    assert load_config(folder.config_file) == configured()
+    assert json.loads((folder.path / "environment.json").read_text())["libraries"]["torch"] == torch.__version__
+    assert folder.task().labels == load_task(task).labels
+    names = [case["case"] for case in load_task(task).training]
+    assert folder.split() == folds(names, num_folds=3)[0]
+    assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "best.pt"}
+    assert any(folder.tensorboard.iterdir())
+    assert "| mean " in (folder.path / "report.md").read_text()
+    assert load_checkpoint(folder.checkpoints / "latest.pt")["config"]["name"] == "tiny"
+
+
+def test_validation_covers_the_fold_on_the_original_grids(outcome, task):
+    summary = read_summary(outcome.folder.validation / "summary.json")
+    assert set(summary) == {"foreground_mean", "mean", "metric_per_case"}
+    assert set(summary["mean"]) == {"1", "2"}
+    cases = {case["case"]: case for case in load_task(task).training}
+    written = sorted(path.name.removesuffix(".nii.gz") for path in outcome.folder.validation.glob("*.nii.gz"))
+    assert written == list(outcome.folder.split().validation)
+    for name in written:
+        prediction = nibabel.load(outcome.folder.validation / f"{name}.nii.gz")
+        image = nibabel.load(cases[name]["image"])
+        assert prediction.shape == image.shape
+        np.testing.assert_allclose(prediction.affine, image.affine, atol=1e-4)  # both stored as float32
+
+
+def test_the_resolved_config_runs_again_to_the_same_weights(outcome, tmp_path):
+    again = train(load_config(outcome.folder.config_file, [f"output={tmp_path / 'again'}"]))
+    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt")["model"] for o in (outcome, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_is_never_overwritten(outcome, configured):
+    before = (outcome.folder.checkpoints / "latest.pt").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds a run already; go on with it by --resume, or choose another folder"):
+        train(configured())
+    assert (outcome.folder.checkpoints / "latest.pt").read_bytes() == before
+
+
+class InterruptAt(Hook):
+    def __init__(self, epoch, position):
+        self.at = (epoch, position)
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(outcome, configured, tmp_path):
+    config = configured(f"output={tmp_path / 'interrupted'}")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[InterruptAt(1, 2)])
+    saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
+    assert (saved["epoch"], saved["position"]) == (1, 2)
+    resumed = train(config, resume=True)
+    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt") for o in (outcome, resumed))
+    for part in ("model", "average"):
+        flat = [dict(s[part].get("average", s[part])) for s in (one, other)]
+        assert all(torch.equal(flat[0][name], flat[1][name]) for name in flat[0])
+    assert [r.losses for r in resumed.history] == [r.losses for r in outcome.history]
+    assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
+
+
+def test_resume_may_extend_a_run_but_not_change_it(outcome, configured):
+    longer = train(configured("training.epochs=3"), resume=True)
+    assert [record.epoch for record in longer.history] == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"begun with another config: optimizer\.lr: 0\.01 -> 0\.5"):
+        train(configured("optimizer.lr=0.5"), resume=True)
+
+
+def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):
+    again = validate(outcome.folder)
+    assert again.summary["mean"] == outcome.validated.summary["mean"]
+    assert validate(outcome.folder, checkpoint="best").score > 0
+    assert (outcome.folder.path / "validation_best" / "summary.json").exists()
+    written = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out")
+    (name, path), *rest = written.items()
+    assert not rest
+    image = nibabel.load(task / "imagesTs" / f"{name}.nii.gz")
+    assert nibabel.load(path).shape == image.shape
+    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, got 'final'"):
+        validate(outcome.folder, checkpoint="final")
+
+
+def test_all_cases_train_when_none_validates(configured, task):
+    outcome = train(configured("split.validation=none"))
+    assert outcome.validated is None
+    assert len(outcome.folder.split().training) == 6
+    with pytest.raises(DataError, match="was trained on every case"):
+        validate(outcome.folder)
+    assert predict(outcome.folder, [task / "imagesTs"])
+
+
+def test_a_split_file_of_ones_own(configured, tmp_path, task):
+    names = [case["case"] for case in load_task(task).training]
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps([{"train": names[:3], "val": names[3:5]}]))
+    assert train(configured(f"split.file={path}")).folder.split().validation == tuple(names[3:5])
+    with pytest.raises(ConfigError, match=r"split\.fold is 4, but .*splits\.json holds folds 0 to 0"):
+        train(configured(f"split.file={path}", "split.fold=4", f"output={tmp_path / 'other'}"))
+
+
+@pytest.fixture
+def damaged(task, tmp_path):
+    """Return a copy of the task in which two cases are bad."""
+    import shutil
+
+    root = tmp_path / "Task00_Damaged"
+    shutil.copytree(task, root)
+    images = sorted((root / "imagesTr").glob("*.nii.gz"))
+    images[0].write_bytes(images[0].read_bytes()[:2000])
+    label = sorted((root / "labelsTr").glob("*.nii.gz"))[1]
+    volume = nibabel.load(label)
+    voxels = np.asarray(volume.dataobj).copy()
+    voxels[0, 0, 0] = 7
+    nibabel.save(nibabel.Nifti1Image(voxels, volume.affine), label)
+    return root
+
+
+def test_bad_cases_stop_the_run_before_it_begins_all_at_once(damaged, configured):
+    config = configured(f"data.root={damaged}")
+    with pytest.raises(DataError) as raised:
+        train(config)
+    message = str(raised.value)
+    assert "2 case(s) cannot be used" in message
+    assert "synthetic_001.nii.gz" in message
+    assert "synthetic_002.nii.gz holds 7" in message
+    assert "data.skip_bad" in message
+    assert not config.folder.exists()
+
+
+def test_bad_cases_can_be_left_out_and_are_listed_in_the_report(damaged, configured):
+    outcome = train(configured(f"data.root={damaged}", "data.skip_bad=true"))
+    assert {problem.case for problem in outcome.problems} == {"synthetic_001", "synthetic_002"}
+    report = (outcome.folder.path / "report.md").read_text()
+    assert "## Cases left out" in report
+    assert "synthetic_002.nii.gz holds 7" in report
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("network.name=UNett", "no network is called 'UNett'; did you mean 'UNet'"),
+        ("network.chanels=[1]", "network UNet has no parameter 'chanels'; did you mean 'channels'?"),
+        ("optimizer.name=Adan", "no optimizer is called 'Adan'; did you mean 'Adam'"),
+        ("losses=[{name: DiceLos}]", "no loss is called 'DiceLos'; did you mean 'DiceLoss'"),
+        ("preprocessing=[{name: ZScor}]", "did you mean 'ZScore' or 'ClipZScore'?"),
+        ("schedule.name=cosin", "no schedule is called 'cosin'; did you mean 'cosine'?"),
+        ("metrics=[{name: DiceMetrik, output: x}]", "no metric is called 'DiceMetrik'; did you mean 'DiceMetric'"),
+    ],
+)
+def test_an_unknown_component_is_refused_before_anything_is_read(configured, override, message):
+    with pytest.raises(ConfigError) as raised:
+        train(configured(override, "data.root=/nowhere"))
+    assert message in str(raised.value)
+
+
+def test_a_folder_that_is_no_task_says_so(configured, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="is no MSD task"):
+        train(configured(f"data.root={tmp_path / 'empty'}"))
+
+
+def test_a_run_without_checkpoints_cannot_predict(configured, task, tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ConfigError, match=r"is no run folder: it has no config\.yaml"):
+        predict(folder, [task / "imagesTs"])
+    outcome = train(configured())
+    (outcome.folder.checkpoints / "latest.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*latest\.pt"):
+        predict(outcome.folder, [task / "imagesTs"])
+
+
+def test_images_are_found_and_doubles_refused(task, tmp_path):
+    assert [case["case"] for case in find_images([task / "imagesTs"])] == ["synthetic_007"]
+    image = task / "imagesTs" / "synthetic_007.nii.gz"
+    with pytest.raises(DataError, match=r"would both be written as synthetic_007\.nii\.gz"):
+        find_images([image, task / "imagesTs"])
+    with pytest.raises(DataError, match=r"absent\.nii does not exist; name image files"):
+        find_images([tmp_path / "absent.nii"])
+
+
+def test_further_losses_and_metrics_are_recorded_by_name(configured):
+    outcome = train(
+        configured(
+            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, weight: 0.5, output: focal}]",
+            "metrics=[{name: MeanIoU, output: iou}]",
+        )
+    )
+    record = outcome.history[-1]
+    assert set(record.losses) == {"dice", "focal", "loss"}
+    assert 0 <= record.scores["iou"] <= record.score
