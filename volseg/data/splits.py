@@ -22,17 +22,14 @@ __all__ = ["Split", "folds", "read_splits", "write_splits"]
 
 @dataclass(frozen=True)
 class Split:
-    """Case ids to train on and case ids to validate on."""
+    """Case ids to train on and case ids to validate on; there may be none of the latter."""
 
     training: tuple[str, ...]
     validation: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.training or not self.validation:
-            raise DataError(
-                "a split needs cases on both sides, "
-                f"got {len(self.training)} for training and {len(self.validation)} for validation"
-            )
+        if not self.training:
+            raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
             if doubled := [name for name, count in Counter(ids).items() if count > 1]:
                 raise DataError(f"{_some(doubled)} stand twice among the {side} cases; keep each once")

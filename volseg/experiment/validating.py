@@ -30,7 +30,7 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
         raise DataError(
             f"{folder.path} was trained on every case (split.validation: none); predict other cases instead"
         )
-    cases = [case for case in load_task(config.data.root).training if case["case"] in names]
+    cases = [case for case in load_task(config.data.root, require_files=False).training if case["case"] in names]
     if gone := sorted(names - {case["case"] for case in cases}):
         raise DataError(f"{config.data.root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
     prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
