@@ -1,0 +1,108 @@
+"""What the operators ask of the devices: five movements of tensors, each with its gradient.
+
+Two kinds of value exist. A *slab* is one shard's part of a volume: the shards' values differ, and a gradient belongs to its shard
+alone. A *whole* value is held alike by everybody, and so is its gradient, which is always the full one. The gradient of
+every movement follows from that:
+
+=============  ====================  ========================================
+movement       forward               backward
+=============  ====================  ========================================
+``fetch``      slabs to slabs        planes go back to their owner, and add up
+``collect``    slabs to whole        each shard takes its part; no sum
+``gather``     slabs to whole        each shard takes its slab; no sum
+``spread``     whole to slabs        summed over the shards
+``cut``        whole to slabs        gathered
+``share``      parameters to slabs   summed over the shards, in buckets
+=============  ====================  ========================================
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.sharding.layout import Span, spans
+
+__all__ = ["Communicator"]
+
+
+class Communicator(ABC):
+    """Shards on a grid; this process holds some of them.
+
+    Attributes
+    ----------
+    grid
+        Number of shards along each mesh axis.
+    coordinates
+        Grid coordinates of the shards that this process holds; slabs are listed in this order.
+    devices
+        Device of each of these shards.
+    home
+        Device of whole values.
+    """
+
+    grid: tuple[int, ...]
+    coordinates: list[tuple[int, ...]]
+    devices: list[torch.device]
+    home: torch.device
+
+    @property
+    def shards(self) -> int:
+        """Number of shards in all processes."""
+        return prod(self.grid)
+
+    @property
+    def indices(self) -> list[int]:
+        """Row-major number of each shard that this process holds."""
+        numbers = []
+        for coordinates in self.coordinates:
+            number = 0
+            for coordinate, count in zip(coordinates, self.grid, strict=True):
+                number = number * count + coordinate
+            numbers.append(number)
+        return numbers
+
+    def owned(self, sizes: Sequence[int]) -> list[list[Span]]:
+        """Return, for each shard of this process, the planes it owns along each mesh axis."""
+        layouts = [spans(size, count) for size, count in zip(sizes, self.grid, strict=True)]
+        return [
+            [layout[position] for layout, position in zip(layouts, coordinates, strict=True)]
+            for coordinates in self.coordinates
+        ]
+
+    @abstractmethod
+    def fetch(self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span]) -> list[Tensor]:
+        """Give each shard the planes it wants of a volume with ``size`` planes along ``dim``, cut by mesh ``axis``.
+
+        ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may have any
+        extent.
+        """
+
+    @abstractmethod
+    def collect(self, partials: Sequence[Tensor]) -> Tensor:
+        """Stack one small tensor of every shard, ``(shards, ...)``, in the order of the grid; the result is whole."""
+
+    @abstractmethod
+    def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Assemble the whole volume."""
+
+    @abstractmethod
+    def spread(self, whole: Tensor) -> list[Tensor]:
+        """Hand a whole value to every shard."""
+
+    @abstractmethod
+    def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """Cut a whole volume along ``dims``, one for each mesh axis."""
+
+    @abstractmethod
+    def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Hand parameters to every shard; the sum of their gradients is taken a bucket at a time."""
+
+
+def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
+    """Return a view of the planes in ``owned``, one span for each of ``dims``."""
+    for dim, (start, stop) in zip(dims, owned, strict=True):
+        whole = whole.narrow(dim, start, stop - start)
+    return whole

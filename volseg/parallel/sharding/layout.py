@@ -1,0 +1,67 @@
+"""Which shard owns which planes: pure arithmetic.
+
+The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are therefore
+always cut alike, and an encoder's skip meets the decoder without any plane being moved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+
+Span = tuple[int, int]
+"""First plane and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Planes ``start`` to ``stop`` that shard ``source`` owns and shard ``target`` wants."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def bounds(size: int, shards: int) -> tuple[int, ...]:
+    """Return the ``shards + 1`` borders between slabs of ``size`` planes; slabs differ by one plane at most.
+
+    Examples
+    --------
+    >>> bounds(10, 4)
+    (0, 2, 5, 7, 10)
+    """
+    return tuple(index * size // shards for index in range(shards + 1))
+
+
+def spans(size: int, shards: int) -> list[Span]:
+    """Return the planes that each shard owns."""
+    borders = bounds(size, shards)
+    return list(zip(borders[:-1], borders[1:], strict=True))
+
+
+def can_split(size: int, shards: int) -> bool:
+    """Say whether every shard gets a plane; a volume that is too thin is kept whole."""
+    return size >= shards
+
+
+def overlap(first: Span, second: Span) -> Span:
+    """Return the planes in both spans; an empty span is returned as ``(start, start)``."""
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
+    return start, max(start, stop)
+
+
+def transfers(size: int, wanted: Sequence[Span]) -> list[Transfer]:
+    """List every movement of planes, by target and then by position, that gives each shard what it wants.
+
+    Planes that a shard owns already are listed too (source equals target), so that the pieces of one target, in order,
+    are the span it wants. ``wanted`` lies within ``[0, size)``.
+    """
+    owned = spans(size, len(wanted))
+    moves = []
+    for target, want in enumerate(wanted):
+        for source, own in enumerate(owned):
+            start, stop = overlap(want, own)
+            if start < stop:
+                moves.append(Transfer(source, target, start, stop))
+    return moves

@@ -1,0 +1,44 @@
+"""Read a torch function's arguments by name, whatever way they were passed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from volseg.parallel.sharding.volume import ShardedVolume
+
+__all__ = ["bound", "dims_of", "per_dim"]
+
+
+def bound(names: str, args: tuple, kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return the arguments by name; ``names`` are the positional ones in order."""
+    values = dict(defaults)
+    values.update(zip(names.split(), args, strict=False))
+    values.update(kwargs)
+    # torch functions call their first argument input or self.
+    if "self" in values:
+        values["input"] = values.pop("self")
+    return values
+
+
+def per_dim(value: int | float | Sequence, count: int) -> list:
+    """Return one value per spatial dim; torch allows a single one for all."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Return non-negative dims; ``None`` and an empty sequence mean all of them."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(ndim))
+    return [d % ndim for d in (dim if isinstance(dim, Sequence) else [dim])]
+
+
+def spatial_only(volume: Any, count: int) -> bool:
+    """Say whether only the last ``count`` dims of the volume are cut."""
+    return isinstance(volume, ShardedVolume) and all(dim >= volume.ndim - count for dim in volume.dims)
+
+
+def is_plain(value: Any) -> bool:
+    """Say whether a value is an ordinary tensor."""
+    return isinstance(value, Tensor) and not isinstance(value, ShardedVolume)

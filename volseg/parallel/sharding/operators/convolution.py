@@ -1,0 +1,110 @@
+"""Convolution and transposed convolution of any kernel, stride, dilation, groups, padding and output padding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
+from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
+from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.windows import Convolution, TransposedConvolution
+
+__all__ = ["convolution", "transposed_convolution"]
+
+
+@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d")
+def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Convolve each slab, extended by its halo, without padding along the cut."""
+    given = bound(
+        "input weight bias stride padding dilation groups",
+        args,
+        kwargs,
+        bias=None,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=1,
+    )
+    volume, weight, bias = given["input"], given["weight"], given["bias"]
+    count = weight.ndim - 2
+    if not spatial_only(volume, count):
+        return unsupported(func, args, kwargs, "the input must be cut along a spatial dim, and the weight not at all")
+    kernel = weight.shape[2:]
+    stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
+    before, after = _padding(given["padding"], kernel, dilation)
+    first = volume.ndim - count
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - first
+        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
+        plans.append(AxisPlan(window, window.outputs(size, after[i])))
+    cut = [dim - first for dim in volume.dims]
+    inside = [0 if i in cut else before[i] for i in range(count)]
+    if any(before[i] != after[i] for i in range(count) if i not in cut):
+        return unsupported(
+            func, args, kwargs, "padding='same' of an even kernel pads one side more; use F.pad before it"
+        )
+    weights, biases = _spread(volume, weight), _spread(volume, bias)
+
+    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+        return func(slab, weights[position], biases[position], stride, inside, dilation, given["groups"])
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, weight, bias, stride, given["padding"], dilation, given["groups"])
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
+def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a transposed convolution on the planes that reach a slab's outputs."""
+    given = bound(
+        "input weight bias stride padding output_padding groups dilation",
+        args,
+        kwargs,
+        bias=None,
+        stride=1,
+        padding=0,
+        output_padding=0,
+        groups=1,
+        dilation=1,
+    )
+    volume, weight, bias = given["input"], given["weight"], given["bias"]
+    count = weight.ndim - 2
+    if not spatial_only(volume, count):
+        return unsupported(func, args, kwargs, "the input must be cut along a spatial dim, and the weight not at all")
+    stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
+    padding, extra = per_dim(given["padding"], count), per_dim(given["output_padding"], count)
+    first = volume.ndim - count
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - first
+        window = TransposedConvolution(weight.shape[2 + i], stride[i], padding[i], dilation[i])
+        plans.append(AxisPlan(window, window.outputs(size, extra[i])))
+    cut = [dim - first for dim in volume.dims]
+    inside = [0 if i in cut else padding[i] for i in range(count)]
+    extra_inside = [0 if i in cut else extra[i] for i in range(count)]
+    weights, biases = _spread(volume, weight), _spread(volume, bias)
+
+    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+        return func(slab, weights[position], biases[position], stride, inside, extra_inside, given["groups"], dilation)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, weight, bias, stride, padding, extra, given["groups"], dilation)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:
+    return [None] * len(volume.slabs) if tensor is None else volume.context.spread(tensor)
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[list[int], list[int]]:
+    """Return planes of padding in front and behind along each spatial dim."""
+    if padding == "same":
+        total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+        return [t // 2 for t in total], [t - t // 2 for t in total]
+    before = [0] * len(kernel) if padding == "valid" else per_dim(padding, len(kernel))
+    return before, before

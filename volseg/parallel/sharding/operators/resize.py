@@ -1,0 +1,104 @@
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
+from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
+from volseg.parallel.sharding.operators.pooling import adaptive_pool
+from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.sharding.windows import Resize
+
+__all__ = ["interpolate"]
+
+NEAREST = ("nearest", "nearest-exact")
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@handles("Interpolation", "F.interpolate", "F.upsample")
+def interpolate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
+    given = bound(
+        "input size scale_factor mode align_corners recompute_scale_factor antialias",
+        args,
+        kwargs,
+        size=None,
+        scale_factor=None,
+        mode="nearest",
+        align_corners=None,
+        recompute_scale_factor=None,
+        antialias=False,
+    )
+    volume, mode = given["input"], given["mode"]
+    count = volume.ndim - 2
+    if mode == "area":
+        sizes = _sizes(volume, given, count)
+        pool = getattr(F, f"adaptive_avg_pool{count}d")
+        return adaptive_pool(pool, (volume, sizes), {})
+    known = mode in NEAREST or mode == LINEAR.get(count)
+    if not known or given["antialias"] or not spatial_only(volume, count):
+        return unsupported(func, args, kwargs, f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
+    sizes = _sizes(volume, given, count)
+    scales = _given_scales(given, count)
+    corners = bool(given["align_corners"])
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - 2
+        double = volume.dtype == torch.float64
+        plans.append(AxisPlan(Resize(size, sizes[i], mode, scales[i], corners, double), sizes[i]))
+    cut = {dim - 2 for dim in volume.dims}
+
+    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+        for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
+            slab = _blend(slab, dim, plan.window, window)  # type: ignore[arg-type]
+        if all(i in cut or sizes[i] == slab.shape[2 + i] for i in range(count)):
+            return slab
+        return _within(slab, sizes, scales, cut, given)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, *args[1:], **{key: value for key, value in kwargs.items() if key not in ("input", "self")})
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:
+    """Interpolate along the dims that are not cut; along the others the result has its planes already."""
+    count = slab.ndim - 2
+    corners, mode = given["align_corners"], given["mode"]
+    if given["scale_factor"] is not None and not given["recompute_scale_factor"]:
+        factors = [1.0 if i in cut else scales[i] for i in range(count)]
+        return F.interpolate(slab, scale_factor=factors, mode=mode, align_corners=corners)  # type: ignore[arg-type]
+    size = [slab.shape[2 + i] if i in cut else sizes[i] for i in range(count)]
+    return F.interpolate(slab, size=size, mode=mode, align_corners=corners)
+
+
+def _blend(slab: Tensor, dim: int, resize: Resize, window: LocalWindow) -> Tensor:
+    """Return the output planes of a slab along one cut dim."""
+    sources = [resize.source(plane) for plane in range(*window.output)]
+    start = window.span[0]
+    first = select_planes(slab, dim, [low - start for low, _, _ in sources])
+    weights = [weight for _, _, weight in sources]
+    if not any(weights):
+        return first
+    second = select_planes(slab, dim, [high - start for _, high, _ in sources])
+    weight = torch.tensor(weights, dtype=slab.dtype, device=slab.device)
+    return torch.lerp(first, second, weight.reshape([-1] + [1] * (slab.ndim - dim - 1)))
+
+
+def _sizes(volume: ShardedVolume, given: dict, count: int) -> list[int]:
+    if given["size"] is not None:
+        return [int(size) for size in per_dim(given["size"], count)]
+    factors = per_dim(given["scale_factor"], count)
+    return [int(size * factor) for size, factor in zip(volume.shape[2:], factors, strict=True)]
+
+
+def _given_scales(given: dict, count: int) -> list[float | None]:
+    """Return the factors that torch uses for coordinates; None where it takes the ratio of the sizes."""
+    if given["scale_factor"] is None or given["recompute_scale_factor"]:
+        return [None] * count
+    return [float(factor) for factor in per_dim(given["scale_factor"], count)]

@@ -1,0 +1,174 @@
+"""``SpatialStrategy``: run a plain network on volumes cut into slabs."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from volseg.errors import ParallelError
+import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator table)
+from volseg.parallel.sharding.communicator import Communicator
+from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.layout import can_split
+from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
+from volseg.parallel.sharding.local import LocalDevices
+from volseg.parallel.sharding.processes import Processes, join
+from volseg.parallel.sharding.volume import ShardedVolume, from_whole
+
+__all__ = ["SpatialStrategy"]
+
+AXES = {"D": -3, "H": -2, "W": -1}
+
+
+class SpatialStrategy:
+    """Cut every volume into slabs, one per shard; see ``volseg.parallel.sharding``.
+
+    Parameters
+    ----------
+    net
+        The network, moved to the first device.
+    devices
+        Devices of this process, one shard each.
+    mesh
+        Processes instead of devices; see ``ModelParallel``.
+    axes
+        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default the longest of each volume.
+    grid
+        Shards along each of ``axes``; by default one axis holds all.
+    on_unsupported, checkpoint
+        See ``ModelParallel``.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        devices: Sequence[str | int | torch.device] | None = None,
+        mesh: Any = None,
+        axes: Sequence[str] | str | None = None,
+        grid: Sequence[int] | None = None,
+        on_unsupported: Literal["raise", "gather"] = "raise",
+        checkpoint: str | int | None = None,
+    ) -> None:
+        if on_unsupported not in ("raise", "gather"):
+            raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {on_unsupported!r}")
+        self.net = net
+        placed = _placed(devices, mesh, grid)
+        self.communicator: Communicator = placed.shards if isinstance(placed, Processes) else placed
+        self.replicas = placed.replicas if isinstance(placed, Processes) else None
+        self.axes = _checked_axes(axes, self.communicator.grid)
+        self.context = Context(self.communicator, on_unsupported, net)
+        self._generator: torch.Generator | None = None
+        net.to(self.communicator.home)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut the volumes among the arguments, and run the network's own ``forward`` on the slabs."""
+        args, kwargs = tree_map(self.cut, (args, kwargs))
+        trained = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        if self.replicas is not None:
+            averaged = average_gradients(list(trained.values()), self.replicas)
+            trained = dict(zip(trained, averaged, strict=True))
+        self.context.share(list(trained.values()))
+        with self._same_randomness():
+            if self.replicas is not None:
+                return functional_call(self.net, trained, args, kwargs)
+            return self.net(*args, **kwargs)
+
+    def cut(self, value: Any) -> Any:
+        """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
+        if not isinstance(value, Tensor) or isinstance(value, ShardedVolume):
+            return value
+        value = value.as_subclass(Tensor)
+        if value.ndim not in (4, 5):
+            return value.to(self.communicator.home)
+        dims = self._dims(value.shape)
+        if dims is None:
+            return value.to(self.communicator.home)
+        return from_whole(value.to(self.communicator.home) if self._one_device else value, dims, self.context)
+
+    @property
+    def _one_device(self) -> bool:
+        return len(self.communicator.devices) == 1
+
+    def _dims(self, shape: torch.Size) -> list[int] | None:
+        """Return the dim that each mesh axis cuts, or None for a volume too thin to cut."""
+        grid = self.communicator.grid
+        if self.axes is not None:
+            dims = [len(shape) + AXES[axis] for axis in self.axes]
+        else:
+            # The longest dim has the thinnest halo for its slab; of equal ones the first, whose slabs are contiguous.
+            spatial = sorted(range(2, len(shape)), key=lambda dim: -shape[dim])
+            dims = sorted(spatial[: len(grid)])
+        if all(can_split(shape[dim], count) for dim, count in zip(dims, grid, strict=True)):
+            return dims
+        return None
+
+    @contextmanager
+    def _same_randomness(self) -> Iterator[None]:
+        """Give all processes of a volume the same random state, in levels that are too coarse to cut and for dropout's seeds.
+
+        The caller's own generators are put back, one draw of the CPU's further.
+        """
+        group = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
+        device = self.communicator.home
+        if (
+            group is None
+            or not self.net.training
+            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):
+            yield
+            return
+        if self._generator is None:
+            # Whoever seeded what: the first process of the group decides, once.
+            seed = torch.randint(2**62, (1,)).to(device)
+            dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+            self._generator = torch.Generator().manual_seed(int(seed.item()))
+        seed = int(torch.randint(2**62, (), generator=self._generator).item())
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
+
+    @property
+    def partition(self) -> str:
+        """Which planes each shard owns, for a volume of 100 planes."""
+        lines = []
+        for index, (device, owned) in enumerate(
+            zip(self.communicator.devices, self.communicator.owned([100] * len(self.communicator.grid)), strict=True)
+        ):
+            planes = ", ".join(f"{start}-{stop} %" for start, stop in owned)
+            lines.append(f"shard {self.communicator.indices[index]} on {device}: {planes} of the volume")
+        return "\n".join(lines)
+
+
+def _checked_axes(axes: Sequence[str] | str | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
+    if axes is None:
+        return None
+    chosen = (axes,) if isinstance(axes, str) else tuple(axes)
+    if len(chosen) != len(grid) or len(set(chosen)) != len(chosen) or not set(chosen) <= set(AXES):
+        raise ParallelError(
+            f"axes must name {len(grid)} different ones of D, H, W (one per axis of grid {grid}), got {axes!r}"
+        )
+    return chosen
+
+
+def _placed(
+    devices: Sequence[str | int | torch.device] | None, mesh: Any, grid: Sequence[int] | None
+) -> LocalDevices | Processes:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or _distributed()
+    if mesh is not None or (several and devices is None):
+        return join(mesh, grid)
+    if devices is None:
+        count = torch.cuda.device_count()
+        devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+    named = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
+    return LocalDevices(named, grid)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,161 @@
+"""A volume cut into slabs that passes through unmodified module code.
+
+``ShardedVolume`` is a tensor to whoever looks (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels itself: it
+intercepts every torch function, above autograd, and the operator table runs that function on the slabs. A function without a
+sharded form raises; none is ever run on the empty shell.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.sharding.context import Context
+
+__all__ = ["ShardedVolume", "wrap"]
+
+
+class ShardedVolume(Tensor):
+    """Slabs of one volume, cut along ``dims``.
+
+    Attributes
+    ----------
+    slabs
+        The slabs that this process holds: ordinary tensors with ordinary autograd.
+    dims
+        The tensor dim that each mesh axis cuts.
+    context
+        Communicator and settings.
+    """
+
+    slabs: list[Tensor]
+    dims: tuple[int, ...]
+    context: Context
+    _shape: torch.Size
+
+    @staticmethod
+    def __new__(
+        cls, slabs: Sequence[Tensor], dims: Sequence[int], shape: Sequence[int], context: Context
+    ) -> "ShardedVolume":
+        # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
+        # the result (grad_fn), and can be refused: autograd does not see the slabs inside.
+        first = slabs[0]
+        differentiable = first.is_floating_point() or first.is_complex()
+        shell = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=differentiable
+        )
+        shell.slabs = list(slabs)
+        shell.dims = tuple(dims)
+        shell.context = context
+        shell._shape = torch.Size(shape)
+        return shell
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The table's modules import this one.
+        from volseg.parallel.sharding.table import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UnsupportedOperatorError(
+            f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on to_local()"
+        )
+
+    # Properties of the shell: asked for often, so they do not go through the table.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Shape of the whole volume."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type."""
+        return self.slabs[0].dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the first slab of this process."""
+        return self.slabs[0].device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether the slabs are on GPUs."""
+        return self.slabs[0].is_cuda
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow to the slabs."""
+        return any(slab.requires_grad for slab in self.slabs)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        for slab in self.slabs:
+            slab.requires_grad_(wanted)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the slabs were made by the user."""
+        return all(slab.is_leaf for slab in self.slabs)
+
+    @property
+    def grad(self) -> "ShardedVolume | None":  # type: ignore[override]
+        """Gradients of leaf slabs, as a volume."""
+        gradients = [slab.grad for slab in self.slabs]
+        if any(gradient is None for gradient in gradients):
+            return None
+        return ShardedVolume([g for g in gradients if g is not None], self.dims, self._shape, self.context)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of planes along each of ``dims``."""
+        return [self._shape[dim] for dim in self.dims]
+
+    def to_local(self) -> Tensor:
+        """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
+        if len(self.slabs) != 1:
+            raise UnsupportedOperatorError(
+                f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs instead"
+            )
+        return self.slabs[0]
+
+    def full_tensor(self) -> Tensor:
+        """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
+        return self.context.communicator.gather(self.slabs, self.dims, self.sizes)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self.slabs)
+        return f"ShardedVolume(shape={tuple(self._shape)}, dtype={self.dtype}, dims={self.dims}, slabs=[{slabs}])"
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:
+    """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
+    shape = list(slabs[0].shape)
+    dims = like.dims if dims is None else tuple(dims)
+    for dim, size in zip(dims, like.sizes, strict=True):
+        shape[dim] = size
+    return ShardedVolume(slabs, dims, shape, like.context)
+
+
+def from_whole(whole: Tensor, dims: Sequence[int], context: Context) -> ShardedVolume:
+    """Cut a whole tensor."""
+    return ShardedVolume(context.communicator.cut(whole, dims), dims, whole.shape, context)
