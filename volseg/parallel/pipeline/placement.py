@@ -1,0 +1,251 @@
+"""Run the network's own ``forward`` with each layer on its stage's device.
+
+Every leaf call has a stage; a tensor that meets a function on another stage is sent there, straight from where it is
+(a skip never travels through the stages between). What ``forward`` does between the layers happens on the stage
+of the last one called. All of it is ordinary autograd, so backward needs no code: the engine runs one C++ thread per
+device, and the micro-batches flow back as they came.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.statistics import FrozenStatistics, Statistics, batch_counters, norm_with
+from volseg.parallel.pipeline.trace import Segment
+from volseg.parallel.pipeline.transfer import send
+
+__all__ = ["Location", "PlacedRun", "Placement", "place"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Location:
+    """A stage's place. Compared by identity: two stages may share a device, yet share no tensors."""
+
+    stage: int
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Placement:
+    """Where every leaf call, parameter and buffer of a network belongs."""
+
+    locations: tuple[Location, ...]
+    anchors: dict[nn.Module, list[Location]]
+    """For each module that may begin a stage: its location, call by call."""
+    owners: dict[int, Location]
+    """Location of each parameter and buffer, by identity."""
+    states: tuple[Tensor, ...]
+    """Those parameters and buffers, held so that no other tensor can take an identity over."""
+    counters: frozenset[int] = frozenset()
+    devices: frozenset[torch.device] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.devices = frozenset(location.device for location in self.locations)
+
+    def late_run(self) -> "PlacedRun":
+        """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
+        return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
+
+
+def place(net: nn.Module, segments: list[Segment], lengths: list[int], devices: Iterable[torch.device]) -> Placement:
+    """Give consecutive ``segments`` to ``devices``; move each parameter and buffer to the first stage that uses it.
+
+    Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold. What the trace
+    never saw goes with the layer registered before it.
+    """
+    locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
+    stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
+    modules, states = dict(net.named_modules(remove_duplicate=False)), _states(net)
+    anchors: dict[nn.Module, list[Location]] = defaultdict(list)
+    owners: dict[int, Location] = {}
+    for segment, location in zip(segments, stage_of, strict=True):
+        for call in segment.calls:
+            anchors[modules[call.path]].append(location)
+        for name in segment.states:
+            owners.setdefault(id(states[name]), location)
+    latest = locations[0]
+    for module in net.modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        found = next((owners[id(state)] for state in own if id(state) in owners), None)
+        latest = found or anchors.get(module, [latest])[0]
+        for state in own:
+            if state is not None:
+                owners.setdefault(id(state), latest)
+        if own and found is None and not any(module.children()):
+            anchors.setdefault(module, [latest])
+    for state in states.values():
+        gradient, state.grad = state.grad, None
+        state.data = state.data.to(owners[id(state)].device)
+        state.grad = None if gradient is None else gradient.to(state.device)
+    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net))
+    runs.watch(net)
+    weak = ref(placement)
+    for module in net.modules():
+        runs.latecomers[module] = weak
+    return placement
+
+
+def _states(net: nn.Module) -> Mapping[str, Tensor]:
+    """Return parameters and buffers by name, tied ones under each of their names."""
+    return {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
+
+
+class PlacedRun(runs.Run):
+    """One micro-batch's passage over the stages.
+
+    Parameters
+    ----------
+    placement
+        Where everything belongs.
+    statistics
+        What to do with running statistics; ``None`` leaves norms alone.
+    borrowed
+        Copies of parameters for stages that use, but do not own them; shared by the micro-batches of one batch.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        statistics: Statistics | None = None,
+        borrowed: dict[tuple[int, Location, bool], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.here = placement.locations[0]
+        self._statistics = statistics
+        self._borrowed = {} if borrowed is None else borrowed
+        self._calls: dict[nn.Module, int] = defaultdict(int)
+        self._received: list[tuple[Tensor, int]] = []
+        self._device_before: int | None = None
+
+    def __enter__(self) -> "PlacedRun":
+        super().__enter__()
+        if self.here.device.type == "cuda":
+            self._device_before = torch.cuda.current_device()
+            torch.cuda.set_device(self.here.device)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._device_before is not None:
+            torch.cuda.set_device(self._device_before)
+        super().__exit__(*failure)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
+        """Turn to the stage of ``module`` and bring its arguments there."""
+        calls = self.placement.anchors.get(module)
+        if calls is None:
+            return None
+        index = self._calls[module]
+        self._calls[module] = index + 1
+        self.turn_to(calls[min(index, len(calls) - 1)])
+        if all(map(self.is_here, runs.tensors_of((args, kwargs)))):
+            return None
+        return runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+
+    def turn_to(self, location: Location) -> None:
+        """Continue on another stage."""
+        if location is not self.here:
+            if location.device.type == "cuda":
+                # Tensors that forward makes on plain "cuda" belong to the current stage.
+                torch.cuda.set_device(location.device)
+            self.here = location
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if runs.keeps_place(function):
+            return self._inherit(function(*args, **kwargs), args)
+        if self._statistics is not None:
+            if function is F.batch_norm or function is F.instance_norm:
+                result = norm_with(self._statistics, function, *self._without_running(args, kwargs))
+                if result is not None:
+                    return self._settle(result)
+            elif id(args[0] if args else None) in self.placement.counters and not self._statistics.counts_batch():
+                if getattr(function, "__name__", "") in ("add_", "__iadd__"):
+                    return args[0]
+        if not all(map(self.is_here, runs.tensors_of((args, kwargs)))):
+            args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        result = function(*args, **kwargs)
+        if self._received:
+            self._check_received(function)
+        return self._settle(result)
+
+    def is_here(self, tensor: Tensor) -> bool:
+        """Whether a function of the current stage may read ``tensor`` as it is."""
+        at = getattr(tensor, "_volseg_location", None) or self.placement.owners.get(id(tensor))
+        if at is not None:
+            return at is self.here
+        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA tensors.
+        return tensor.device == self.here.device or tensor.device not in self.placement.devices
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` on the current stage, sent once and remembered."""
+        if self.is_here(tensor):
+            return tensor
+        # A copy made without grad must not serve a use with grad: it has no way back.
+        with_grad = torch.is_grad_enabled()
+        copies: dict[Any, Tensor]
+        key: Any
+        if id(tensor) in self.placement.owners:
+            copies, key = self._borrowed, (id(tensor), self.here, with_grad)
+        else:
+            # Kept on the tensor itself, so that the copies live no longer than the original.
+            if not hasattr(tensor, "_volseg_copies"):
+                tensor._volseg_copies = {}  # type: ignore[attr-defined]
+            copies, key = tensor._volseg_copies, (self.here, with_grad)  # type: ignore[attr-defined]
+        if key not in copies:
+            copies[key] = self.receive(tensor)
+            copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
+        if not copies[key].is_inference():
+            self._received.append((copies[key], copies[key]._version))
+        return copies[key]
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Send ``tensor`` to the current stage."""
+        copied, passage = send(tensor, self.here.device)
+        return passage.wait(copied)
+
+    def _settle(self, result: Any) -> Any:
+        for tensor in runs.tensors_of(result):
+            if tensor.device == self.here.device:
+                tensor._volseg_location = self.here  # type: ignore[attr-defined]
+        return result
+
+    def _inherit(self, result: Any, args: tuple[Any, ...]) -> Any:
+        """Let an attribute that is a tensor (``x.T``, ``x.data``) live where its owner does."""
+        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
+            owner = args[0]
+            at = getattr(owner, "_volseg_location", None) or self.placement.owners.get(id(owner))
+            if at is not None and result is not owner and id(result) not in self.placement.owners:
+                result._volseg_location = at  # type: ignore[attr-defined]
+        return result
+
+    def _without_running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments:
+        """Bring a norm's arguments, except the running buffers, which it will not touch."""
+        kept = {"running_mean", "running_var"}
+        return (
+            tuple(
+                value if place in (1, 2) else runs.map_tensors(self.bring, value) for place, value in enumerate(args)
+            ),
+            {name: value if name in kept else runs.map_tensors(self.bring, value) for name, value in kwargs.items()},
+        )
+
+    def _check_received(self, function: Callable[..., Any]) -> None:
+        """Refuse a change in place of a copy: the original, on its own stage, would keep the old value."""
+        if runs.changes_in_place(self._received):
+            name = getattr(function, "__name__", repr(function))
+            raise PartitionError(
+                f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which the partition did not "
+                f"foresee: forward took another way than in the call that was measured. Use the function that is not in "
+                f"place, or give the cuts by hand (cuts=[...]) so that both ends are on one device"
+            )
+        self._received.clear()

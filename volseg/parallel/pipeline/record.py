@@ -1,0 +1,146 @@
+"""Record one forward as a ``Trace``: module calls, torch functions, what they read, keep and change.
+
+Nothing is kept for backward (saved tensors are counted and dropped), so recording needs little more memory than
+inference.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.statistics import FrozenStatistics, batch_counters, norm_with
+from volseg.parallel.pipeline.trace import Call, Enter, Event, Leave, Operation, Trace
+
+__all__ = ["Recording", "record"]
+
+
+class _Memory:
+    """Which operation made a piece of memory."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def seen(self, tensor: Tensor, number: int) -> int:
+        """Return the operation that made the memory of ``tensor``; ``number`` if it is new."""
+        if tensor.layout != torch.strided:
+            return number
+        weak = StorageWeakRef(tensor.untyped_storage())
+        known = self._made.get(weak.cdata)
+        # An address is used again once its memory has been freed.
+        if known is None or known[0].expired():
+            self._made[weak.cdata] = known = (weak, number)
+        return known[1]
+
+
+class Recording(runs.Run):
+    """Write down what a forward does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.saved_bytes: dict[int, int] = defaultdict(int)
+        """Bytes that each operation keeps for backward."""
+        self.made_bytes: dict[int, int] = {}
+        self._paths = {module: path for path, module in net.named_modules()}
+        names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+        self._states = {id(state): name for name, state in reversed(names)}
+        self._counters = batch_counters(net)
+        self._calls: dict[str, int] = defaultdict(int)
+        self._memory, self._kept = _Memory(), _Memory()
+        self._guards: list[tuple[Any, bool]] = []
+        self._number = 0
+
+    def __enter__(self) -> "Recording":
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda dropped: dropped)
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._hooks.__exit__(*failure)
+
+    def _count(self, tensor: Tensor) -> None:
+        """Count a tensor that backward would need, once, and let it go."""
+        if id(tensor) in self._states or tensor.layout != torch.strided:
+            return
+        # -1: never the number of an operation, so that equality means "not counted yet".
+        if self._kept.seen(tensor, -self._number - 1) == -self._number - 1:
+            self.saved_bytes[self._number] += tensor.untyped_storage().nbytes()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write the beginning of a module call."""
+        path = self._paths[module]
+        call = Call(path, self._calls[path])
+        self._calls[path] += 1
+        self.events.append(Enter(call, self._makers((args, kwargs)), self._guard()))
+
+    def leave(self, module: nn.Module) -> None:  # noqa: ARG002 (calls nest)
+        """Write the end of a module call."""
+        self.events.append(Leave())
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if runs.keeps_place(function):
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        read = list(runs.tensors_of((args, kwargs)))
+        versions = [(tensor, tensor._version) for tensor in read]
+        sources = [self._memory.seen(tensor, self._number) for tensor in read]
+        result = None
+        if function is F.batch_norm or function is F.instance_norm:
+            # Whole-batch statistics tie no two calls of a norm together.
+            result = norm_with(FrozenStatistics(), function, args, kwargs)
+        result = function(*args, **kwargs) if result is None else result
+        changed = {id(tensor) for tensor in runs.changes_in_place(versions)} - self._counters
+        since = [source for tensor, source in zip(read, sources, strict=True) if id(tensor) in changed]
+        states = dict.fromkeys(self._states[id(tensor)] for tensor in read if id(tensor) in self._states)
+        self.events.append(
+            Operation(self._number, name, self._makers(read), tuple(states), min(since, default=None), self._guard())
+        )
+        self._sign(result)
+        return result
+
+    def _sign(self, result: Any) -> None:
+        """Mark results as made by this operation."""
+        tensors = list(runs.tensors_of(result))
+        for tensor in tensors:
+            tensor._volseg_made = (self, self._number)  # type: ignore[attr-defined]
+            self._memory.seen(tensor, self._number)
+        self.made_bytes[self._number] = sum(tensor.nbytes for tensor in tensors)
+        self._number += 1
+
+    def _makers(self, values: Any) -> tuple[int, ...]:
+        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.tensors_of(values))
+        return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
+
+    def _guard(self) -> int:
+        """Number the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
+        for number, (known, mode) in enumerate(self._guards):
+            if known is pack and mode == with_grad:
+                return number
+        # Kept alive, so that its identity is not used again.
+        self._guards.append((pack, with_grad))
+        return len(self._guards) - 1
+
+    def trace(self, output: Any) -> Trace:
+        """Return what was recorded."""
+        return Trace(tuple(self.events), self._makers(pytree.tree_leaves(output)))
+
+
+def record(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Trace, Recording]:
+    """Run a watched network once and return what it did."""
+    with torch.enable_grad(), Recording(net) as recording:
+        output = net(*args, **kwargs)
+    return recording.trace(output), recording

@@ -1,0 +1,144 @@
+"""Follow a network's own ``forward`` from outside: every torch function and every module call passes through a ``Run``.
+
+A ``Run`` is a torch-function mode (it sees the functions that ``forward`` calls, above autograd) and the receiver of
+the module hooks that ``watch`` installs (it sees which module is being called). Subclasses record the calls, measure
+them, place them on devices, or capture them. ``forward`` itself is never replaced, reordered or traced into a
+graph, so skips, reused modules and functional code need no special case.
+
+The hooks are plain functions without state: copying or saving a watched network copies nothing of a run.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Arguments", "Run", "changes_in_place", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+_active = threading.local()
+
+latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
+"""What to run a placed module under when it is called outside of its network's forward: the recomputation of
+``torch.utils.checkpoint`` during backward, or a direct call of a submodule."""
+
+# Asking these of a tensor needs no data, so the tensor may stay where it is.
+_QUESTIONS = frozenset(
+    """size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
+    is_signed get_device data_ptr untyped_storage is_pinned is_shared is_inference record_stream requires_grad_
+    register_hook register_post_accumulate_grad_hook retain_grad __len__ __hash__ __repr__ __format__ __bool__ __int__
+    __float__ __index__ __contains__ item tolist numpy is_same_size is_tensor is_storage result_type can_cast
+    __dir__ __reduce_ex__ __deepcopy__ get_default_dtype is_grad_enabled detach_ backward is_set_to
+    dim_order is_nonzero""".split()
+)
+
+
+@cache
+def keeps_place(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` only asks something of its tensors, or reads an attribute."""
+    name = getattr(function, "__name__", "")
+    return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__")
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results, two levels of tuples and lists deep, and in dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_of(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_of(value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Apply ``function`` to the tensors in plain tuples, lists and dictionaries; leave anything else alone."""
+    if isinstance(values, Tensor):
+        return function(values)
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, value) for value in values])
+    if kind is dict:
+        return {key: map_tensors(function, value) for key, value in values.items()}
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return kind(*(map_tensors(function, value) for value in values))
+    return values
+
+
+def changes_in_place(before: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Return the tensors whose version has moved on."""
+    return [tensor for tensor, version in before if tensor._version != version]
+
+
+class Run(TorchFunctionMode):
+    """One passage through ``forward``; used as a context manager around the call."""
+
+    root: nn.Module | None = None
+    """The module whose end ends the run, where the hooks started it."""
+
+    def __enter__(self) -> "Run":
+        self._outer = getattr(_active, "run", None)
+        _active.run = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        _active.run = self._outer
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Learn that ``module`` is about to be called; may return other arguments."""
+
+    def leave(self, module: nn.Module) -> None:
+        """Learn that the call of ``module`` has ended, by return or by exception."""
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    run: Run | None = getattr(_active, "run", None)
+    if run is not None:
+        return run.enter(module, args, kwargs)
+    placement = latecomers.get(module, lambda: None)()
+    if placement is None:
+        return None
+    run = placement.late_run()
+    run.__enter__()
+    run.root = module
+    return run.enter(module, args, kwargs)
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
+    run: Run | None = getattr(_active, "run", None)
+    if run is None:
+        return
+    run.leave(module)
+    if run.root is module:
+        run.__exit__(None, None, None)
+
+
+def watch(net: nn.Module) -> None:
+    """Install the hooks on every module of ``net``; doing it twice changes nothing."""
+    for module in net.modules():
+        if _before not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_hook(_after, always_call=True)
+
+
+def unwatch(net: nn.Module) -> None:
+    """Remove every forward hook of ``net``, the user's too: for a copy that is measured and thrown away."""
+    for module in net.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            getattr(module, name).clear()
+        for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"):
+            getattr(module, name).clear()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass (that of checkpoint's recomputation)."""
+    return torch._C._current_graph_task_id() != -1

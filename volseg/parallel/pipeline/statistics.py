@@ -1,0 +1,185 @@
+"""Running statistics of the whole batch from a batch that was normalised in micro-batches.
+
+Batch norm in training normalises each micro-batch with its own mean and variance (waiting for the whole batch at every
+layer would leave no pipeline). Its *running* statistics, which evaluation uses, are updated once per batch with
+the statistics of the whole batch, as if it had not been cut: "deferred batch norm".
+
+The statistics of a micro-batch cost no extra pass over the activations: batch norm is given blank running buffers and a
+momentum of one, so that it leaves its batch statistics there.
+
+References
+----------
+.. [1] C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, arXiv:2004.09910,
+   section 3.3 (deferred batch normalization).
+.. [2] T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+   variances", 1979, equation 2.1.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "FrozenStatistics",
+    "NormSite",
+    "Statistics",
+    "WholeBatchStatistics",
+    "batch_counters",
+    "combine",
+    "norm_with",
+]
+
+Norm = Callable[..., Tensor]
+
+
+def batch_counters(net: nn.Module) -> frozenset[int]:
+    """Return the identities of the ``num_batches_tracked`` buffers."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
+    return frozenset(id(counter) for counter in found if counter is not None)
+
+
+class Statistics(Protocol):
+    """What a run does where a norm would update its running statistics."""
+
+    def norm(self, site: "NormSite") -> Tensor:
+        """Run a norm that uses the batch's statistics."""
+
+    def counts_batch(self) -> bool:
+        """Whether ``num_batches_tracked`` is to be increased."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite:
+    """A call of batch or instance norm that would update its running buffers."""
+
+    running: tuple[Tensor, Tensor]
+    momentum: float
+    by_instance: bool
+    device: torch.device
+    """Where it runs; a borrowed layer's buffers live elsewhere."""
+    call: Callable[[Tensor | None, Tensor | None, float], Tensor]
+    """Calls the norm with the running buffers and the momentum that it is given."""
+
+
+class FrozenStatistics:
+    """Change nothing: for measurements, and for the recomputation in backward, which has been counted already."""
+
+    def norm(self, site: NormSite) -> Tensor:
+        """Normalise with the batch's statistics and forget them."""
+        return site.call(None, None, site.momentum)
+
+    def counts_batch(self) -> bool:
+        """Never."""
+        return False
+
+
+class _Gathered:
+    """Statistics of one norm call, one row per micro-batch."""
+
+    def __init__(self, site: NormSite, rows: int) -> None:
+        self.running, self.momentum, self.by_instance = site.running, site.momentum, site.by_instance
+        mean = site.running[0]
+        self.rows = torch.zeros(2, rows, len(mean), dtype=mean.dtype, device=site.device)
+        self.counts: dict[int, int] = {}
+
+    def commit(self) -> None:
+        """Move the running statistics towards those of all micro-batches together."""
+        rows = sorted(self.counts)
+        counts = [self.counts[row] for row in rows]
+        means, variances = self.rows[0][rows[0] : rows[-1] + 1], self.rows[1][rows[0] : rows[-1] + 1]
+        mean, variance = combine(means, variances, counts, by_instance=self.by_instance)
+        for running, new in zip(self.running, (mean, variance), strict=True):
+            running.lerp_(new.to(running.device), self.momentum)
+
+
+def combine(
+    means: Tensor, variances: Tensor, counts: Sequence[int], by_instance: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance of a whole from those of its parts.
+
+    Parameters
+    ----------
+    means, variances
+        ``(parts, C)``.
+    counts
+        Values per channel in each part; samples where ``by_instance``.
+    by_instance
+        Instance norm's running statistics are averages over samples: no spread between the parts enters.
+    """
+    total = sum(counts)
+    weights = torch.tensor(counts, dtype=means.dtype).to(means.device, non_blocking=True)[:, None]
+    mean = (means * weights).sum(0) / total
+    if by_instance:
+        return mean, (variances * weights).sum(0) / total
+    within = (variances * (weights - 1)).sum(0)
+    between = ((means - mean).square() * weights).sum(0)
+    return mean, (within + between) / (total - 1)
+
+
+class WholeBatchStatistics:
+    """Gather each norm's statistics over the micro-batches of one batch; ``commit`` updates the running buffers."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.gathered: dict[tuple[int, int], _Gathered] = {}
+        self._calls: dict[int, int] = defaultdict(int)
+        self._index = 0
+
+    def begin(self, index: int) -> None:
+        """Turn to micro-batch ``index``."""
+        self._index = index
+        self._calls.clear()
+
+    def counts_batch(self) -> bool:
+        """Count the batch once, not its micro-batches."""
+        return self._index == 0
+
+    def norm(self, site: NormSite) -> Tensor:
+        """Normalise with the micro-batch's statistics and keep them."""
+        # A norm that is called twice per forward updates twice: the calls are told apart by their number.
+        buffer = id(site.running[0])
+        key = buffer, self._calls[buffer]
+        self._calls[buffer] += 1
+        if key not in self.gathered:
+            self.gathered[key] = _Gathered(site, self.micro_batches)
+        kept = self.gathered[key]
+        # Blank buffers and a momentum of one: the norm leaves its batch statistics there.
+        result = site.call(kept.rows[0, self._index], kept.rows[1, self._index], 1.0)
+        kept.counts[self._index] = len(result) if site.by_instance else result.numel() // result.shape[1]
+        return result
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Update every running buffer once, in the order of the calls."""
+        for kept in self.gathered.values():
+            kept.commit()
+
+    def blank(self) -> None:
+        """Zero what was gathered, so that the same memory can serve the next batch."""
+        for kept in self.gathered.values():
+            kept.rows.zero_()
+
+
+def norm_with(statistics: Statistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Run ``F.batch_norm`` or ``F.instance_norm`` under ``statistics``; ``None`` where it updates nothing."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_batch", "momentum", "eps")
+    given = dict(zip(names, args, strict=False))
+    flag, default = ("use_input_stats", True) if function is F.instance_norm else ("training", False)
+    given.update((("use_batch" if name == flag else name), value) for name, value in kwargs.items())
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    if mean is None or variance is None or not given.get("use_batch", default):
+        return None
+    rest: dict[str, Any] = {name: given[name] for name in ("weight", "bias", "eps") if name in given}
+
+    def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
+        return function(given["input"], blank_mean, blank_variance, momentum=momentum, **{flag: True}, **rest)
+
+    momentum = given.get("momentum", 0.1)
+    by_instance = function is F.instance_norm
+    return statistics.norm(NormSite((mean, variance), momentum, by_instance, given["input"].device, call))

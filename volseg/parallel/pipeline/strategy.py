@@ -1,0 +1,297 @@
+"""``PipelineStrategy``: the layers of one network over several devices, in one process."""
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.errors import ParallelError, PartitionError
+from volseg.parallel.pipeline.costs import Measured, measure, observe
+from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
+from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
+from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
+from volseg.parallel.pipeline.statistics import WholeBatchStatistics
+from volseg.parallel.pipeline.trace import segments
+from volseg.parallel.pipeline.transfer import Passage, send
+
+__all__ = ["PipelineStrategy"]
+
+logger = logging.getLogger(__name__)
+
+# Parameter, gradient, and Adam's two moments.
+STATE_COPIES = 4
+
+
+class PipelineStrategy:
+    """Cut a network into stages and let micro-batches flow through them.
+
+    On the first call the network is measured, cut, and its parameters are moved to their devices; they stay there, since
+    an optimizer keeps its state beside them. Later batches may have other sizes.
+
+    Parameters
+    ----------
+    net
+        Any module; its own ``forward`` runs.
+    split_size
+        Samples per micro-batch; ``"auto"`` (and ``None``) measures powers of two and takes the quickest.
+    devices
+        One per stage at most; all visible GPUs by default. A network of fewer separable layers uses the first ones.
+    cuts
+        Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
+    mesh
+        Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
+
+    Raises
+    ------
+    ParallelError
+        If an argument is out of range.
+
+    Notes
+    -----
+    Batch norm in training normalises each micro-batch with the micro-batch's own statistics, as every pipeline does;
+    running statistics are updated once per batch with those of the whole batch (see ``statistics``). Any other state that
+    ``forward`` changes is changed once per micro-batch, and forward hooks see micro-batches.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        split_size: int | str | None = None,
+        devices: Sequence[str | int | torch.device] | None = None,
+        cuts: Sequence[str] | None = None,
+        mesh: Any = None,
+    ) -> None:
+        if mesh is not None:
+            raise ParallelError(
+                "strategy='pipeline' runs in one process and takes no mesh; for replicas wrap it: "
+                "DistributedDataParallel(ModelParallel(net, split_size=...)), one process per pipeline"
+            )
+        split_size = "auto" if split_size is None else split_size
+        if split_size != "auto" and (not isinstance(split_size, int) or split_size < 1):
+            raise ParallelError(f"split_size is a number of samples (1 or more) or 'auto', got {split_size!r}")
+        self.net = net
+        self.split_size: int | str = split_size
+        self.devices = _devices(devices)
+        if cuts is not None and len(cuts) >= len(self.devices):
+            raise ParallelError(
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
+            )
+        self.cuts = None if cuts is None else tuple(cuts)
+        self.placement: Placement | None = None
+        self._partition: Partition | None = None
+        self._splits: dict[Any, int] = {}
+
+    @property
+    def partition(self) -> Partition:
+        """Which device runs which layers; known after the first call.
+
+        Raises
+        ------
+        ParallelError
+            Before the first call.
+        """
+        if self._partition is None:
+            raise ParallelError(
+                "the network has not been cut yet: call the model once, or model.strategy.plan(batch), then ask for its partition"
+            )
+        return self._partition
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
+        target = self._output_device((args, kwargs))
+        args, kwargs = self._on_first_stage((args, kwargs))
+        placement, split_size = self._prepare(args, kwargs)
+        calls = split(args, kwargs, split_size)
+        outputs = self._flow(placement, calls, target)
+        return join(outputs, split_sizes(batch_size(args, kwargs), split_size))
+
+    def plan(self, *args: Any, **kwargs: Any) -> Partition:
+        """Measure, cut and place without running; wanted before ``DistributedDataParallel`` or an optimizer's state."""
+        self._prepare(*self._on_first_stage((args, kwargs)))
+        return self.partition
+
+    def _flow(self, placement: Placement, calls: Sequence[Call], target: torch.device) -> list[Any]:
+        """Launch the micro-batches one after another.
+
+        Launching is asynchronous: while the second stage computes the first micro-batch, the first stage has been
+        given the second. Every device works through its own queue in the order of the micro-batches.
+        """
+        statistics = WholeBatchStatistics(len(calls))
+        borrowed: dict[Any, Tensor] = {}
+        outputs, passages = [], []
+        for index, (args, kwargs) in enumerate(calls):
+            statistics.begin(index)
+            with PlacedRun(placement, statistics, borrowed):
+                output = self.net(*args, **kwargs)
+            output, sent = _send_home(output, target)
+            outputs.append(output)
+            passages += sent
+        # Only now: a wait in between would keep the target from its next micro-batch.
+        for copied, passage in passages:
+            passage.wait(copied)
+        statistics.commit()
+        return outputs
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, int]:
+        """Return the placement and the split size, measured on the first call of each shape."""
+        batch = batch_size(args, kwargs)
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        split_size = self._splits.get(shapes)
+        if split_size is None or self.placement is None:
+            split_size = self._splits[shapes] = self._decide(args, kwargs, batch)
+        assert self.placement is not None
+        return self.placement, split_size
+
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
+        """Measure what is not known yet; place the network on the first call."""
+        if self.cuts is not None and self.placement is None:
+            self._place_by_hand(args, kwargs, batch)
+        if isinstance(self.split_size, int):
+            if self.placement is None:
+                self._place_measured(self._measure(args, kwargs, self.split_size), self.split_size, batch)
+            return self.split_size
+        sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
+        measured = {size: self._measure(args, kwargs, size) for size in sizes}
+        predicted = {size: self._predict(found, len(split_sizes(batch, size))) for size, found in measured.items()}
+        chosen = quickest_split(predicted)
+        logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
+        if self.placement is None:
+            self._place_measured(measured[chosen], chosen, batch)
+        return chosen
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], split_size: int) -> Measured:
+        args, kwargs = _private(split(args, kwargs, split_size)[0])
+        return measure(self.net, args, kwargs, self.devices[0])
+
+    def _predict(self, measured: Measured, micro_batches: int) -> float:
+        stages = min(len(self.devices), len(measured.layers))
+        times = [layer.ms for layer in measured.layers]
+        ends = [0, *accumulate(balance(times, stages))]
+        stage_ms = [sum(times[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+        return pipeline_ms(stage_ms, micro_batches, measured.launch_ms)
+
+    def _place_measured(self, measured: Measured, split_size: int, batch: int) -> None:
+        layers, stages = measured.layers, min(len(self.devices), len(measured.layers))
+        if stages < len(self.devices):
+            logger.warning(
+                "%s has %d separable layers: %d of %d devices are used",
+                *(type(self.net).__name__, stages, stages, len(self.devices)),
+            )
+        micro_batches = len(split_sizes(batch, split_size))
+        memory = [
+            float(STATE_COPIES * layer.parameter_bytes + micro_batches * layer.activation_bytes) for layer in layers
+        ]
+        limits = _memory_limits(self.devices[:stages])
+        times = [layer.ms for layer in layers]
+        try:
+            lengths = balance(times, stages, memory, limits)
+        except PartitionError as failure:
+            # An estimate must not forbid what may fit: even memory out and let the device decide.
+            logger.warning("%s; cutting for even memory", failure)
+            lengths = balance(memory, stages)
+        self._place(list(measured.segments), list(layers), lengths, min(split_size, batch))
+
+    def _place_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
+        """Cut where the user said; nothing is timed."""
+        assert self.cuts is not None
+        samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
+        own_args, own_kwargs = _private(split(args, kwargs, samples)[0])
+        _, trace, recording = observe(self.net, own_args, own_kwargs, self.devices[0])
+        found = segments(trace)
+        sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
+        layers = [
+            LayerCost(
+                modules=tuple(call.path or type(self.net).__name__ for call in segment.calls),
+                forward_ms=0.0,
+                parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
+                activation_bytes=sum(recording.saved_bytes.get(number, 0) for number in segment.operations),
+            )
+            for segment in found
+        ]
+        starts = [_start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
+        ends = [0, *starts, len(found)]
+        if sorted(set(ends)) != ends:
+            raise PartitionError(f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}")
+        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        self._place(found, layers, lengths, samples)
+
+    def _place(self, found: list[Any], layers: list[LayerCost], lengths: list[int], samples: int) -> None:
+        self.placement = place(self.net, found, lengths, self.devices)
+        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples)
+        logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
+
+    def _on_first_stage(self, call: Call) -> Call:
+        """Bring tensors that are on none of the devices to the first one."""
+
+        def bring(tensor: Tensor) -> Tensor:
+            return tensor if tensor.device in self.devices else tensor.to(self.devices[0], non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, bring, call)
+
+    def _output_device(self, call: Call) -> torch.device:
+        """Return the device of the first tensor argument, or the first stage's where that is none of ours."""
+        found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
+        return found if found is not None and found in self.devices else self.devices[0]
+
+
+def _devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+    if devices is None:
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+    if isinstance(devices, str | int | torch.device) or not len(devices):
+        raise ParallelError(f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}")
+    chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+        for device in chosen
+    ]
+
+
+def _private(call: Call) -> Call:
+    """Copy the tensors of a call: a network may change its input in place, and measuring must not show."""
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), call
+    )
+
+
+def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:
+    """Start the outputs' way to the target device."""
+    sent: list[tuple[Tensor, Passage]] = []
+
+    def home(tensor: Tensor) -> Tensor:
+        if tensor.device == target or tensor.device.type != target.type:
+            return tensor
+        sent.append(send(tensor, target))
+        return sent[-1][0]
+
+    return pytree.tree_map_only(Tensor, home, output), sent
+
+
+def _start_of(cut: str, starts: Sequence[str]) -> int:
+    """Return the segment that begins with module ``cut`` or inside it."""
+    for number, path in enumerate(starts):
+        if path == cut or path.startswith(f"{cut}."):
+            return number
+    raise PartitionError(
+        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place of a tensor. "
+        f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
+    )
+
+
+def _memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
+    """Return the bytes that each device can give, or ``None`` for hosts."""
+    if any(device.type != "cuda" for device in devices):
+        return None
+    limits = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        held = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - held
+        # A device that is named for several stages is shared by them.
+        limits.append(min(free + cached, allowed - held) / devices.count(device) if hasattr(devices, "count") else 0.0)
+    return limits

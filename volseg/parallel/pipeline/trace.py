@@ -1,0 +1,192 @@
+"""What one ``forward`` did, as a flat list of events, and the runs of module calls that must stay together.
+
+Pure: reads the events that ``record.Recording`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
+module during whose call no other module is called), and not everywhere:
+
+* A tensor that is changed in place must not have been copied to another device in between, or the original would
+  keep its old value. No cut falls between the making of such memory and its last change.
+* ``torch.utils.checkpoint`` runs a function again during backward, from the inputs it was given. The module whose
+  ``forward`` calls it stays whole, so those inputs are on one device. Where the outermost network itself
+  checkpoints its children, each child stays whole; and no cut falls just before one that draws random numbers, because
+  checkpoint restores the generators of its inputs' devices only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The ``index``-th call (from 0) of the module at ``path`` within one forward."""
+
+    path: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A module call begins."""
+
+    call: Call
+    uses: tuple[int, ...] = ()
+    """Operations whose results are its arguments."""
+    guard: int = 0
+    """Differs from the caller's where ``checkpoint`` stands in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The innermost module call ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One torch function."""
+
+    number: int
+    name: str = ""
+    uses: tuple[int, ...] = ()
+    """Operations whose results it reads."""
+    states: tuple[str, ...] = ()
+    """Parameters and buffers it reads, by name."""
+    changed_since: int | None = None
+    """The operation that made (or first read) the oldest memory which this one changes in place."""
+    guard: int = 0
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it may draw from a generator."""
+        return any(
+            word in self.name for word in ("drop", "rand", "bernoulli", "normal_", "uniform_", "rrelu", "multinomial")
+        )
+
+
+Event = Enter | Leave | Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The events of one forward and the operations that made its outputs."""
+
+    events: tuple[Event, ...]
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive calls between two places where the network may be cut."""
+
+    calls: tuple[Call, ...]
+    operations: range
+    states: tuple[str, ...] = ()
+    """Parameters and buffers read here and in no earlier segment."""
+    sends: tuple[int, ...] = ()
+    """Operations whose results later segments, or the caller, use."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module call being reconstructed."""
+
+    call: Call
+    position: int
+    guard: int
+    parent: "_Frame | None"
+    first_operation: int
+    uses: tuple[int, ...] = ()
+    has_calls: bool = False
+    is_whole: bool = False
+    is_rerun_at_root: bool = False
+    operations: list[Operation] = field(default_factory=list)
+
+    def within_whole(self) -> bool:
+        """Whether a caller is already kept whole."""
+        return self.parent is not None and (self.parent.is_whole or self.parent.within_whole())
+
+
+def _frames(trace: Trace) -> list[_Frame]:
+    """Rebuild the call tree, in the order of entering; the first frame is the network itself."""
+    frames: list[_Frame] = []
+    inner: _Frame | None = None
+    operations = 0
+    for position, event in enumerate(trace.events):
+        if isinstance(event, Enter):
+            frame = _Frame(event.call, position, event.guard, inner, operations, event.uses)
+            if inner is not None:
+                inner.has_calls = True
+                if event.guard != inner.guard:
+                    _keep_whole(inner, frame)
+            frames.append(frame)
+            inner = frame
+        elif isinstance(event, Leave):
+            assert inner is not None
+            inner = inner.parent
+        else:
+            operations = event.number + 1
+            if inner is not None and event.guard != inner.guard:
+                _keep_whole(inner, None)
+            frame_or_none = inner
+            while frame_or_none is not None:
+                frame_or_none.operations.append(event)
+                frame_or_none = frame_or_none.parent
+    return frames
+
+
+def _keep_whole(caller: _Frame, called: _Frame | None) -> None:
+    if caller.parent is not None:
+        caller.is_whole = True
+    elif called is not None:
+        called.is_whole = called.is_rerun_at_root = True
+
+
+def segments(trace: Trace) -> list[Segment]:
+    """Return the smallest runs of calls that a cut may separate, in order.
+
+    Operations between two leaves belong to the former. There is always at least one segment.
+    """
+    frames = _frames(trace)
+    anchors = [frame for frame in frames if not frame.within_whole() and (frame.is_whole or not frame.has_calls)]
+    anchors = anchors or frames[:1]
+    operations = [event for event in trace.events if isinstance(event, Operation)]
+    starts = [0, *(frame.first_operation for frame in anchors[1:])]
+    forbidden = {
+        number
+        for number, frame in enumerate(anchors)
+        if frame.is_rerun_at_root and any(operation.is_random for operation in frame.operations)
+    }
+    for operation in operations:
+        if operation.changed_since is not None:
+            first, last = _anchor_of(starts, operation.changed_since), _anchor_of(starts, operation.number)
+            forbidden.update(range(first + 1, last + 1))
+    cuts = [0, *(number for number in range(1, len(anchors)) if number not in forbidden), len(anchors)]
+    runs = [
+        (anchors[a:b], range(starts[a], starts[b] if b < len(anchors) else len(operations))) for a, b in pairwise(cuts)
+    ]
+    return _described(trace, runs, operations)
+
+
+def _anchor_of(starts: Sequence[int], operation: int) -> int:
+    """Index of the last anchor that starts at or before ``operation``."""
+    return max(number for number, start in enumerate(starts) if start <= operation)
+
+
+def _described(
+    trace: Trace, runs: Sequence[tuple[list[_Frame], range]], operations: Sequence[Operation]
+) -> list[Segment]:
+    """Add to each run of anchors what it reads first and what it sends on."""
+    consumers: list[tuple[int, int]] = [
+        (used, number)
+        for number, (anchors, span) in enumerate(runs)
+        for uses in [*(operations[i].uses for i in span), *(anchor.uses for anchor in anchors)]
+        for used in uses
+    ] + [(used, len(runs)) for used in trace.outputs]
+    found, seen = [], set()
+    for number, (anchors, span) in enumerate(runs):
+        states = dict.fromkeys(name for i in span for name in operations[i].states if name not in seen)
+        seen.update(states)
+        sends = sorted({used for used, consumer in consumers if used in span and consumer > number})
+        found.append(Segment(tuple(anchor.call for anchor in anchors), span, tuple(states), tuple(sends)))
+    return found

@@ -1,0 +1,119 @@
+"""Move a tensor between devices so that neither device waits for the other, forward and backward.
+
+A plain ``.to()`` between two GPUs waits for *both* devices' current streams: the sender idles until the receiver has
+finished what was queued there. Here a copy runs on a pair of streams of its own, one per ordered pair of devices, and
+only the receiver's compute stream waits, for that copy alone::
+
+    source  compute  ──ready──┐                         backward:  Depart waits for the gradient
+            out               └─copy─┐
+    target  in                       └──arrived──┐
+            compute                              └───── the layer that uses it
+
+The gradient takes the same way back. Two autograd nodes are needed: ``_Cross`` runs in the target device's autograd
+thread and starts the copy; ``_Depart`` runs in the source device's thread when the source turns to that gradient, and
+only there is the wait queued. Waiting in ``_Cross`` would put all waits before all work.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Passage", "copy_between", "send"]
+
+
+class Passage:
+    """One tensor's way from a device to another; holds the events of its copies."""
+
+    __slots__ = ("arrived", "home", "returned")
+
+    def __init__(self) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        self.returned: torch.cuda.Event | None = None
+        self.home: torch.device | None = None
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        """Let the current stream of the tensor's device wait for its arrival."""
+        if self.arrived is not None:
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(self.arrived)
+            tensor.record_stream(stream)
+        return tensor
+
+
+@cache
+def _streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Side streams for copies from ``source`` to ``target``: one on each device."""
+    return torch.cuda.Stream(source), torch.cuda.Stream(target)
+
+
+def copy_between(tensor: Tensor, target: torch.device, out: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Copy to ``target`` on side streams; return the copy and the event of its arrival.
+
+    The copy starts when the source's current stream has reached this point. It has arrived when the event has; the
+    event is ``None`` where there are no streams. ``out`` receives the copy; it must not be in use when the copy starts.
+    """
+    if tensor.device.type != "cuda" or target.type != "cuda" or tensor.device == target:
+        if out is not None:
+            return out.copy_(tensor, non_blocking=True), None
+        # A real copy even on the same device: stages never share memory, whatever the devices.
+        return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
+    leaving, entering = _streams(tensor.device, target)
+    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(leaving), torch.cuda.stream(entering):
+        copied = tensor.to(target, non_blocking=True) if out is None else out.copy_(tensor, non_blocking=True)
+        event = entering.record_event()
+    tensor.record_stream(leaving)
+    return copied, event
+
+
+class _Depart(torch.autograd.Function):
+    """Identity; backward waits, on the source, for the gradient to come back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        returned = ctx.passage.returned
+        if returned is not None:
+            stream = torch.cuda.current_stream(gradient.device)
+            stream.wait_event(returned)
+            gradient.record_stream(stream)
+        return gradient, None
+
+
+class _Cross(torch.autograd.Function):
+    """Copy to the target; backward copies the gradient to the source."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, target: torch.device, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        passage.home = tensor.device
+        copied, passage.arrived = copy_between(tensor, target)
+        return copied
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        passage = ctx.passage
+        returned, passage.returned = copy_between(gradient, passage.home)
+        return returned, None, None
+
+
+def send(tensor: Tensor, target: torch.device) -> tuple[Tensor, Passage]:
+    """Start a differentiable copy to ``target``; call ``passage.wait(copy)`` before using it.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> copy, passage = send(x * 2, torch.device("cpu"))
+    >>> passage.wait(copy).sum().backward()
+    >>> x.grad
+    tensor([2., 2., 2.])
+    """
+    passage = Passage()
+    copied = _Cross.apply(_Depart.apply(tensor, passage), target, passage)
+    return copied, passage
