@@ -88,6 +88,19 @@ def test_windows_give_what_the_whole_volume_gives_where_they_hold_the_neighbours
     torch.testing.assert_close(windows, whole, atol=2e-6, rtol=0)  # float32 sums of up to 27 windows
 
 
+def test_a_voxel_counts_most_in_the_window_that_has_it_in_the_middle():
+    def unsure_at_its_border(images):
+        """Return label 1 at the first and last two voxels of each window along D, label 0 elsewhere."""
+        logits = torch.full_like(images, -20)
+        logits[:, :, [0, 1, -2, -1]] = 20
+        return two_classes(logits)
+
+    predictor = Predictor(model=unsure_at_its_border, num_classes=2, window=(8, 8, 8))
+    wrong = predictor.probabilities(torch.zeros(1, 1, 20, 8, 8))[0, 1, 2:-2, 4, 4]
+    # The Gaussian of an eighth of the window gives offset 2 eight times the weight of offset 6; equal weights give 0.5.
+    assert wrong.max() < 0.15
+
+
 def test_predictions_do_not_depend_on_companions():
     torch.manual_seed(3)
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 3, 1))

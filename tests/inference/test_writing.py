@@ -65,6 +65,30 @@ def test_header_codes_are_those_of_the_image(tmp_path, sform, qform):
         np.testing.assert_allclose(written.get_qform(), rigid, atol=1e-5)  # quaternions in float32
 
 
+def test_sform_and_qform_of_different_places_are_both_kept(tmp_path):
+    """An image registered to an atlas (sform) keeps its place in the scanner (qform), by which ITK-SNAP shows it."""
+    scanner, atlas = np.diag([-2.0, 1.5, 1, 1]), np.diag([1.0, 1, 1, 1])
+    scanner[:3, 3] = 90, -126, -72
+    image = nib.Nifti1Image(np.zeros((5, 6, 7), dtype=np.float32), None)
+    image.set_sform(atlas, code=4)
+    image.set_qform(scanner, code=1)
+    image.to_filename(tmp_path / "image.nii")
+    read = read_volume(tmp_path / "image.nii")
+    written = nib.load(write_prediction(torch.zeros(1, 5, 6, 7), read, tmp_path / "labels.nii"))
+    np.testing.assert_allclose(written.get_sform(), atlas, atol=1e-6)
+    np.testing.assert_allclose(written.get_qform(), scanner, atol=1e-5)  # quaternions in float32
+    theirs, ours = (SimpleITK.ReadImage(str(tmp_path / name)) for name in ("image.nii", "labels.nii"))
+    corner = (4, 5, 6)
+    place = theirs.TransformIndexToPhysicalPoint(corner)
+    assert ours.TransformIndexToPhysicalPoint(corner) == pytest.approx(place, abs=1e-4)  # float32
+
+
+def test_a_sheared_affine_gets_no_qform_for_a_quaternion_would_misplace_it(tmp_path):
+    written = nib.load(write_prediction(torch.zeros(1, 5, 6, 7), reference(5, 6, 7), tmp_path / "tilted.nii"))
+    assert (int(written.header["sform_code"]), int(written.header["qform_code"])) == (1, 0)
+    np.testing.assert_allclose(written.affine, OBLIQUE.numpy(), rtol=1e-7)
+
+
 def test_itk_puts_the_labels_where_the_image_is(tmp_path):
     """SimpleITK reads NIfTI by code of its own: an independent judge of the header."""
     rigid = torch.tensor([[-2, 0, 0, 9.0], [0, 0, 1, 8], [0, 1.5, 0, 7], [0, 0, 0, 1]], dtype=torch.float64)

@@ -7,10 +7,12 @@ stops at the last voxel and returns damaged voxels without a word.
 import gzip
 import logging
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import nibabel
 import numpy as np
+import torch
 from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
@@ -43,10 +45,16 @@ def read_nifti(path: Path) -> MetaTensor:
     if sform_code == qform_code == 0:
         logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing alone", path)
     affine = np.array(image.affine, dtype=np.float64)
-    affine[:3] *= MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
+    scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
+    affine[:3] *= scale
     stored = image.get_data_dtype()
     voxels = _channels_first(_voxels(image, path) if stored.kind in "biuf" else np.empty(image.shape, stored), path)
-    return as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
+    volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
+    if sform_code and qform_code:
+        # A prediction keeps both places: ITK-SNAP and others go by the qform.
+        with suppress(ValueError, HeaderDataError):  # a damaged quaternion that the sform overrules
+            volume.meta["qform_affine"] = torch.from_numpy(np.diag([scale, scale, scale, 1.0]) @ image.get_qform())
+    return volume
 
 
 def _parse(path: Path) -> nibabel.Nifti1Image:

@@ -21,6 +21,9 @@ __all__ = ["write_prediction"]
 SCANNER_ANATOMICAL = 1
 """NIfTI-1 code of a position in the scanner: what DICOM, MHA and NRRD give."""
 
+STRIPPED_SHEAR = 1e-3
+"""A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
+
 
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
     """Write ``label_map`` as uint8 NIfTI with the affine and the header codes of its image; return the path.
@@ -32,8 +35,8 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     label_map : Tensor
         ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 255].
     reference : MetaTensor
-        The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code`` and
-        ``qform_code`` as the readers set them; without them the affine counts as the scanner's.
+        The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code``,
+        ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
     path : path
         Ends in ``.nii`` or ``.nii.gz``.
 
@@ -72,12 +75,13 @@ def _bytes(voxels: Tensor, path: Path) -> np.ndarray:
 
 
 def _nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
-    """Return the image with sform and qform coded as in the reference's header."""
+    """Return the image with the sform and qform of the reference's header."""
     affine = grid.affine.numpy()
     image = nib.Nifti1Image(voxels, affine)
     sform, qform = (int(meta.get(key, SCANNER_ANATOMICAL)) for key in ("sform_code", "qform_code"))
     image.set_sform(affine, code=sform)
-    # A quaternion holds no shear; where the sform rules (its code is not 0) the affine stays exact all the same.
-    image.set_qform(affine, code=qform, strip_shears=True)
+    image.set_qform(np.asarray(meta.get("qform_affine", affine)), code=qform, strip_shears=True)
+    if sform and "qform_affine" not in meta and not np.allclose(image.get_qform(), affine, atol=STRIPPED_SHEAR):
+        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): rather none than a wrong place
     image.header.set_xyzt_units("mm")
     return image
