@@ -19,7 +19,7 @@ from monai.transforms import (
     MapTransform,
     NormalizeIntensityd,
     Orientationd,
-    Padd,
+    Padd,  # codespell:ignore padd
     Spacingd,
     SpatialPad,
 )
@@ -285,7 +285,7 @@ class Foreground:
         return found
 
 
-class Pad(Padd):
+class Pad(Padd):  # codespell:ignore padd
     """Pad with 0 on both ends: each side to at least ``size`` voxels, or up to a multiple of ``multiple``.
 
     Nothing but intensities may follow: ``meta["padding"]`` remembers the voxels before and after each axis, so that
