@@ -69,7 +69,7 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
             "fold 1: 'b' stand in training and in",
         ),
         ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' stand twice among the training cases; keep each once"),
-        ('[{"train": [], "val": ["a"]}]', "fold 0: a split needs cases to train on, got none (1 for validation)"),
+        ('[{"train": [], "val": ["a"]}]', r"fold 0: a split needs cases to train on, got none \(1 for validation\)"),
         (
             '[{"train": ["a"], "val": ["hippocampus_1"]}]',
             "fold 0: 'val' names 'hippocampus_1', not in the task; did you mean 'hippocampus_001'",

@@ -168,7 +168,7 @@ def test_bad_cases_can_be_left_out_and_are_listed_in_the_report(damaged, configu
     ("override", "message"),
     [
         ("network.name=UNett", "no network is called 'UNett'; did you mean 'UNet'"),
-        ("network.chanels=[1]", "network UNet has no parameter 'chanels'; did you mean 'channels'?"),
+        ("network.chanels=[1]", "network UNet has no parameter 'chanels'; did you mean 'channels'"),
         ("optimizer.name=Adan", "no optimizer is called 'Adan'; did you mean 'Adam'"),
         ("losses=[{name: DiceLos}]", "no loss is called 'DiceLos'; did you mean 'DiceLoss'"),
         ("preprocessing=[{name: ZScor}]", "did you mean 'ZScore' or 'ClipZScore'?"),
