@@ -1,0 +1,204 @@
+"""Networks and volumes on which N shards must equal one device; run in one process and across processes.
+
+As a script, under a launcher, it runs the named cases with one shard per process and writes each error to a JSON file per rank.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding.verify import compare
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its input shape, and how to train it."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    steps: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    evaluate: bool = False
+
+
+class SqueezeExcite(nn.Module):
+    """Channel gates from a spatial mean: one linear layer is used on whole values and, again, on slabs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.mix = nn.Linear(4, 4)
+        self.last = nn.Conv3d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        gate = self.mix(x.mean((2, 3, 4))).sigmoid()
+        x = x * gate[:, :, None, None, None]
+        x = self.mix(x.movedim(1, -1)).movedim(-1, 1)  # the same weights, now at every voxel
+        return self.last(F.relu(x, inplace=True))
+
+
+class Checkpointed(nn.Module):
+    """Blocks recomputed in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv3d(1 if i == 0 else 3, 3, 3, padding=1), nn.InstanceNorm3d(3, affine=True), nn.ReLU())
+            for i in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Paths(nn.Module):
+    """What wrappers around networks do: pad along the cut, crop back, split, join, mirror."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4), nn.GELU())
+        self.up = nn.ConvTranspose3d(4, 2, 3, stride=2, padding=1, output_padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        depth = x.shape[2]
+        padded = F.pad(x, (0, 0, 1, 0, 2, 3))
+        y = self.net(padded)[:, :, 2 : 2 + depth, 1:]
+        y = y + self.net(x.flip(2)).flip(2)
+        left, right = y.chunk(2, 1)
+        y = torch.cat([left.tanh(), right], 1)
+        y = F.interpolate(F.max_pool3d(y, 2), size=y.shape[2:], mode="trilinear") + y
+        return self.up(y)[..., : x.shape[-1]].softmax(1)
+
+
+def normed(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Return two convolutions with a norm between, strided."""
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), norm(4), nn.PReLU(4), nn.Conv3d(4, 4, 3, stride=2, padding=1))
+
+
+def tracked_instance(channels: int) -> nn.Module:
+    """Return an instance norm with running statistics."""
+    return nn.InstanceNorm3d(channels, affine=True, track_running_stats=True)
+
+
+def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    """Return a builder of one of MONAI's networks."""
+
+    def build() -> nn.Module:
+        from monai.networks import nets
+
+        return getattr(nets, name)(*args, **kwargs)
+
+    return build
+
+
+WIDTHS, STRIDES = (4, 8, 16), (2, 2)
+DYN = ([3, 3, 3], [1, 2, 2], [2, 2])
+CASES = {
+    "unet residual instance": Case(monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 20, 12, 8), 2),
+    "unet batch": Case(monai("UNet", 3, 1, 2, WIDTHS, STRIDES, norm="BATCH"), (2, 1, 20, 12, 8), 2),
+    "unet group": Case(
+        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=1, norm=("GROUP", {"num_groups": 2})), (2, 1, 20, 12, 8)
+    ),
+    "basic unet": Case(monai("BasicUNet", 3, 1, 2, (2, 2, 4, 4, 4, 2), norm="batch"), (1, 1, 35, 17, 16)),
+    "dynunet deep supervision": Case(
+        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS, deep_supervision=True, deep_supr_num=1), (1, 1, 20, 12, 8), 2
+    ),
+    "dynunet residual anisotropic": Case(
+        monai(
+            "DynUNet", 3, 1, 2, [3, 3, [1, 3, 3]], [1, 2, [1, 2, 2]], [2, [1, 2, 2]], filters=WIDTHS, res_block=True
+        ),
+        (1, 1, 20, 12, 8),
+    ),
+    "segresnet": Case(
+        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), (1, 1, 20, 12, 8)
+    ),
+    "segresnet deconv": Case(
+        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,), upsample_mode="deconv"), (1, 1, 18, 8, 8)
+    ),
+    "attention unet": Case(monai("AttentionUnet", 3, 1, 2, (4, 8), (2,)), (1, 1, 20, 12, 8)),
+    "mednext": Case(
+        monai(
+            "MedNeXt",
+            init_filters=4,
+            in_channels=1,
+            out_channels=2,
+            kernel_size=3,
+            blocks_down=(1, 1),
+            blocks_bottleneck=1,
+            blocks_up=(1, 1),
+            deep_supervision=True,
+        ),
+        (1, 1, 20, 12, 8),
+    ),
+    "squeeze and excite": Case(SqueezeExcite, (2, 1, 11, 5, 4), 2),
+    "checkpointed": Case(Checkpointed, (1, 1, 13, 6, 5)),
+    "pad crop join": Case(Paths, (1, 2, 17, 7, 6)),
+    "instance running": Case(lambda: normed(tracked_instance), (2, 1, 12, 6, 5), 2),
+    "layer norm": Case(lambda: normed(lambda c: nn.LayerNorm([c, 12, 6, 5])), (2, 1, 12, 6, 5)),
+    "batch norm evaluated": Case(lambda: normed(nn.BatchNorm3d), (2, 1, 12, 6, 5), evaluate=True),
+    "kernel of five, halo of several slabs": Case(lambda: nn.Conv3d(1, 2, 5, padding=2), (1, 1, 9, 6, 5)),
+    "cut along W": Case(lambda: normed(nn.InstanceNorm3d), (1, 1, 8, 9, 10), options={"axes": "W"}),
+    "two dims": Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)), (2, 1, 18, 7)
+    ),
+}
+VNET = Case(
+    monai("VNet", out_channels=2, dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0)), (1, 1, 32, 16, 16)
+)
+
+
+def run(case: Case, **where: Any) -> dict[str, float]:
+    """Return the errors of one case."""
+    torch.manual_seed(7)
+    plain = case.build().double()
+    other = case.build().double()
+    other.load_state_dict(plain.state_dict())
+    for net in (plain, other):
+        net.train(not case.evaluate)
+    model = ModelParallel(other, strategy="spatial", **where, **case.options)
+    volume = torch.randn(case.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return compare(plain, model, [volume], steps=case.steps)
+
+
+def main(names: list[str], folder: Path) -> None:
+    """Run cases on this process's rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    # A rank that fails leaves the others waiting: not for long.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results: dict[str, Any] = {}
+    path = folder / f"{dist.get_rank()}.json"
+    for name in names:
+        try:
+            results[name] = run({**CASES, "vnet": VNET}[name])
+        except Exception:
+            results[name] = traceback.format_exc()
+            break
+        finally:
+            path.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    # gloo's threads can linger at interpreter exit.
+    sys.stdout.flush()
+    os._exit(0)

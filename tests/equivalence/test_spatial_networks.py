@@ -1,0 +1,99 @@
+"""N shards equal one device: outputs, every gradient, buffers and steps, in float64, in one process and across processes."""
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from volseg.errors import ParallelError
+from volseg.parallel import ModelParallel
+from volseg.parallel.launch import launch
+from volseg.parallel.sharding.verify import TOLERANCE
+
+SCRIPT = Path(__file__).with_name("spatial_cases.py")
+spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+NAMES = sorted(spatial.CASES)
+
+
+def assert_equal(errors: dict[str, float]) -> None:
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, f"largest relative errors: {wrong}"
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_of_one_process_equal_one_device(name: str, shards: int) -> None:
+    assert_equal(spatial.run(spatial.CASES[name], devices=["cpu"] * shards))
+
+
+def test_vnet_of_one_process_equals_one_device() -> None:
+    assert_equal(spatial.run(spatial.VNET, devices=["cpu"] * 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"), [("unet group", (2, 2)), ("pad crop join", (3, 2)), ("squeeze and excite", (2, 2))]
+)
+def test_two_cut_axes_equal_one_device(name: str, grid: tuple[int, int]) -> None:
+    shards = grid[0] * grid[1]
+    assert_equal(spatial.run(spatial.CASES[name], devices=["cpu"] * shards, grid=grid, axes=("D", "H")))
+
+
+@pytest.fixture(scope="module")
+def across(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict]]:
+    """Run all cases once on this many processes; return what each rank found."""
+    processes, names = request.param
+    folder = tmp_path_factory.mktemp(f"ranks{processes}")
+    try:
+        launch([str(SCRIPT), json.dumps(names), str(folder)], processes)
+    except ParallelError as failure:  # the failing case's own test shows its traceback
+        print(failure)
+    files = [folder / f"{rank}.json" for rank in range(processes)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def check_ranks(ranks: list[dict], name: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert name in results, f"rank {rank} did not reach {name!r}: it or another one failed before"
+        assert not isinstance(results[name], str), f"rank {rank}:\n{results[name]}"
+        assert_equal(results[name])
+
+
+@pytest.mark.parametrize("across", [(2, NAMES), (4, NAMES)], indirect=True, ids=["2", "4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_processes_equal_one_device(name: str, across: list[dict]) -> None:
+    check_ranks(across, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across", [(3, [*NAMES, "vnet"]), (8, NAMES)], indirect=True, ids=["3", "8"])
+@pytest.mark.parametrize("name", [*NAMES, "vnet"])
+def test_more_processes_equal_one_device(name: str, across: list[dict]) -> None:
+    if name == "vnet" and len(across) == 8:
+        pytest.skip("eight copies of a V-Net in float64 do not fit a small machine")
+    check_ranks(across, name)
+
+
+def test_the_check_rejects_what_is_wrong() -> None:
+    """A comparison that passes everything shows nothing: halve a gradient, drop the halo."""
+    net = torch.nn.Conv3d(1, 2, 3, padding=1).double()
+    volume = torch.randn(1, 1, 8, 5, 5, dtype=torch.float64)
+
+    class Halved(torch.nn.Conv3d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight / 2 + self.weight.detach() / 2
+            return self._conv_forward(x, weight, self.bias)
+
+    class Local(torch.nn.Conv3d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([super(Local, self).forward(part) for part in x.chunk(2, 2)], 2)
+
+    for kind, broken in ((Halved, "gradient of weight"), (Local, "output 0")):
+        other = kind(1, 2, 3, padding=1).double()
+        other.load_state_dict(net.state_dict())
+        from volseg.parallel.sharding.verify import compare
+
+        errors = compare(net, ModelParallel(other, strategy="spatial", devices=["cpu"] * 2), [volume])
+        assert errors[broken] > 1e-3

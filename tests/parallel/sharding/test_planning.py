@@ -1,0 +1,107 @@
+"""Layouts and windows against brute force."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.parallel.sharding.layout import bounds, overlap, spans, transfers
+from volseg.parallel.sharding.windows import AdaptivePool, Convolution, Resize, TransposedConvolution
+
+
+@given(size=st.integers(1, 200), shards=st.integers(1, 16))
+def test_slabs_partition_the_planes_evenly(size: int, shards: int) -> None:
+    owned = spans(size, shards)
+    assert [plane for start, stop in owned for plane in range(start, stop)] == list(range(size))
+    widths = {stop - start for start, stop in owned}
+    assert max(widths) - min(widths) <= 1
+    assert bounds(size, shards)[0] == 0
+
+
+@given(data=st.data(), size=st.integers(1, 40), shards=st.integers(1, 6))
+def test_transfers_deliver_each_wanted_plane_once_and_in_order(data: st.DataObject, size: int, shards: int) -> None:
+    wanted = []
+    for _ in range(shards):
+        start = data.draw(st.integers(0, size))
+        wanted.append((start, data.draw(st.integers(start, size))))
+    owned = spans(size, shards)
+    for target, want in enumerate(wanted):
+        moves = [move for move in transfers(size, wanted) if move.target == target]
+        assert [p for move in moves for p in range(move.start, move.stop)] == list(range(*want))
+        assert all(overlap((move.start, move.stop), owned[move.source]) == (move.start, move.stop) for move in moves)
+
+
+@given(
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 3),
+    dilation=st.integers(1, 3),
+    size=st.integers(1, 20),
+)
+def test_convolution_reads_what_it_needs(kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
+    window = Convolution(kernel, stride, padding, dilation)
+    if size + 2 * padding < (kernel - 1) * dilation + 1:
+        return
+    x = torch.randn(1, 1, size, dtype=torch.float64, requires_grad=True)
+    w = torch.ones(1, 1, kernel, dtype=torch.float64)
+    y = F.conv1d(x, w, stride=stride, padding=padding, dilation=dilation)
+    assert window.outputs(size, padding) == y.shape[-1]
+    for plane in range(y.shape[-1]):
+        (gradient,) = torch.autograd.grad(y[0, 0, plane], x, retain_graph=True)
+        used = gradient[0, 0].nonzero().flatten().tolist()
+        start, stop = window.need(plane, plane + 1)
+        assert all(start <= plane < stop for plane in used)
+
+
+@given(
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 3),
+    extra=st.integers(0, 3),
+    size=st.integers(1, 12),
+    data=st.data(),
+)
+def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
+    kernel: int, stride: int, padding: int, dilation: int, extra: int, size: int, data: st.DataObject
+) -> None:
+    window = TransposedConvolution(kernel, stride, padding, dilation)
+    outputs = window.outputs(size, extra)
+    if outputs < 1 or extra >= max(stride, dilation):
+        return
+    x, w = torch.randn(1, 1, size, dtype=torch.float64), torch.randn(1, 1, kernel, dtype=torch.float64)
+    settings = {"stride": stride, "dilation": dilation}
+    whole = F.conv_transpose1d(x, w, padding=padding, output_padding=extra, **settings)
+    assert whole.shape[-1] == outputs
+    start = data.draw(st.integers(0, outputs - 1))
+    stop = data.draw(st.integers(start + 1, outputs))
+    low, high = window.need(start, stop)
+    planes = F.pad(x, (size, size + 2 * outputs))[..., low + size : high + size]
+    local = F.conv_transpose1d(planes, w, **settings)
+    skip = start - window.first(start, stop)
+    assert skip >= 0
+    torch.testing.assert_close(local[..., skip : skip + stop - start], whole[..., start:stop])
+
+
+@given(size=st.integers(1, 30), outputs=st.integers(1, 30))
+def test_adaptive_pool_reads_its_intervals(size: int, outputs: int) -> None:
+    x = torch.zeros(1, 1, size, dtype=torch.float64, requires_grad=True)
+    y = F.adaptive_avg_pool1d(x, outputs)
+    for plane in range(outputs):
+        (gradient,) = torch.autograd.grad(y[0, 0, plane], x, retain_graph=True)
+        used = gradient[0, 0].nonzero().flatten().tolist()
+        assert AdaptivePool(size, outputs).need(plane, plane + 1) == (used[0], used[-1] + 1)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+@given(size=st.integers(1, 20), outputs=st.integers(1, 40), corners=st.booleans())
+def test_resize_blends_the_planes_that_torch_blends(mode: str, size: int, outputs: int, corners: bool) -> None:
+    corners = corners and mode == "linear"
+    window = Resize(size, outputs, mode, align_corners=corners, double=True)
+    x = torch.randn(1, 1, size, dtype=torch.float64)
+    settings = {"align_corners": corners} if mode == "linear" else {}
+    expected = F.interpolate(x, size=outputs, mode=mode, **settings)[0, 0]
+    sources = [window.source(plane) for plane in range(outputs)]
+    got = torch.stack([x[0, 0, low] * (1 - w) + x[0, 0, high] * w for low, high, w in sources])
+    torch.testing.assert_close(got, expected)
