@@ -1,1 +1,19 @@
-"""TODO."""
+"""Networks by name, and the volume sizes that each takes."""
+
+from volseg.models.deep_supervision import DynUNet
+from volseg.models.fit_grid import FitGrid
+from volseg.models.grids import GridRule, grid_divisors, grid_rule
+from volseg.models.networks import NETWORKS, build_network
+from volseg.models.topology import Topology, plan_topology
+
+__all__ = [
+    "NETWORKS",
+    "DynUNet",
+    "FitGrid",
+    "GridRule",
+    "Topology",
+    "build_network",
+    "grid_divisors",
+    "grid_rule",
+    "plan_topology",
+]

@@ -1,0 +1,176 @@
+"""Any size in, the same size out, and nothing else changed."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from monai.losses import DeepSupervisionLoss, DiceCELoss
+from monai.networks import nets
+from torch import nn
+from torch.nn.functional import pad
+
+from volseg.models import FitGrid, build_network
+
+FEW = {"filters": [4, 4, 8, 8]}
+
+
+def dynunet(**parameters):
+    torch.manual_seed(0)
+    spec = {"name": "DynUNet", **FEW, **parameters}
+    return build_network(spec, in_channels=1, out_channels=3, patch_size=(40, 56, 40))
+
+
+def volume(*sides, batch=1):
+    return torch.randn(batch, 1, *sides, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sides", [(18, 25, 17), (3, 40, 24), (1, 1, 1)])
+def test_output_is_on_the_inputs_grid(sides):
+    assert FitGrid(dynunet())(volume(*sides)).shape == (1, 3, *sides)
+
+
+def test_output_is_the_crop_of_the_padded_run():
+    net = dynunet()
+    x = volume(18, 24, 17)
+    expected = net(pad(x, (3, 4, 0, 0, 3, 3)))[:, :, 3:21, :, 3:20]
+    assert torch.equal(FitGrid(net)(x), expected)
+
+
+def test_a_size_that_is_taken_is_passed_on():
+    net = dynunet()
+    x = volume(16, 24, 8)
+    assert torch.equal(FitGrid(net)(x), net(x))
+
+
+def test_vnet_takes_nnunets_patch():
+    fitted = FitGrid(nets.VNet(in_channels=1, out_channels=3))
+    assert fitted.rule.sides((40, 56, 40)) == (48, 64, 48)
+
+
+def test_it_says_so_once(caplog):
+    fitted = FitGrid(dynunet())
+    with caplog.at_level(logging.WARNING, logger="volseg"):
+        fitted(volume(16, 16, 16))
+        assert not caplog.records
+        fitted(volume(18, 16, 16))
+        fitted(volume(19, 16, 16))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "DynUNet takes sides divisible by 8x8x8: volumes of 18x16x16 voxels are padded to 24x16x16 and its outputs "
+        "cropped back (said once)"
+    )
+
+
+def test_state_and_names_are_the_networks():
+    net = dynunet()
+    fitted = FitGrid(net)
+    assert list(fitted.state_dict()) == list(net.state_dict())
+    assert dict(fitted.named_parameters()).keys() == dict(net.named_parameters()).keys()
+    fresh = {name: tensor + 1 for name, tensor in net.state_dict().items()}
+    fitted.load_state_dict(fresh)
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in net.state_dict().items())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fitted.load_state_dict({})
+
+
+def test_it_nests_moves_and_copies_as_a_module():
+    net = dynunet()
+    fitted = FitGrid(net)
+    outer = nn.Sequential(fitted)
+    assert list(outer.state_dict()) == [f"0.{name}" for name in net.state_dict()]
+    outer.load_state_dict(outer.state_dict())
+    outer.eval()
+    assert not net.training
+    fitted.double()
+    assert next(net.parameters()).dtype == torch.float64
+    twin = copy.deepcopy(fitted)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    assert next(twin.net.parameters()).abs().sum() == 0
+    assert next(net.parameters()).abs().sum() > 0
+
+
+def test_gradients_reach_every_parameter_through_the_crop():
+    net = dynunet()
+    FitGrid(net)(volume(18, 17, 16)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("sides", [(16, 24, 16), (18, 25, 17)])
+def test_deep_supervision_heads_lie_on_the_labels_grid(sides):
+    fitted = FitGrid(dynunet(deep_supervision=True))
+    outputs = fitted(volume(*sides, batch=2))
+    assert isinstance(outputs, list)
+    assert outputs[0].shape[2:] == sides
+    whole = fitted.rule.sides(sides)
+    coarse = tuple(side // 2 for side in sides) if whole == sides else sides
+    assert outputs[1].shape[2:] == coarse
+    label = torch.randint(0, 3, (2, 1, *sides)).float()
+    DeepSupervisionLoss(DiceCELoss(softmax=True, to_onehot_y=True))(outputs, label).backward()
+    assert fitted.eval()(volume(*sides)).shape[2:] == sides
+
+
+class Places(nn.Module):
+    """Give where each voxel lies, on the grid and on the half grid."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        half = nn.functional.avg_pool3d(x, 2)
+        if self.kind == "stack":
+            return torch.stack([x, nn.functional.interpolate(half, scale_factor=2)], 1)
+        return {"tuple": (x, half), "dict": {"logits": x, "coarse": half, "norm": x.sum()}}[self.kind]
+
+
+def test_coarse_heads_do_not_shift_against_the_label():
+    """A head of x itself stays within half a coarse voxel of x after padding by an odd number of voxels."""
+    x = torch.arange(13.0).view(1, 1, 13, 1, 1).expand(1, 1, 13, 16, 16).contiguous()
+    fitted = FitGrid(Places("tuple"), divisors=(8, 8, 8))
+    fine, coarse = fitted(x)
+    assert torch.equal(fine, x)
+    assert coarse.shape == x.shape
+    inner = slice(1, -1)  # at the ends a coarse voxel mixes in the padding
+    assert (coarse - x)[:, :, inner].abs().max() <= 0.5
+
+
+@pytest.mark.parametrize(("kind", "result"), [("tuple", tuple), ("stack", list), ("dict", dict)])
+@pytest.mark.parametrize("sides", [(16, 16, 16), (13, 16, 15)])
+def test_every_kind_of_output_is_fitted(kind, result, sides):
+    outputs = FitGrid(Places(kind), divisors=(8, 8, 8))(volume(*sides))
+    assert type(outputs) is result
+    first = outputs["logits"] if kind == "dict" else outputs[0]
+    assert torch.equal(first, volume(*sides))
+    if kind == "dict":
+        assert outputs["norm"].ndim == 0
+
+
+def test_volumes_that_are_no_tensors_pass():
+    """A volume cut over devices answers torch functions and slices, and is no Tensor."""
+
+    class Duck:
+        def __init__(self, held):
+            self.held = held
+
+        @property
+        def shape(self):
+            return self.held.shape
+
+        def __getitem__(self, key):
+            return Duck(self.held[key])
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            def plain(a):
+                return a.held if isinstance(a, Duck) else a
+
+            return cls(func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()}))
+
+    net = nn.Conv3d(1, 2, 3, padding=1)
+    x = volume(13, 16, 9)
+    fitted = FitGrid(net, divisors=(4, 4, 4))
+    out = fitted(Duck(x))
+    assert isinstance(out, Duck)
+    torch.testing.assert_close(out.held, fitted(x))

@@ -1,0 +1,126 @@
+"""Networks by name: defaults, refusals, and the shapes that come out."""
+
+import pytest
+import torch
+from monai.losses import DeepSupervisionLoss, DiceCELoss
+from monai.networks import nets
+
+from volseg.errors import ConfigError
+from volseg.models import NETWORKS, DynUNet, build_network, plan_topology
+
+
+def build(name, patch_size=(40, 56, 40), **parameters):
+    return build_network({"name": name, **parameters}, in_channels=2, out_channels=3, patch_size=patch_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("VNet", {}),
+        ("UNet", {}),
+        ("UNet", {"channels": [4, 8, 16]}),
+        ("UNet", {"channels": [4, 8, 16], "strides": [1, 2], "num_res_units": 0}),
+        ("DynUNet", {}),
+        ("DynUNet", {"strides": [1, 2, 2]}),
+        ("SegResNet", {"init_filters": 8}),
+        ("BasicUNet", {}),
+        ("AttentionUnet", {}),
+        ("SwinUNETR", {"feature_size": 12}),
+        ("UNETR", {"hidden_size": 48, "mlp_dim": 96}),
+        ("MedNeXt", {"init_filters": 8}),
+        ("MedNeXtS", {}),
+        ("HighResNet", {}),
+    ],
+)
+def test_stock_networks_give_logits_on_the_grid(name, parameters):
+    """On meta tensors, which have shapes only: the arithmetic is MONAI's."""
+    net = build(name, patch_size=(32, 64, 32), **parameters).to("meta").eval()
+    logits = net(torch.zeros(1, 2, 32, 64, 32, device="meta"))
+    assert logits.shape == (1, 3, 32, 64, 32)
+
+
+def test_dynunet_is_planned_as_nnunet_plans_task04():
+    net = build("DynUNet")
+    assert list(net.strides) == [(1, 1, 1), (2, 2, 2), (2, 2, 2), (2, 2, 2)]
+    assert list(net.filters) == [32, 64, 128, 256]
+    parameters = sum(p.numel() for p in net.parameters())
+    assert abs(parameters / 5.60e6 - 1) < 0.01  # as MONAI's with these strides has
+
+
+@pytest.mark.parametrize(
+    ("patch", "spacing", "strides", "kernels"),
+    [
+        # nnU-Net's published plans: Task01 BRATS and Task05 Prostate.
+        ((128, 128, 128), (1, 1, 1), [1, 2, 2, 2, 2, 2], [3] * 6),
+        (
+            (320, 256, 20),
+            (0.62, 0.62, 3.6),
+            [1, (2, 2, 1), (2, 2, 1), 2, 2, (2, 2, 1), (2, 2, 1)],
+            [(3, 3, 1), (3, 3, 1), 3, 3, 3, 3, 3],
+        ),
+    ],
+)
+def test_topologies_are_nnunets(patch, spacing, strides, kernels):
+    topology = plan_topology(patch, spacing)
+    triple = [[(v,) * 3 if isinstance(v, int) else v for v in values] for values in (strides, kernels)]
+    assert [list(topology.strides), list(topology.kernels)] == triple
+    assert max(topology.filters) == 320
+
+
+def test_state_of_our_dynunet_is_monais():
+    ours = build("DynUNet", deep_supervision=True)
+    topology = plan_topology((40, 56, 40))
+    theirs = nets.DynUNet(
+        3, 2, 3, topology.kernels, topology.strides, topology.strides[1:], topology.filters, deep_supervision=True
+    )  # fmt: skip
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 2, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected, outputs = theirs(x).unbind(1), ours(x)
+    assert [tuple(head.shape[2:]) for head in outputs] == [(16, 16, 16), (8, 8, 8)]
+    torch.testing.assert_close(outputs[0], expected[0])
+    resized = torch.nn.functional.interpolate(outputs[1], size=(16, 16, 16))
+    torch.testing.assert_close(resized, expected[1])
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_deep_supervision_feeds_its_loss_and_leaves_no_graph_behind():
+    net = build("DynUNet", deep_supervision=True, filters=[4, 8, 8, 8])
+    outputs = net(torch.randn(2, 2, 16, 16, 16))
+    assert all(head is None for head in net.heads)
+    label = torch.randint(0, 3, (2, 1, 16, 16, 16)).float()
+    DeepSupervisionLoss(DiceCELoss(softmax=True, to_onehot_y=True))(outputs, label).backward()
+    assert all(p.grad is not None for p in net.deep_supervision_heads.parameters())
+    assert net(torch.randn(2, 2, 16, 16, 16))[1].shape == (2, 3, 8, 8, 8)  # a second step works
+    assert isinstance(net, DynUNet)
+
+
+def test_every_registered_network_takes_channels():
+    assert {"VNet", "UNet", "DynUNet", "SegResNet", "SwinUNETR", "UNETR", "MedNeXt", "AttentionUnet"} <= set(NETWORKS)
+    assert "Unet" not in NETWORKS  # one name each
+    assert NETWORKS["DynUNet"] is DynUNet
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "Vnet2"}, "no network is called 'Vnet2'; did you mean 'VNet'"),
+        ({"name": "VNet", "droput_prob": 0.1}, "VNet has no parameter 'droput_prob'; did you mean 'dropout_prob"),
+        ({"name": "VNet", "in_channels": 4}, r"VNet: \['in_channels'\] follow from the data"),
+        ({"name": "UNet", "channels": [4, 8, 16], "strides": [2]}, "network UNet refused .*`strides` should equal"),
+        ({"dropout": 1}, "a network needs a name"),
+    ],
+)
+def test_wrong_specs_are_explained(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        build_network(spec, in_channels=1, out_channels=2, patch_size=(32, 32, 32))
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("DynUNet", "or strides"), ("UNETR", "or img_size")])
+def test_networks_built_for_a_patch_ask_for_it(name, remedy):
+    with pytest.raises(ConfigError, match=rf"network {name}: .* give patch_size, {remedy}"):
+        build(name, patch_size=None)
+
+
+def test_a_patch_too_small_for_a_u_is_refused():
+    with pytest.raises(ConfigError, match=r"patch size \(8, 8, 8\) is too small to plan a U-Net"):
+        plan_topology((8, 8, 8))

@@ -1,0 +1,123 @@
+"""Any volume size for any network: pad the input to what the network takes, crop the output back."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, pad
+
+from volseg.models.grids import GridRule, grid_rule
+
+__all__ = ["FitGrid"]
+
+logger = logging.getLogger(__name__)
+
+
+class FitGrid(nn.Module):
+    """Run a network on volumes of any size, and say once when that takes padding.
+
+    The input is padded on both sides alike with 0, what lies outside of a case in training too (`CaseBank`), the mean
+    of a z-scored image; edge values would draw the anatomy out to the border. A size that the network takes is passed
+    on as it is, and so is every output. Otherwise outputs are cropped to the input's grid; coarser heads of deep
+    supervision are first brought to the padded grid (nearest), since a crop by a fraction of their voxels would shift
+    them against the label.
+
+    The wrapper has the network's parameters, buffers and children under their own names, so its ``state_dict`` is the
+    network's. It uses ``pad``, slices and ``interpolate`` only, which volumes cut over devices know as well.
+
+    Parameters
+    ----------
+    net : nn.Module
+        Maps (B, C, D, H, W) to a volume, a list of volumes, or MONAI's stack (B, heads, K, D, H, W), which becomes a
+        list as `monai.losses.DeepSupervisionLoss` takes it.
+    divisors : sequence of int, optional
+        What sides must be multiples of; by default as `grid_rule` finds.
+
+    Raises
+    ------
+    GridError
+        If no divisors are given and none can be found; in ``forward``, for a volume larger than a fixed grid.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from monai.networks.nets import VNet
+    >>> fitted = FitGrid(VNet(out_channels=3))
+    >>> fitted.rule.sides((40, 56, 40))
+    (48, 64, 48)
+    """
+
+    net: nn.Module
+
+    def __init__(self, net: nn.Module, divisors: Sequence[int] | None = None) -> None:
+        super().__init__()
+        if divisors is None:
+            self.rule = grid_rule(net)
+        else:
+            d, h, w = divisors
+            self.rule = GridRule((d, h, w), (d, h, w))
+        self._told = False
+        # Not a registered child, which would put "net." before every key: the wrapper shares the network's registries.
+        object.__setattr__(self, "net", net)
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(net, name))
+        self.training = net.training
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the network's output on the grid of ``x`` (B, C, D, H, W)."""
+        sides = tuple(x.shape[2:])
+        whole = self.rule.sides(sides)
+        if whole == sides:
+            return _each_volume(self.net(x), lambda volume: volume)
+        self._tell(sides, whole)
+        before = [(long - side) // 2 for long, side in zip(whole, sides, strict=True)]
+        widths: list[int] = []
+        for axis in (2, 1, 0):  # pad counts from the last dim
+            widths += [before[axis], whole[axis] - sides[axis] - before[axis]]
+        inside = tuple(slice(first, first + side) for first, side in zip(before, sides, strict=True))
+
+        def crop(volume: Any) -> Any:
+            if tuple(volume.shape[2:]) != whole:
+                volume = interpolate(volume, size=whole, mode="nearest")
+            return volume[(slice(None), slice(None), *inside)]
+
+        return _each_volume(self.net(pad(x, widths)), crop)
+
+    def train(self, mode: bool = True) -> "FitGrid":
+        """Set the mode of the network and of the wrapper."""
+        self.net.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the network's state under its own keys."""
+        return self.net.state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Describe the sides that are taken."""
+        return f"{type(self.net).__name__}, {self.rule}"
+
+    def _tell(self, sides: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s takes sides divisible by %s: volumes of %s voxels are padded to %s and its outputs cropped back "
+                "(said once)",
+                type(self.net).__name__,
+                "x".join(map(str, self.rule.divisors)),
+                "x".join(map(str, sides)),
+                "x".join(map(str, whole)),
+            )
+
+
+def _each_volume(output: Any, fit: Any) -> Any:
+    """Apply ``fit`` to every volume of a network's output; unstack MONAI's deep supervision on the way."""
+    if isinstance(output, list | tuple):
+        return type(output)(_each_volume(part, fit) for part in output)
+    if isinstance(output, dict):
+        return {name: _each_volume(part, fit) for name, part in output.items()}
+    dims = len(getattr(output, "shape", ()))
+    if dims == 6:
+        return [fit(output[:, head]) for head in range(output.shape[1])]
+    return fit(output) if dims == 5 else output

@@ -1,0 +1,232 @@
+"""Which volume sides a network takes.
+
+Stock networks say it by their strides. Any other module is asked: its forward is run on meta tensors, which have shapes
+and no values, so an answer costs no memory and about a tenth of a second each. A size is taken when the forward raises
+nothing, in training mode with a batch of one, and gives an output on the input's grid.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from monai.networks import nets
+from torch import nn
+from torch.func import functional_call
+
+from volseg.errors import GridError
+from volseg.models.deep_supervision import DynUNet
+
+__all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule"]
+
+Sides = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GridRule:
+    """What sides D, H, W a network takes."""
+
+    divisors: Sides
+    """Every side is a multiple of its own."""
+    minimum: Sides
+    """Shortest sides, a block that becomes one voxel in the network's coarsest layer."""
+    least_blocks: int = 1
+    """How many whole blocks of ``minimum`` a volume needs: instance and batch normalisation of a single volume refuse
+    to work on one voxel."""
+    fixed: bool = False
+    """Whether the network takes ``minimum`` and nothing else."""
+
+    def takes(self, sides: Sequence[int]) -> bool:
+        """Tell whether a volume of these sides needs no padding."""
+        return self.sides(sides) == tuple(sides)
+
+    def sides(self, sides: Sequence[int]) -> Sides:
+        """Return the smallest sides that the network takes and that hold ``sides``.
+
+        Raises
+        ------
+        GridError
+            When the network's grid is fixed and smaller.
+
+        Examples
+        --------
+        >>> GridRule((16, 16, 16), (16, 16, 16)).sides((40, 56, 40))
+        (48, 64, 48)
+        >>> GridRule((16, 16, 16), (16, 16, 16), least_blocks=2).sides((9, 16, 5))
+        (16, 32, 16)
+        """
+        if self.fixed:
+            if any(side > most for side, most in zip(sides, self.minimum, strict=True)):
+                raise GridError(
+                    f"this network takes volumes of {self.minimum} voxels only, got {tuple(sides)}; build it for that "
+                    "size, or predict with a sliding window of its own"
+                )
+            return self.minimum
+        whole = [
+            math.ceil(max(side, least) / divisor) * divisor
+            for side, least, divisor in zip(sides, self.minimum, self.divisors, strict=True)
+        ]
+        blocks = math.prod(side // least for side, least in zip(whole, self.minimum, strict=True))
+        if blocks < self.least_blocks:
+            # One block along each axis: lengthen the axis that is nearest to more of them, for the fewest voxels.
+            wanted = [least * self.least_blocks for least in self.minimum]
+            axis = min(range(3), key=lambda axis: (wanted[axis] / sides[axis], axis))
+            whole[axis] = wanted[axis]
+        d, h, w = whole
+        return d, h, w
+
+
+def grid_divisors(net: nn.Module) -> Sides:
+    """Return what every side of the network's input must be a multiple of, along D, H, W.
+
+    Raises
+    ------
+    GridError
+        For a module that does not map volumes to volumes of the same grid.
+
+    Examples
+    --------
+    >>> grid_divisors(nets.VNet())
+    (16, 16, 16)
+    >>> grid_divisors(nn.Conv3d(1, 2, 3, padding=1))
+    (1, 1, 1)
+    """
+    return grid_rule(net).divisors
+
+
+def grid_rule(net: nn.Module) -> GridRule:
+    """Return which sides the network takes, by its class if that is known and otherwise by trying.
+
+    Raises
+    ------
+    GridError
+        As `grid_divisors`.
+    """
+    known = _KNOWN.get(type(net))
+    return known(net) if known else probe_grid_rule(net)
+
+
+def _by_strides(strides: Sequence[Any]) -> GridRule:
+    steps = [[stride] * 3 if isinstance(stride, int) else list(stride) for stride in strides]
+    d, h, w = (math.prod(step[axis] for step in steps) for axis in range(3))
+    return GridRule((d, h, w), (d, h, w), least_blocks=2)
+
+
+def _by_halving(times: int) -> GridRule:
+    side = 2**times
+    return GridRule((side,) * 3, (side,) * 3, least_blocks=2)
+
+
+def _segresnet(net: Any) -> GridRule:
+    return _by_halving(len(net.blocks_down) - 1)
+
+
+def _swin(net: Any) -> GridRule:
+    side = int(net.patch_size) ** 5
+    return GridRule((side,) * 3, (side,) * 3, least_blocks=2)
+
+
+def _unetr(net: Any) -> GridRule:
+    d, h, w = (cells * patch for cells, patch in zip(net.feat_size, net.patch_size, strict=True))
+    return GridRule((d, h, w), (d, h, w), fixed=True)
+
+
+_KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
+    nets.VNet: lambda _: _by_halving(4),
+    # MONAI ignores strides beyond the last level.
+    nets.UNet: lambda net: _by_strides(net.strides[: len(net.channels) - 1]),
+    nets.DynUNet: lambda net: _by_strides(net.strides),
+    DynUNet: lambda net: _by_strides(net.strides),
+    nets.SegResNet: _segresnet,
+    nets.SwinUNETR: _swin,
+    nets.UNETR: _unetr,
+}
+_BASES = (96, 64, 128, 160, 48, 80, 112, 32)
+"""Cubes to begin with; a divisor of a side that is taken is what is looked for, and these have many."""
+
+
+def probe_grid_rule(net: nn.Module, in_channels: int | None = None) -> GridRule:
+    """Find by trying which sides a module takes.
+
+    Parameters
+    ----------
+    net : nn.Module
+        Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes, the first of which has them).
+    in_channels : int, optional
+        C; by default what the module's first 3D convolution takes.
+
+    Raises
+    ------
+    GridError
+        When no cube of 32 to 160 voxels is taken.
+    """
+    answer = _Answers(net, _first_channels(net) if in_channels is None else in_channels)
+    base = next((side for side in _BASES if answer.takes((side,) * 3)), None)
+    if base is None:
+        raise GridError(
+            f"{type(net).__name__} gives no output on its input's grid for any cube of {sorted(_BASES)} voxels "
+            f"({answer.last_fault}); say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
+        )
+
+    def along(axis: int, side: int) -> bool:
+        sides = [base, base, base]
+        sides[axis] = side
+        return answer.takes((sides[0], sides[1], sides[2]))
+
+    divisors, minimum = [], []
+    for axis in range(3):
+        # The base is taken, so what divides all sides that are taken divides the base.
+        step = next((d for d in range(1, base + 1) if base % d == 0 and along(axis, base + d)), None)
+        if step is None:
+            raise GridError(f"{type(net).__name__} takes {base} voxels along dim {axis + 2} and nothing else near it")
+        divisors.append(step)
+        minimum.append(next(side for side in count(step, step) if along(axis, side)))
+    d, h, w = minimum
+    if answer.takes((d, h, w)):
+        least_blocks = 1
+    elif answer.takes((d, h, 2 * w)):
+        least_blocks = 2
+    else:
+        raise GridError(
+            f"{type(net).__name__} takes {minimum} voxels along each axis alone, not together ({answer.last_fault}); "
+            "say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
+        )
+    return GridRule((divisors[0], divisors[1], divisors[2]), (d, h, w), least_blocks)
+
+
+class _Answers:
+    """Ask a module whether it takes a volume, on meta tensors; the module keeps its mode, state and values."""
+
+    def __init__(self, net: nn.Module, in_channels: int) -> None:
+        self.net = net
+        self.in_channels = in_channels
+        tensors = [*net.named_parameters(), *net.named_buffers()]
+        self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+        self.last_fault = "every output has another shape"
+
+    def takes(self, sides: Sides) -> bool:
+        modes = {module: module.training for module in self.net.modules()}
+        self.net.train()
+        try:
+            with torch.no_grad():
+                output = functional_call(
+                    self.net, self._shapes, (torch.empty(1, self.in_channels, *sides, device="meta"),)
+                )
+        except Exception as fault:
+            self.last_fault = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+            return False
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        while isinstance(output, list | tuple) and output:
+            output = output[0]
+        return len(getattr(output, "shape", ())) >= 5 and tuple(output.shape[-3:]) == sides
+
+
+def _first_channels(net: nn.Module) -> int:
+    for module in net.modules():
+        if isinstance(module, nn.Conv3d):
+            return module.in_channels
+    return 1
