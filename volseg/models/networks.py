@@ -65,9 +65,9 @@ def build_network(
     --------
     >>> build_network({"name": "VNet", "dropout_prob_down": None}, in_channels=1, out_channels=3).__class__.__name__
     'VNet'
-    >>> build_network({"name": "SegResNett"}, in_channels=1, out_channels=3)
+    >>> build_network({"name": "VNet", "droput_prob": 0.1}, in_channels=1, out_channels=3)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    volseg.errors.ConfigError: no network is called 'VNett'; did you mean 'VNet'?
+    volseg.errors.ConfigError: network VNet has no parameter 'droput_prob'; did you mean 'dropout_prob' or ...
     """
     NETWORKS.check(spec)
     name = spec["name"]
