@@ -71,7 +71,7 @@ def main() -> None:
         batches,
         epochs=chosen.epochs,
         schedule=cosine,
-        warmup_steps=min(200, chosen.iterations),
+        warmup=0.02,
         clip=12,
         average_decay=0.999,
         validation=Validation(predictor, validation_cases, task.labels),

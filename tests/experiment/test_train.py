@@ -217,3 +217,10 @@ def test_further_losses_and_metrics_are_recorded_by_name(configured):
     record = outcome.history[-1]
     assert set(record.losses) == {"dice", "focal", "loss"}
     assert 0 <= record.scores["iou"] <= record.score
+
+
+def test_a_network_that_cannot_be_built_leaves_no_run_folder(configured):
+    config = configured("network.channels=[4]")
+    with pytest.raises(ConfigError, match="network UNet refused"):
+        train(config)
+    assert not config.folder.exists()

@@ -111,11 +111,12 @@ class ScheduleConfig(ConfigModel):
     name: str = "polynomial"
     power: float | None = None
     floor: float | None = None
-    warmup_steps: NonNegative = 0
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the training over which the rate rises linearly to its peak."""
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as the registry of schedules takes them."""
-        return self.model_dump(exclude_none=True, exclude={"warmup_steps"})
+        return self.model_dump(exclude_none=True, exclude={"warmup"})
 
 
 class TrainingConfig(ConfigModel):

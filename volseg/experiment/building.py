@@ -15,8 +15,8 @@ from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
-from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing, build_preprocessing
 from volseg.transforms.augmentation import BatchAugmentation
+from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing, build_preprocessing
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric, build_optimizer
 from volseg.workflow.hooks import Hook
 from volseg.workflow.named import Named
@@ -169,7 +169,7 @@ def build_training(
         validation=validation,
         validate_every=settings.validate_every,
         schedule=SCHEDULES.bind(config.schedule.spec()),
-        warmup_steps=config.schedule.warmup_steps,
+        warmup=config.schedule.warmup,
         precision=settings.precision,
         clip=settings.clip,
         accumulate=settings.accumulate,

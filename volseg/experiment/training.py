@@ -64,8 +64,6 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
         folder.require_free()
     seed_everything(config.seed)
     chosen = choose_cases(config)
-    if not resume:
-        folder.begin(config, chosen.task, chosen.split, environment())
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
     preparing = partial(prepare_all, preprocessing=preprocessing_of(config))
@@ -81,6 +79,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     )
     if resume:
         training.load_state_dict(folder.newest_checkpoint())
+    else:  # now that everything could be built: a config that cannot be run leaves no folder behind
+        folder.begin(config, chosen.task, chosen.split, environment())
     training.run()
     final = None
     if held_out:

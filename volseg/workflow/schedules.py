@@ -48,19 +48,19 @@ class Schedule:
         Progress in [0, 1] after the warm-up to a factor.
     steps : int
         Optimizer steps of the whole training.
-    warmup_steps : int
-        Steps over which the rate rises linearly to its peak.
+    warmup : float
+        Fraction of the steps over which the rate rises linearly to its peak, in [0, 1).
     """
 
     def __init__(
-        self, optimizer: Optimizer, factor: Callable[[float], float], *, steps: int, warmup_steps: int = 0
+        self, optimizer: Optimizer, factor: Callable[[float], float], *, steps: int, warmup: float = 0.0
     ) -> None:
-        if not 0 <= warmup_steps < steps:
-            raise ConfigError(f"need 0 <= warmup_steps < steps of the training, got {warmup_steps=}, {steps=}")
+        if not 0 <= warmup < 1:
+            raise ConfigError(f"warmup must be a fraction of the training in [0, 1), got {warmup}")
         self.optimizer = optimizer
         self.factor = factor
         self.steps = steps
-        self.warmup_steps = warmup_steps
+        self.warmup_steps = int(warmup * steps)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self.go_to(0)
 

@@ -75,8 +75,8 @@ class Training:
         Epochs between validations; the last epoch is always validated.
     schedule : callable, optional
         Progress in [0, 1] to a factor of the learning rate, stepped per optimizer step.
-    warmup_steps : int
-        Optimizer steps of linear warm-up.
+    warmup : float
+        Fraction of the training over which the rate rises linearly to its peak.
     precision : str
         ``auto``, ``fp32``, ``bf16`` or ``fp16``; see `Precision`.
     clip : float, optional
@@ -121,7 +121,7 @@ class Training:
         validation: Callable[[], Score] | None = None,
         validate_every: int = 1,
         schedule: Callable[[float], float] = constant,
-        warmup_steps: int = 0,
+        warmup: float = 0.0,
         precision: str = "auto",
         clip: float | None = None,
         accumulate: int = 1,
@@ -150,7 +150,7 @@ class Training:
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
         self.num_batches = len(batches)  # type: ignore[arg-type]
         steps_per_epoch = -(-self.num_batches // accumulate)
-        self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup_steps=warmup_steps)
+        self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup=warmup)
 
         self.epoch = 0
         self.position = 0
