@@ -1,0 +1,93 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
+
+
+def every_split(layers: int, stages: int):
+    for cuts in combinations(range(1, layers), stages - 1):
+        ends = [0, *cuts, layers]
+        yield [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def sums(values, lengths):
+    values = iter(values)
+    return [sum(next(values) for _ in range(length)) for length in lengths]
+
+
+@given(costs=st.lists(st.integers(0, 99), min_size=1, max_size=8), data=st.data())
+def test_slowest_stage_is_the_least_of_all_cuts(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    best = min(max(sums(costs, lengths)) for lengths in every_split(len(costs), stages))
+    chosen = balance(costs, stages)
+    assert max(sums(costs, chosen)) == best
+    assert min(chosen) >= 1
+    assert sum(chosen) == len(costs)
+
+
+@given(layers=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=7), data=st.data())
+def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, data):
+    costs, memory = zip(*layers, strict=True)
+    stages = data.draw(st.integers(1, len(layers)))
+    limits = data.draw(st.lists(st.integers(0, 300), min_size=stages, max_size=stages))
+    tolerance = data.draw(st.sampled_from([0.0, 0.05, 0.5]))
+    fitting = [
+        lengths
+        for lengths in every_split(len(layers), stages)
+        if all(held <= limit for held, limit in zip(sums(memory, lengths), limits, strict=True))
+    ]
+    if not fitting:
+        with pytest.raises(PartitionError, match="no cut into"):
+            balance(costs, stages, memory, limits, tolerance)
+        return
+    quickest = min(max(sums(costs, lengths)) for lengths in fitting)
+    # As in the code: float sums may differ in their last bits.
+    quick = [lengths for lengths in fitting if max(sums(costs, lengths)) <= quickest * (1 + tolerance) * (1 + 1e-9)]
+    chosen = balance(costs, stages, memory, limits, tolerance)
+    assert chosen in quick
+    assert max(sums(memory, chosen)) == min(max(sums(memory, lengths)) for lengths in quick)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(PartitionError, match=r"cannot split 2 layers into 3 non-empty stages; use 1 to 2 devices"):
+        balance([1, 1], 3)
+
+
+def test_impossible_memory_says_what_is_needed_and_had():
+    with pytest.raises(PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"):
+        balance([1, 1], 2, [3 * 2**30, 2**30], [2**30, 2**30])
+
+
+def layer(name, ms, activations=0):
+    return LayerCost(modules=(name,), forward_ms=ms / 3, backward_ms=2 * ms / 3, activation_bytes=activations)
+
+
+def test_bound_is_fill_and_heaviest_stage():
+    partition = Partition.from_lengths([layer(str(n), 1) for n in range(4)], [1, 1, 1, 1], ["cpu"] * 4, samples=2)
+    assert partition.bound(13) == pytest.approx(13 * 4 / 16)
+
+
+def test_table_names_the_layer_that_bounds_time_and_memory():
+    layers = [layer("down", 1, 2**20), layer("up_tr32", 6, 8 * 2**20), layer("head", 1)]
+    text = str(Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], samples=2))
+    assert "up_tr32 ... head (2 calls)" in text
+    assert "up_tr32 alone takes 75% of the time: layers cannot bring more than 1.33x" in text
+    assert "up_tr32 alone keeps 89% of the activations" in text
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 6))
+def test_predicted_time_is_that_of_a_simulated_flow(stage_ms, micro_batches):
+    free = [0] * len(stage_ms)
+    for _ in range(micro_batches):
+        ready = 0
+        for stage, ms in enumerate(stage_ms):
+            ready = free[stage] = max(ready, free[stage]) + ms
+    assert pipeline_ms(stage_ms, micro_batches) == free[-1]
+
+
+def test_split_of_equal_times_is_the_smallest():
+    assert quickest_split({4: 10.0, 1: 12.0, 2: 10.1}) == 2
