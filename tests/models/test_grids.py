@@ -38,7 +38,7 @@ def small(name: str) -> nn.Module:
     return build_network(spec, in_channels=1, out_channels=2, patch_size=(40, 56, 40))
 
 
-SIDES = [4, 8, 12, 15, 16, 17, 20, 24, 31, 32, 40, 48]
+SIDES = [4, 8, 12, 15, 16, 17, 24, 31, 48]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_rules_are_the_brute_force_truth(name):
         sides = [32, 32, 32]
         sides[axis] = side
         assert rule.takes(sides) == really_takes(net, sides), sides
-    for sides in itertools.product([8, 16, 17, 32], repeat=3):
+    for sides in itertools.product([8, 16, 17], repeat=3):
         if rule.takes(sides):
             assert really_takes(net, sides), sides
 
@@ -80,7 +80,7 @@ def test_probing_finds_what_the_strides_say(name):
 def test_padded_sides_hold_the_volume_and_are_taken():
     for name in ("UNet", "anisotropic DynUNet", "BasicUNet"):
         rule = grid_rule(small(name))
-        for sides in itertools.product([1, 7, 16, 30], repeat=3):
+        for sides in itertools.product([1, 7, 30], repeat=3):
             whole = rule.sides(sides)
             assert rule.takes(whole)
             assert all(long >= side for long, side in zip(whole, sides, strict=True))

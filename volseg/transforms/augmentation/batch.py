@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,8 +131,7 @@ class BatchAugmentation:
         self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, dense: bool
     ) -> tuple[Tensor, Tensor]:
         """Crop, mirror and, where drawn, rotate, scale and deform."""
-        kept_images = spatial.crop_and_mirror(images, parameters.mirror, self.patch_size)
-        kept_labels = spatial.crop_and_mirror(labels, parameters.mirror, self.patch_size)
+        kept_images, kept_labels = spatial.crop_and_mirror((images, labels), parameters.mirror, self.patch_size)
         effects = (self.config.rotation, self.config.scaling, self.config.elastic)
         if not self.config.enabled or all(effect.probability == 0 for effect in effects):
             return kept_images, kept_labels
@@ -152,45 +154,55 @@ class BatchAugmentation:
     def _recolour(self, images: Tensor, parameters: AugmentationParameters, dense: bool) -> Tensor:
         """Change intensities in nnU-Net's order."""
         volumes, p, on = images.flatten(0, 1), parameters, self.config
-        steps: list[tuple[float, Callable[..., Tensor], Tensor, float, tuple]] = [
-            (
-                on.noise.probability * (p.noise.numel() > 0),
-                intensity.add_noise,
-                p.noise_std,
-                0.0,
-                (p.noise.flatten(0, 1),),
-            ),
-            (on.blur.probability, intensity.blur, p.blur_sigma, 0.0, ()),
-            (on.brightness.probability, intensity.brighten, p.brightness, 1.0, ()),
-            (on.contrast.probability, intensity.stretch_contrast, p.contrast, 1.0, ()),
-            (on.low_resolution.probability, intensity.coarsen, p.zoom, 1.0, ()),
-            (on.inverted_gamma.probability, _inverted_power_law, p.inverted_gamma, 1.0, ()),
-            (on.gamma.probability, intensity.power_law, p.gamma, 1.0, ()),
+        noise = p.noise.flatten(0, 1)
+        steps = [
+            _Step(on.noise, intensity.add_noise, p.noise_std, idle=0.0, more=(noise,), exact=True),
+            _Step(on.blur, intensity.blur, p.blur_sigma, idle=0.0),
+            _Step(on.brightness, intensity.brighten, p.brightness, exact=True),
+            _Step(on.contrast, intensity.stretch_contrast, p.contrast, exact=True),
+            _Step(on.low_resolution, intensity.coarsen, p.zoom),
+            _Step(on.inverted_gamma, partial(intensity.power_law, inverted=True), p.inverted_gamma),
+            _Step(on.gamma, intensity.power_law, p.gamma),
         ]
-        for probability, effect, parameter, idle, more in steps:
-            if on.enabled and probability > 0:
-                volumes = _where_drawn(effect, volumes, parameter.flatten(0, 1), idle, more, dense)
+        for step in steps if on.enabled else ():
+            if step.config.probability > 0 and all(extra.numel() for extra in step.more):
+                volumes = step.everywhere(volumes) if dense else step.where_drawn(volumes)
         return volumes.unflatten(0, images.shape[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One effect on intensities, with a parameter per volume."""
+
+    config: Any
+    effect: Callable[..., Tensor]
+    parameter: Tensor
+    """(B, C) or (B, C, 3)."""
+    idle: float = 1.0
+    """The parameter's value where the effect was not drawn."""
+    more: tuple[Tensor, ...] = ()
+    exact: bool = False
+    """Whether the idle parameter leaves every bit as it is, so that no mask is needed."""
+
+    def everywhere(self, volumes: Tensor) -> Tensor:
+        """Compute the effect for every volume and keep it where it was drawn."""
+        changed = self.effect(volumes, self.parameter.flatten(0, 1), *self.more)
+        return changed if self.exact else torch.where(self._drawn().view(-1, 1, 1, 1), changed, volumes)
+
+    def where_drawn(self, volumes: Tensor) -> Tensor:
+        """Compute the effect for the volumes that it was drawn for, in place."""
+        rows = self._drawn().nonzero().squeeze(1)
+        if len(rows):
+            parameter = self.parameter.flatten(0, 1)[rows]
+            volumes[rows] = self.effect(volumes[rows], parameter, *(extra[rows] for extra in self.more))
+        return volumes
+
+    def _drawn(self) -> Tensor:
+        drawn = self.parameter.flatten(0, 1) != self.idle
+        return drawn.any(1) if drawn.ndim > 1 else drawn
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
-
-
-def _inverted_power_law(volumes: Tensor, gamma: Tensor) -> Tensor:
-    return intensity.power_law(volumes, gamma, sign=-1.0)
-
-
-def _where_drawn(
-    effect: Callable[..., Tensor], volumes: Tensor, parameter: Tensor, idle: float, more: tuple, dense: bool
-) -> Tensor:
-    """Apply ``effect`` to the volumes whose parameter is not ``idle``; the others keep their bits."""
-    drawn = (parameter != idle).flatten(1).any(1) if parameter.ndim > 1 else parameter != idle
-    if dense:
-        return torch.where(drawn.view(-1, 1, 1, 1), effect(volumes, parameter, *more), volumes)
-    rows = drawn.nonzero().squeeze(1)
-    if len(rows):
-        volumes[rows] = effect(volumes[rows], parameter[rows], *(extra[rows] for extra in more))
-    return volumes

@@ -1,21 +1,25 @@
 """What happens to the voxels' values: one function per effect, on N volumes (N, D, H, W) with one parameter each.
 
 A volume is one channel of one sample, so nothing here knows of batches and channels. Blur and low resolution are
-separable linear maps; as a matrix per axis they need no loop over samples whose kernels differ, and a sigma of 0 or a
-zoom of 1 is the identity matrix.
+separable linear maps; as a matrix per axis they need no loop over samples whose kernels differ.
+
+Noise, brightness and contrast leave a volume with their idle parameter (0, 1, 1) as it is, bit for bit. The others
+need a mask: the identity matrix is exact in float32, but not where the user allows TF32.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_noise", "blur", "brighten", "coarsen", "power_law", "stretch_contrast"]
+from volseg.transforms.augmentation.constants import constant, positions
 
-_VOXELS = (-3, -2, -1)
+__all__ = ["add_noise", "blur", "brighten", "coarsen", "power_law", "stretch_contrast"]
 
 
 def add_noise(volumes: Tensor, std: Tensor, noise: Tensor) -> Tensor:
     """Add ``noise`` (N, D, H, W) times ``std`` (N,)."""
-    return volumes + std.view(-1, 1, 1, 1) * noise
+    return torch.addcmul(volumes, noise, std.view(-1, 1, 1, 1))
 
 
 def brighten(volumes: Tensor, factor: Tensor) -> Tensor:
@@ -25,73 +29,76 @@ def brighten(volumes: Tensor, factor: Tensor) -> Tensor:
 
 def stretch_contrast(volumes: Tensor, factor: Tensor) -> Tensor:
     """Multiply the distance from the volume's mean by ``factor`` (N,) and clip to the range that the volume had."""
-    mean = volumes.mean(_VOXELS, keepdim=True)
-    low, high = volumes.amin(_VOXELS, keepdim=True), volumes.amax(_VOXELS, keepdim=True)
-    return ((volumes - mean) * factor.view(-1, 1, 1, 1) + mean).clamp(low, high)
+    values = volumes.flatten(1)
+    low, high = values.aminmax(dim=1, keepdim=True)
+    stretched = torch.lerp(values.mean(1, keepdim=True), values, factor[:, None])
+    return stretched.clamp(low, high).view_as(volumes)
 
 
-def power_law(volumes: Tensor, gamma: Tensor, sign: float = 1.0) -> Tensor:
+def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tensor:
     """Raise the volume, scaled to [0, 1], to the power ``gamma`` (N,); keep its mean and standard deviation.
 
-    ``sign=-1`` works on the negative of the volume.
+    ``inverted`` does it to the negative of the volume.
     """
-    volumes = volumes * sign
-    mean, std = _mean_and_std(volumes)
-    low, high = volumes.amin(_VOXELS, keepdim=True), volumes.amax(_VOXELS, keepdim=True)
+    values = volumes.flatten(1)
+    low, high = values.aminmax(dim=1, keepdim=True)
     # 1e-7: a constant volume stays what it is.
     span = (high - low).clamp(min=1e-7)
-    curved = ((volumes - low) / span) ** gamma.view(-1, 1, 1, 1)
-    new_mean, new_std = _mean_and_std(curved)
-    return ((curved - new_mean) * (std / new_std.clamp(min=1e-7)) + mean) * sign
+    scaled = (high - values) / span if inverted else (values - low) / span
+    mean, _, spread = _centred(values)
+    _, curved, new_spread = _centred(scaled ** gamma[:, None])
+    gain = spread / new_spread.clamp(min=1e-7)
+    return torch.addcmul(mean, curved, gain, value=-1 if inverted else 1).view_as(volumes)
 
 
 def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
     """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border the kernel's inner part counts for all."""
-    return _along_each_axis(volumes, [_gaussian(sigma[:, a], n) for a, n in enumerate(volumes.shape[1:])])
+    return _along_each_axis(volumes, _gaussians(sigma, volumes.shape[1:]))
 
 
 def coarsen(volumes: Tensor, zoom: Tensor) -> Tensor:
     """Keep ``zoom`` (N, 3) of the voxels along each axis, the nearest ones, and interpolate back linearly."""
-    return _along_each_axis(volumes, [_down_and_up(zoom[:, a], n) for a, n in enumerate(volumes.shape[1:])])
+    return _along_each_axis(volumes, _down_and_up(zoom, volumes.shape[1:]))
 
 
-def _mean_and_std(volumes: Tensor) -> tuple[Tensor, Tensor]:
-    # Not torch.std_mean: its Welford recurrence takes eight times as long on a CPU.
-    mean = volumes.mean(_VOXELS, keepdim=True)
-    return mean, (volumes - mean).square().mean(_VOXELS, keepdim=True).sqrt()
+def _centred(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, distance from it, and its norm: the standard deviation times a number that cancels out."""
+    mean = values.mean(1, keepdim=True)
+    centred = values - mean
+    return mean, centred, torch.linalg.vector_norm(centred, dim=1, keepdim=True)
 
 
-def _along_each_axis(volumes: Tensor, matrices: list[Tensor]) -> Tensor:
-    """Multiply each axis of (N, D, H, W) by its own matrix (N, n, n)."""
+def _along_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply the axes of (N, D, H, W) by the matrices (N, 3, n, n), of which each uses its first rows and columns."""
     shape = volumes.shape
     # Each product turns the first axis into the last, (n, d, hw) -> (n, hw, d), so three of them end where they began.
-    for matrix in matrices:
-        volumes = volumes.reshape(shape[0], matrix.shape[1], -1)
-        volumes = torch.bmm(volumes.transpose(1, 2), matrix.transpose(1, 2))
+    for axis, side in enumerate(shape[1:]):
+        volumes = volumes.reshape(shape[0], side, -1)
+        volumes = torch.bmm(volumes.transpose(1, 2), matrices[:, axis, :side, :side].transpose(1, 2))
     return volumes.view(shape)
 
 
-def _gaussian(sigma: Tensor, size: int) -> Tensor:
-    position = torch.arange(size, device=sigma.device, dtype=sigma.dtype)
+def _gaussians(sigma: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return the blur of each volume and axis as a matrix whose rows sum to one, (N, 3, n, n)."""
+    position = positions(max(sides), sigma.device)
     # At 1e-3 the neighbours' weight underflows to 0: the identity, without a division by 0.
-    distance = (position[:, None] - position) / sigma.clamp(min=1e-3)[:, None, None]
-    weight = torch.exp(-0.5 * distance**2)
+    distance = (position[:, None] - position) / sigma.clamp(min=1e-3)[..., None, None]
     # Far weights are denormal numbers, which a CPU multiplies thirty times more slowly, and count for nothing.
-    weight = torch.where(weight > 1e-10, weight, 0.0)
+    weight = torch.threshold(torch.exp(-0.5 * distance**2), 1e-10, 0.0)
+    if len(set(sides)) > 1:  # what lies beyond a shorter axis has no weight
+        weight = weight * (position < constant(tuple(map(float, sides)), sigma.device)[:, None, None])
     return weight / weight.sum(-1, keepdim=True)
 
 
-def _down_and_up(zoom: Tensor, size: int) -> Tensor:
-    """Return nearest-exact sampling to ``zoom * size`` voxels and linear sampling back, as one matrix (N, n, n)."""
-    position = torch.arange(size, device=zoom.device, dtype=zoom.dtype)
-    kept = (zoom * size).round().clamp(min=1)[:, None]
-    coarse = ((position + 0.5) * kept / size - 0.5).clamp(min=0)
+def _down_and_up(zoom: Tensor, sides: Sequence[int]) -> Tensor:
+    """Return nearest-exact sampling to ``zoom * side`` voxels and linear sampling back, as one matrix (N, 3, n, n)."""
+    side = constant(tuple(map(float, sides)), zoom.device)
+    position = positions(max(sides), zoom.device)
+    kept = (zoom * side).round().clamp(min=1)[..., None]
+    step = side[:, None] / kept
+    coarse = ((position + 0.5) / step - 0.5).clamp(min=0)
     lower = torch.minimum(coarse.floor(), kept - 1)
-    upper = torch.minimum(lower + 1, kept - 1)
-    share = (coarse - lower)[..., None]
-
-    def read(index: Tensor) -> Tensor:
-        nearest = ((index + 0.5) * size / kept).floor()
-        return (nearest[..., None] == position).to(zoom.dtype)
-
-    return (1 - share) * read(lower) + share * read(upper)
+    ends = torch.stack((lower, torch.minimum(lower + 1, kept - 1)), dim=2)
+    nearest = ((ends + 0.5) * step[..., None]).floor()
+    below, above = (nearest[..., None] == position).to(zoom.dtype).unbind(2)
+    return torch.lerp(below, above, (coarse - lower)[..., None])

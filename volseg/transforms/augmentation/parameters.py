@@ -167,7 +167,7 @@ def _draw_noise(
 
 def _unless(happens: Tensor, value: Tensor, idle: float) -> Tensor:
     """Return ``value`` where it happens and exactly ``idle`` elsewhere."""
-    return torch.where(happens, value, torch.full_like(value, idle))
+    return torch.where(happens, value, idle)
 
 
 class _Draws:

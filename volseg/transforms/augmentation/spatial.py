@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from volseg.config.augmentation import AugmentationConfig
+from volseg.transforms.augmentation.constants import constant, positions
 from volseg.transforms.augmentation.parameters import AugmentationParameters
 
 __all__ = ["crop_and_mirror", "is_moved", "margin_voxels", "resample", "sampling_grid", "without_idle_border"]
@@ -56,28 +57,36 @@ def is_moved(parameters: AugmentationParameters) -> Tensor:
     return turned | (parameters.elastic != 0).flatten(1).any(1) if parameters.elastic.numel() else turned
 
 
-def crop_and_mirror(volume: Tensor, mirror: Tensor, patch_size: Size) -> Tensor:
-    """Return the centre of (B, C, *source) mirrored as drawn, copied voxel for voxel."""
-    if volume.device.type == "cpu":  # ten times as fast there as one gather, and there is no host to wait for
-        centre = volume
-        for dim, size in enumerate(patch_size, start=2):
-            centre = centre.narrow(dim, (volume.shape[dim] - size) // 2, size)
+def crop_and_mirror(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size) -> list[Tensor]:
+    """Return the centre of each (B, C, *source) mirrored as drawn, copied voxel for voxel."""
+    if mirror.device.type == "cpu":  # ten times as fast there as a gather, and there is no host to wait for
         dims = [[axis - 3 for axis, flip in enumerate(flips) if flip] for flips in mirror.tolist()]
-        return torch.stack([sample.flip(d) for sample, d in zip(centre, dims, strict=True)])
-    return _gather_mirrored(volume, mirror, patch_size)
+        return [
+            torch.stack([sample.flip(d) for sample, d in zip(_centre(volume, patch_size), dims, strict=True)])
+            for volume in volumes
+        ]
+    return _gather_mirrored(volumes, mirror, patch_size)
 
 
-def _gather_mirrored(volume: Tensor, mirror: Tensor, patch_size: Size) -> Tensor:
+def _centre(volume: Tensor, size: Size) -> Tensor:
+    for dim, side in enumerate(size, start=2):
+        volume = volume.narrow(dim, (volume.shape[dim] - side) // 2, side)
+    return volume
+
+
+def _gather_mirrored(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size) -> list[Tensor]:
     """Do the same in one gather, without a look at ``mirror`` from the host."""
     index = []
-    for axis, size in enumerate(patch_size):
-        first = (volume.shape[axis + 2] - size) // 2
-        forth = torch.arange(size, device=volume.device)
-        chosen = torch.where(mirror[:, axis, None], size - 1 - forth, forth) + first
-        index.append(chosen.view(-1, *(size if axis == a else 1 for a in range(-1, 3))))
-    sample = torch.arange(volume.shape[0], device=volume.device).view(-1, 1, 1, 1, 1)
-    channel = torch.arange(volume.shape[1], device=volume.device).view(1, -1, 1, 1, 1)
-    return volume[sample, channel, index[0], index[1], index[2]]
+    for axis, side in enumerate(patch_size):
+        forth = torch.arange(side, device=mirror.device)
+        chosen = torch.where(mirror[:, axis, None], side - 1 - forth, forth)
+        index.append(chosen.view(-1, *(side if axis == a else 1 for a in range(-1, 3))))
+    sample = torch.arange(len(mirror), device=mirror.device).view(-1, 1, 1, 1, 1)
+    channels = [torch.arange(volume.shape[1], device=mirror.device).view(1, -1, 1, 1, 1) for volume in volumes]
+    return [
+        _centre(volume, patch_size)[sample, channel, index[0], index[1], index[2]]
+        for volume, channel in zip(volumes, channels, strict=True)
+    ]
 
 
 def sampling_grid(
@@ -85,29 +94,22 @@ def sampling_grid(
 ) -> Tensor:
     """Return where ``grid_sample`` reads each voxel, (B, D, H, W, 3); its last dim is ordered W, H, D."""
     device = parameters.rotation.device
-    mm = [float(s) for s in spacing]
-    rotation = _rotation(parameters.rotation)
-    # Column a: where one voxel along the patch's axis a leads to, in voxels of the source's axes.
-    turn = [
-        torch.stack([rotation[:, to, axis] * (mm[axis] / mm[to]) for to in range(3)], dim=1) * parameters.scale[:, None]
-        for axis in range(3)
-    ]
-    # align_corners=False: the source spans [-1, 1] from face to face, so an offset of n voxels is 2 n / size.
-    to_grid = [2.0 / size for size in source_size]
-    columns = [
-        torch.stack([column[:, to] * to_grid[to] for to in (2, 1, 0)], dim=1).view(-1, 1, 1, 1, 3) for column in turn
-    ]
-    sign = 1 - 2 * parameters.mirror.float()
-    grid: Tensor | float = 0.0
-    for axis, size in enumerate(patch_size):
-        offsets = torch.arange(size, device=device) - (size - 1) / 2
-        along = (sign[:, axis, None] * offsets).view(-1, *(size if axis == a else 1 for a in range(3)), 1)
-        grid = grid + along * columns[axis]
-    assert isinstance(grid, Tensor)
+    # Between voxels and mm, and to grid_sample's units: with align_corners=False the source spans [-1, 1] from face to
+    # face, so n voxels are 2 n / size. [to, axis]
+    units = [spacing[axis] / spacing[to] * 2 / source_size[to] for to in range(3) for axis in range(3)]
+    turn = _rotation(parameters.rotation) * constant(tuple(units), device).view(3, 3)
+    # Column a: where one voxel along the patch's axis a leads to.
+    columns = (turn * parameters.scale[:, None, None]).flip(1).transpose(1, 2)[:, :, None, None, None, :]
+    sign = (1 - 2 * parameters.mirror.float())[:, :, None, None, None, None]
+    signed = (columns * sign).unbind(1)
+    d, h, w = (positions(size, device) - (size - 1) / 2 for size in patch_size)
+    grid = d.view(-1, 1, 1, 1) * signed[0]
+    grid = torch.addcmul(grid, h.view(-1, 1, 1), signed[1])
+    grid = torch.addcmul(grid, w.view(-1, 1), signed[2])
     if parameters.elastic.numel():
         shift = displacement(parameters.elastic, patch_size)
-        for axis in range(3):
-            grid = grid + shift[:, axis, ..., None] * columns[axis]
+        for axis, column in enumerate(columns.unbind(1)):
+            grid = torch.addcmul(grid, shift[:, axis, ..., None], column)
     return grid
 
 

@@ -1,0 +1,102 @@
+"""What only a GPU can show: the CPU's result, a CUDA graph around it, and no wait for the host."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from volseg.config.augmentation import AugmentationConfig
+from volseg.data.bank import CaseBank
+from volseg.data.patches import PatchBatches
+from volseg.transforms.augmentation import BatchAugmentation
+
+pytestmark = pytest.mark.gpu
+
+PATCH = (40, 56, 40)
+
+
+def augmentation() -> BatchAugmentation:
+    return BatchAugmentation(AugmentationConfig(), PATCH, num_classes=3)
+
+
+def batch(size: int, sides: tuple[int, int, int]):
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(size, 2, *sides, generator=generator)
+    return image, torch.randint(0, 3, (size, 1, *sides), generator=generator, dtype=torch.uint8)
+
+
+@contextmanager
+def no_waiting():
+    """Raise where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gpu_gives_what_a_cpu_gives():
+    augment = augmentation()
+    image, label = batch(9, augment.source_size)
+    parameters = augment.sample(9, torch.Generator().manual_seed(1), 2)
+    expected, expected_label = augment.apply(image, label, parameters)
+    got, got_label = augment.apply(image.cuda(), label.cuda(), parameters.to("cuda"))
+    # 2e-3: coordinates of 112 voxels in float32 are off by 1e-5, and a voxel of noise differs from the next by 5;
+    # powers of small numbers add their own.
+    torch.testing.assert_close(got.cpu(), expected, atol=2e-3, rtol=1e-3)
+    assert (got_label.cpu() != expected_label).float().mean() < 1e-4
+
+
+def test_a_cuda_graph_replays_new_draws():
+    augment = augmentation()
+    image, label = (tensor.cuda() for tensor in batch(4, augment.source_size))
+    generator = torch.Generator("cuda").manual_seed(3)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # capture needs a warm-up
+        augment(image, label, generator)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        new_image, _ = augment(image, label, generator)
+    generator.manual_seed(5)
+    graph.replay()
+    first = new_image.clone()
+    graph.replay()
+    assert not torch.equal(first, new_image)
+    generator.manual_seed(5)
+    eager, _ = augment(image, label, generator)
+    assert torch.equal(first, eager)
+
+
+def test_neither_cutting_nor_augmenting_waits_for_the_host():
+    augment = augmentation()
+    cases = []
+    for number, sides in enumerate([(36, 50, 35), (31, 59, 24), (43, 40, 47)]):
+        image, label = batch(1, sides)
+        cases.append({"case": str(number), "image": image[0], "label": label[0]})
+    bank = CaseBank(cases, device="cuda")
+    assert bank.on_device
+    batches = PatchBatches(bank, PATCH, 9, 4, source_size=augment.source_size).epoch(0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    first = next(batches)  # the plan is copied, constants are made
+    augment(first["image"], first["label"], generator)
+    with no_waiting():
+        for one in batches:
+            augment(one["image"], one["label"], generator)
+
+
+def test_batches_from_memory_are_those_from_the_device():
+    cases = []
+    for number, sides in enumerate([(36, 50, 35), (31, 59, 24)]):
+        image, label = batch(1, sides)
+        cases.append({"case": str(number), "image": image[0], "label": label[0]})
+    made = [
+        list(PatchBatches(CaseBank(cases, device="cuda", keep=keep), PATCH, 2, 6).epoch(0))
+        for keep in ("memory", "device")
+    ]
+    for memory, device in zip(*made, strict=True):
+        assert memory["image"].is_cuda
+        assert torch.equal(memory["image"], device["image"])
+        assert torch.equal(memory["label"], device["label"])
