@@ -169,9 +169,9 @@ class PlacedRun(runs.Run):
                 result = norm_with(self._statistics, function, *self._without_running(args, kwargs))
                 if result is not None:
                     return self._settle(result)
-            elif id(args[0] if args else None) in self.placement.counters and not self._statistics.counts_batch():
-                if getattr(function, "__name__", "") in ("add_", "__iadd__"):
-                    return args[0]
+            elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
+                # Counted where it lives, and once per batch.
+                return function(*args, **kwargs) if self._statistics.counts_batch() else args[0]
         if not all(map(self.is_here, runs.tensors_of((args, kwargs)))):
             args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
         result = function(*args, **kwargs)

@@ -96,6 +96,7 @@ class Recording(runs.Run):
         read = list(runs.tensors_of((args, kwargs)))
         versions = [(tensor, tensor._version) for tensor in read]
         sources = [self._memory.seen(tensor, self._number) for tensor in read]
+        dice = _random_state(read)
         result = None
         if function is F.batch_norm or function is F.instance_norm:
             # Whole-batch statistics tie no two calls of a norm together.
@@ -105,7 +106,15 @@ class Recording(runs.Run):
         since = [source for tensor, source in zip(read, sources, strict=True) if id(tensor) in changed]
         states = dict.fromkeys(self._states[id(tensor)] for tensor in read if id(tensor) in self._states)
         self.events.append(
-            Operation(self._number, name, self._makers(read), tuple(states), min(since, default=None), self._guard())
+            Operation(
+                number=self._number,
+                name=name,
+                uses=self._makers(read),
+                states=tuple(states),
+                changed_since=min(since, default=None),
+                is_random=not torch.equal(dice, _random_state(read)),
+                guard=self._guard(),
+            )
         )
         self._sign(result)
         return result
@@ -137,6 +146,12 @@ class Recording(runs.Run):
     def trace(self, output: Any) -> Trace:
         """Return what was recorded."""
         return Trace(tuple(self.events), self._makers(pytree.tree_leaves(output)))
+
+
+def _random_state(read: list[Tensor]) -> Tensor:
+    """Return the state of the generator that a function of these tensors would draw from."""
+    device = read[0].device if read else torch.device("cpu")
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def record(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Trace, Recording]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Arguments", "Run", "changes_in_place", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
+__all__ = ["Arguments", "Run", "adds_in_place", "changes_in_place", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,6 +44,11 @@ def keeps_place(function: Callable[..., Any]) -> bool:
     """Whether ``function`` only asks something of its tensors, or reads an attribute."""
     name = getattr(function, "__name__", "")
     return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__")
+
+
+def adds_in_place(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` is ``x.add_`` or ``x += ...``."""
+    return getattr(function, "__name__", "") in ("add_", "__iadd__")
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

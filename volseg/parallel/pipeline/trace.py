@@ -54,14 +54,9 @@ class Operation:
     """Parameters and buffers it reads, by name."""
     changed_since: int | None = None
     """The operation that made (or first read) the oldest memory which this one changes in place."""
+    is_random: bool = False
+    """Whether it drew from a generator."""
     guard: int = 0
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it may draw from a generator."""
-        return any(
-            word in self.name for word in ("drop", "rand", "bernoulli", "normal_", "uniform_", "rrelu", "multinomial")
-        )
 
 
 Event = Enter | Leave | Operation

@@ -1,0 +1,419 @@
+"""What a training loop does to a module means the same to a pipelined one."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from volseg.errors import ParallelError, PartitionError, PlacementError
+from volseg.parallel import ModelParallel
+
+ROUND_OFF = {"rtol": 1e-10, "atol": 1e-10}
+THREE = ["cpu"] * 3
+
+
+def conv(inputs: int = 2, outputs: int = 2) -> nn.Conv3d:
+    return nn.Conv3d(inputs, outputs, 3, padding=1)
+
+
+def volumes(batch: int = 5, side: int = 4, channels: int = 2) -> Tensor:
+    return torch.randn(batch, channels, side, side, side, dtype=torch.float64)
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(net: nn.Module, x: Tensor, cuts: list[str] | None = None, split_size: int = 2, repeats: int = 2):
+    """Same outputs and gradients as the plain network, also when repeated; return the model."""
+    net = net.double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts)
+    for _ in range(repeats):
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, actual = reference(theirs), model(ours)
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
+        expected.square().mean().backward()
+        actual.square().mean().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, **ROUND_OFF)
+        torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    return model
+
+
+class Skips(nn.Module):
+    """Skips over every distance, in-place activations and additions, functions between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (conv() for _ in range(5))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.relu(self.a(x))
+        second = F.elu(self.b(first) * 2, inplace=True)
+        third = self.c(second)
+        third += second
+        fourth = self.d(torch.cat([third[:, :1], first[:, 1:]], 1))
+        fourth[:, 0] = x[:, 1] * 0.5
+        return self.e(fourth) + first
+
+
+@pytest.mark.parametrize("cuts", [None, ["b", "d"], ["c", "e"]])
+def test_skips_and_changes_in_place(cuts):
+    assert_same_step(Skips(), volumes(), cuts)
+
+
+class Reused(nn.Module):
+    """One layer called on several stages, one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.twice, self.b, self.tied = conv(), conv(), conv(), conv()
+        self.tied.weight = self.a.weight
+        self.act = nn.PReLU(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.act(self.twice(self.b(self.act(self.twice(self.a(x)))))))
+
+
+@pytest.mark.parametrize("cuts", [None, ["b", "tied"], ["twice", "b"]])
+def test_reused_layers_and_tied_weights(cuts):
+    model = assert_same_step(Reused(), volumes(), cuts)
+    assert model.module.tied.weight is model.module.a.weight
+
+
+class Block(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = conv(), nn.InstanceNorm3d(2, affine=True), nn.Dropout3d(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(F.relu(self.norm(self.conv(x)))) + x
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints whole children, and half of one inside itself."""
+
+    class Inside(Block):
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            return checkpoint(self.half, x, skip, use_reentrant=False)
+
+        def half(self, x: Tensor, skip: Tensor) -> Tensor:
+            return torch.cat([F.relu(self.norm(self.conv(x)))[:, :1], skip[:, :1]], 1) * skip
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second, self.inside, self.last = Block(), Block(), self.Inside(), conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        second = checkpoint(self.second, first, use_reentrant=self.reentrant)
+        return self.last(self.inside(second, first))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cuts", [None, ["second", "inside"], ["inside", "last"]])
+def test_activation_checkpointing_inside(reentrant, cuts):
+    assert_same_step(Checkpointed(reentrant), volumes(), cuts)
+
+
+def test_dropout_draws_the_same_again_when_checkpointed():
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.block, self.b = conv(), Block(p=0.5), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.block, self.a(x), use_reentrant=False))
+
+    torch.manual_seed(0)
+    net = Dropping().double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=5)
+    x = volumes()
+    model.strategy.plan(x)
+    torch.manual_seed(3)
+    expected = reference(x)
+    torch.manual_seed(3)
+    actual = model(x)
+    torch.testing.assert_close(actual, expected, **ROUND_OFF)
+    expected.sum().backward()
+    actual.sum().backward()
+    torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_the_whole_batch(momentum):
+    """The first norm sees what the plain network's sees, so its running statistics must be equal; the second, called twice
+    on inputs that do not depend on the first, too."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = conv(), conv()
+            self.norm, self.twice = nn.BatchNorm3d(2, momentum=momentum), nn.BatchNorm3d(2, momentum=momentum)
+            self.instance = nn.InstanceNorm3d(2, track_running_stats=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.a(x)) + self.twice(x) + self.twice(self.b(x) * 3) + self.instance(self.b(x))
+
+    net = Normed().double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"])
+    for _ in range(3):
+        x = volumes(5) * 2 + 1
+        model(x), reference(x)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    assert net.norm.num_batches_tracked == 3
+    assert net.twice.num_batches_tracked == 6
+
+
+def test_measuring_leaves_no_trace():
+    """The first call counts once: buffers, random state, gradients and hooks are as after one plain call."""
+    net = nn.Sequential(conv(), nn.BatchNorm3d(2), nn.Dropout(0.5), conv()).double()
+    reference, seen = copy.deepcopy(net), []
+    net[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    x = volumes(4)
+    model = ModelParallel(net, devices=THREE, split_size=4)
+    torch.manual_seed(5)
+    expected = reference(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(model(x), expected, **ROUND_OFF)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    assert seen == [4]
+    assert not gradients(net)
+
+
+def test_hooks_of_the_user_run_and_may_change_outputs():
+    net = Reused().double()
+    net.b.register_forward_hook(lambda module, args, output: output * 2)
+    net.b.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))
+    assert_same_step(net, volumes(), ["b", "tied"])
+
+
+def test_autocast_reaches_every_stage():
+    net = Skips()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    x = volumes().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, actual = torch.cat([reference(piece) for piece in x.split(2)]), model(x)
+    assert actual.dtype == torch.bfloat16
+    # The same bf16 operations on the same micro-batches.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    actual.float().square().mean().backward()
+    expected.float().square().mean().backward()
+    # bf16 gradients of a parameter are summed over micro-batches in another order: eight bits of mantissa.
+    torch.testing.assert_close(gradients(net), gradients(reference), rtol=3e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 7])
+def test_any_batch_size_and_changing_volume_size(batch):
+    net = Reused().double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=3)
+    for side in (4, 6, 4):
+        x = volumes(batch, side)
+        torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+
+
+def test_gradients_accumulate_and_graphs_interleave():
+    net = Skips().double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    x, y = volumes(4), volumes(4)
+    for module in (reference, model):
+        first, second = module(x[:2]), module(y[:2])
+        (second.square().sum() + first.sum()).backward()
+        module(x[2:]).sum().backward()
+    torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+
+
+def test_no_grad_then_grad_keeps_no_stale_copy():
+    class FirstWithout(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = conv(), conv(), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            second = self.b(x)
+            with torch.no_grad():
+                gate = (second + first).sigmoid()
+            return self.c(second * gate + first)
+
+    assert_same_step(FirstWithout(), volumes(), ["b", "c"])
+
+
+def test_training_a_few_steps_ends_at_the_same_weights():
+    net = Skips().double()
+    reference = copy.deepcopy(net)
+    # The optimizer is made before the network has been placed.
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    for module in (reference, model):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(volumes()).square().mean().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+    torch.testing.assert_close(dict(net.named_parameters()), dict(reference.named_parameters()), **ROUND_OFF)
+
+
+def test_gradient_scaler():
+    net = Skips()
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(model(volumes().float()).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_state_and_modes_before_and_after_the_first_call(tmp_path):
+    net, plain = Reused().double(), Reused().double()
+    keys = list(plain.state_dict())
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    assert list(model.state_dict()) == keys
+    model.load_state_dict(plain.state_dict())
+    x = volumes()
+    torch.testing.assert_close(model(x), plain(x), **ROUND_OFF)
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = ModelParallel(Reused().double(), devices=THREE, split_size=1)
+    other(x)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    torch.testing.assert_close(other(x), plain(x), **ROUND_OFF)
+    model.eval()
+    assert not any(module.training for module in net.modules())
+    model(x).sum().backward()
+    model.zero_grad()
+    assert not gradients(net)
+
+
+def test_copy_of_a_placed_model_is_independent():
+    net = Reused().double()
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    x = volumes()
+    expected = model(x)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(twin(x), expected, **ROUND_OFF)
+    twin(x).sum().backward()
+    assert not gradients(net)
+
+
+def test_placed_layer_can_be_called_alone():
+    net = Skips().double()
+    model = ModelParallel(net, devices=THREE, split_size=2)
+    x = volumes()
+    model(x)
+    torch.testing.assert_close(net.c(x), F.conv3d(x, net.c.weight, net.c.bias, padding=1), **ROUND_OFF)
+
+
+def test_move_is_refused():
+    model = ModelParallel(Skips(), devices=THREE, split_size=2)
+    with pytest.raises(PlacementError, match=r"placed on cpu and were asked to move to meta; pass devices"):
+        model.to("meta")
+
+
+def test_split_size_auto_finds_one_and_remembers_it():
+    model = ModelParallel(Skips().double(), devices=THREE, split_size="auto")
+    x = volumes(6)
+    first = model(x)
+    torch.testing.assert_close(model(x), first)
+    assert model.partition.samples in (1, 2, 4, 6)
+
+
+def test_partition_is_printable_and_wants_a_call_first():
+    model = ModelParallel(Skips(), devices=THREE, split_size=2)
+    with pytest.raises(ParallelError, match="has not been cut yet: call the model once"):
+        _ = model.partition
+    model(volumes().float())
+    assert str(model.partition).startswith("stage  device")
+    assert [name for stage in model.partition.stages for name in stage.modules] == ["a", "relu", "b", "c", "d", "e"]
+
+
+def test_more_devices_than_layers():
+    model = ModelParallel(nn.Sequential(conv(), conv()), devices=["cpu"] * 5, split_size=1)
+    assert model(volumes().float()).shape == (5, 2, 4, 4, 4)
+    assert len(model.partition.stages) == 2
+
+
+class Returns(nn.Module):
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.layer, self.how = conv(), how
+
+    def forward(self, x: Tensor):
+        return self.how(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda y: {"loss": y.mean()}, r"output 0 of the network has shape \(\) for a micro-batch of 2; .* return per-sample"),
+        (lambda y: (y, y.mean((0, 2))), r"output 1 of the network has shape \(2, 4, 4\)"),
+        (lambda y: (y, object()), r"output 1 of the network is object"),
+    ],
+)
+def test_output_without_a_batch_is_refused(how, message):
+    model = ModelParallel(Returns(how), devices=THREE, split_size=2)
+    with pytest.raises(ParallelError, match=message):
+        model(volumes(3).float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split_size": 0}, "split_size is a number of samples .* got 0"),
+        ({"split_size": 1, "devices": []}, "devices is a sequence of one device or more"),
+        ({"split_size": 1, "cuts": ["b", "c", "d"]}, "3 cuts make 4 stages, and there are 3 devices"),
+        ({"split_size": 1, "mesh": "any"}, "takes no mesh; for replicas wrap it: DistributedDataParallel"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ParallelError, match=message):
+        ModelParallel(Skips(), **{"devices": THREE, **arguments})
+
+
+def test_impossible_cut_lists_the_possible_ones():
+    model = ModelParallel(Skips(), devices=THREE, split_size=1, cuts=["relu"])
+    with pytest.raises(PartitionError, match=r"no stage can begin at 'relu': .* Stages can begin at b, c, d, e"):
+        model(volumes().float())
+
+
+def test_empty_call_is_refused():
+    model = ModelParallel(Skips(), devices=THREE, split_size=1)
+    with pytest.raises(ParallelError, match=r"needs a tensor argument \(B, \.\.\.\) with B >= 1, got nothing"):
+        model()
+
+
+def test_unforeseen_change_in_place_on_another_stage_is_refused():
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.moody = conv(), conv(), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            second = self.b(first)
+            if self.moody:
+                first.mul_(2)
+            return second + first
+
+    net = Moody()
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b"])
+    x = volumes().float()
+    model(x)
+    net.moody = True
+    with torch.no_grad(), pytest.raises(PartitionError, match="mul_ changes in place a tensor that lives on stage 0"):
+        model(x)
