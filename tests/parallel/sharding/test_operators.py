@@ -35,7 +35,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "conv even stride three": lambda x: F.conv3d(x, constant(3, 4, 2, 2, 2), stride=3, padding=1),
     "conv grouped": lambda x: F.conv3d(x, constant(4, 2, 3, 3, 3), padding=1, groups=2),
     "conv same": lambda x: F.conv3d(x, W5, padding="same"),
-    "conv same even along the cut": lambda x: F.conv3d(x, constant(3, 4, 4, 3, 1), padding="same"),
+    "conv same dilated": lambda x: F.conv3d(x, constant(3, 4, 2, 3, 1), padding="same", dilation=2),
     "transposed": lambda x: F.conv_transpose3d(x, W2, stride=2),
     "transposed output padded": lambda x: F.conv_transpose3d(
         x, constant(4, 3, 3, 3, 3), constant(3), stride=2, padding=1, output_padding=1
@@ -95,9 +95,8 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "where": lambda x: torch.where(x > 0, x, SAME),
     "masked fill": lambda x: x.masked_fill(x > 0.5, 0.0),
     "clamp lerp": lambda x: torch.lerp(x.clamp(-1, 1), SAME, 0.3),
-    "in place": lambda x: (x * 1).add_(SAME).mul_(2).relu_().clamp_(max=1.5),
+    "in place": lambda x: (x * 1).add_(SAME).mul_(2).relu_(),
     "in place operators": lambda x: _in_place_operators(x),
-    "onto a whole tensor": lambda x: _onto_whole(x),
     "prelu": lambda x: F.prelu(x, constant(4)),
     "activations": lambda x: F.gelu(x) + F.silu(x) + F.elu(x) + F.softplus(x) + F.leaky_relu(x, 0.1) + F.mish(x),
     "more activations": lambda x: F.hardswish(x) + F.celu(x) + F.selu(x) + F.relu6(x) + F.logsigmoid(x) + x.tanh(),
@@ -120,7 +119,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "linear": lambda x: F.linear(x.movedim(1, -1), constant(3, 4), constant(3)),
     "matmul right": lambda x: x.movedim(1, -1) @ constant(4, 3),
     "matmul batches": lambda x: x.transpose(1, 2) @ SAME.transpose(1, 2).transpose(-1, -2),
-    "matmul left": lambda x: constant(3, 4) @ x.flatten(2).unflatten(2, (9, 30)).permute(0, 3, 1, 2),
+    "matmul left": lambda x: constant(3, 4) @ x.permute(0, 2, 3, 1, 4),
     # reductions
     "mean of all": lambda x: x.mean() * x,
     "sum": lambda x: x.sum((2, 3, 4)),
@@ -184,12 +183,6 @@ def _in_place_operators(x: Tensor) -> Tensor:
     y -= x
     y /= 3
     return y
-
-
-def _onto_whole(x: Tensor) -> Tensor:
-    total = torch.zeros(SHAPE, dtype=torch.float64)
-    total += x
-    return SAME + total + SAME * x - x
 
 
 def _assign(x: Tensor) -> Tensor:

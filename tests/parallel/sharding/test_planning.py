@@ -77,7 +77,7 @@ def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
     start = data.draw(st.integers(0, outputs - 1))
     stop = data.draw(st.integers(start + 1, outputs))
     low, high = window.need(start, stop)
-    planes = F.pad(x, (size, size + 2 * outputs))[..., low + size : high + size]
+    planes = F.pad(x, (99, 99))[..., low + 99 : high + 99]  # nothing but zeros outside the volume
     local = F.conv_transpose1d(planes, w, **settings)
     skip = start - window.first(start, stop)
     assert skip >= 0

@@ -57,12 +57,12 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     ParallelError
         If the mesh has no dimension to cut volumes with, or ``grid`` has another number of shards.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     start_group()
     device = own_device()
     if mesh is None:
         return Processes(ProcessGroupShards(dist.group.WORLD, _grid(grid, [dist.get_world_size()]), device), None)
-    if not isinstance(mesh, DeviceMesh):
-        raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:

@@ -19,6 +19,8 @@ from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.processes import Processes, join
+from volseg.parallel.sharding.recomputation import Recomputation
+from volseg.parallel.sharding.table import volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole
 
 __all__ = ["SpatialStrategy"]
@@ -64,6 +66,7 @@ class SpatialStrategy:
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
         self.axes = _checked_axes(axes, self.communicator.grid)
         self.context = Context(self.communicator, on_unsupported, net)
+        self.recomputation = Recomputation(net, checkpoint)
         self._generator: torch.Generator | None = None
         net.to(self.communicator.home)
 
@@ -75,7 +78,9 @@ class SpatialStrategy:
             averaged = average_gradients(list(trained.values()), self.replicas)
             trained = dict(zip(trained, averaged, strict=True))
         self.context.share(list(trained.values()))
-        with self._same_randomness():
+        given = volumes((args, kwargs))
+        finest = max((volume.shape[2:].numel() for volume in given), default=0)
+        with self._same_randomness(), self.recomputation.active(finest):
             if self.replicas is not None:
                 return functional_call(self.net, trained, args, kwargs)
             return self.net(*args, **kwargs)

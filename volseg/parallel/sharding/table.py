@@ -27,6 +27,7 @@ NAMESPACES: dict[str, Any] = {
     "F": F,
     "special": torch.special,
     "nn": torch._C._nn,
+    "linalg": torch.linalg,
 }
 
 

@@ -54,7 +54,10 @@ def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[lis
         for slab, coordinates, local in zip(slabs, communicator.coordinates, windows, strict=True):
             here = coordinates[axis]
             local.append(LocalWindow(needs[here], outputs[here], outputs[here][0] - plan.window.first(*outputs[here])))
-            before, after = wanted[here][0] - needs[here][0], needs[here][1] - wanted[here][1]
+            # A shard may need nothing but padding.
+            start, stop = needs[here]
+            before = min(max(-start, 0), stop - start)
+            after = min(max(stop - size, 0), stop - start)
             padded.append(pad_planes(slab, dim, before, after, plan.fill))
         slabs = padded
     return slabs, windows

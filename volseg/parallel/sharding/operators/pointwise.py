@@ -35,14 +35,16 @@ ACTIVATIONS = """
     """.split()
 
 DUNDER = """
-    abs add and eq floordiv ge gt iadd iand idiv ifloordiv imod imul ior ipow isub itruediv ixor invert le lt mod
+    abs add and eq floordiv ge gt invert le lt mod
     mul ne neg or pos pow radd rand rdiv rfloordiv rmod rmul ror rpow rsub rtruediv rxor sub truediv
     """.split()
+
+IN_PLACE = "iadd iand ifloordiv imod imul ior ipow isub itruediv ixor".split()
 
 CONVERSIONS = """
     Tensor.bfloat16 Tensor.bool Tensor.byte Tensor.char Tensor.clone clone Tensor.contiguous Tensor.double Tensor.float
     Tensor.half Tensor.int Tensor.long Tensor.short Tensor.type_as detach Tensor.detach_ empty_like full_like ones_like
-    rand_like randn_like zeros_like zero_ fill_ normal_ uniform_
+    zeros_like
     """.split()
 
 
@@ -115,26 +117,15 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Pointwise arithmetic", *(f"{name}_" for name in (*UNARY, *BINARY) if "." not in name))
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE))
 @handles("Activations", *(f"{name}_" for name in ACTIVATIONS))
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume."""
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
-        return unsupported(func, args, kwargs, "it writes into a tensor that is not sharded")
+        return unsupported(func, args, kwargs, "it writes into a tensor that is not sharded; write a = a + b for a += b")
     run_local(func, args, kwargs)
     return target
-
-
-@handles(
-    "Pointwise arithmetic",
-    *(f"Tensor.__i{name}__" for name in "add and div floordiv mod mul or pow sub truediv xor".split()),
-)
-def in_place_operator(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``x += y`` in place, or out of place where ``x`` is an ordinary tensor (the name is bound anew)."""
-    if isinstance(args[0], ShardedVolume):
-        return in_place(func, args, kwargs)
-    plain = getattr(torch.Tensor, func.__name__.replace("__i", "__"))
-    return pointwise(plain, args, kwargs)
 
 
 @handles("Copies and conversions", "Tensor.to", "Tensor.type")
@@ -168,12 +159,19 @@ def scatter(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(index, ShardedVolume) or dim % index.ndim in index.dims:
         return unsupported(func, args, kwargs, "the index must be sharded, and dim another one than the cut dim")
     like, results = run_local(func, args, kwargs)
-    return args[0] if isinstance(args[0], ShardedVolume) and func is Tensor.scatter_ else rewrap(like, results)
+    if func is not Tensor.scatter_:
+        return rewrap(like, results)
+    if isinstance(args[0], ShardedVolume):
+        return args[0]
+    # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor itself must not
+    # find it unchanged: it is emptied.
+    args[0].resize_(0)
+    return rewrap(like, results)
 
 
-@handles("Copies and conversions", "Tensor.copy_")
+@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
 def copy_into(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Copy a volume or a broadcast value into a volume."""
+    """Write a volume or a broadcast value into a volume."""
     return in_place(func, args, kwargs)
 
 

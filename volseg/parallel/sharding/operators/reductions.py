@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.arguments import bound, dims_of
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, run_gathered, unsupported
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["moments", "over_dims", "reduce_slabs"]
@@ -194,9 +194,10 @@ def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
     return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 
-@handles("Reductions", "norm", "Tensor.norm")
+@handles("Reductions", "norm", "Tensor.norm", "linalg.vector_norm")
 def norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return a vector norm over dims."""
+    kwargs = {"p" if key == "ord" else "input" if key == "x" else key: value for key, value in kwargs.items()}
     given = bound("input p dim keepdim", args, kwargs, p="fro", dim=None, keepdim=False)
     volume, order = given["input"], given["p"]
     if given.get("dtype") is not None or not (order in ("fro", None) or isinstance(order, int | float)):
@@ -226,3 +227,9 @@ def compare(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     else:
         same = pointwise(torch.isclose, args, kwargs)
     return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "masked_select")
+def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
+    return run_gathered(func, args, kwargs)

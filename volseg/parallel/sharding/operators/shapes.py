@@ -66,15 +66,20 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not all(entry is None or entry is ... or isinstance(entry, int | slice) for entry in index):
         return unsupported(func, args, kwargs, "only integers, slices, None and ... are supported as indices")
     entries = _expanded(index, volume.ndim)
-    dim, result = 0, volume
+    dim = 0
+    result: ShardedVolume | Tensor = volume
     for entry in entries:
+        if not isinstance(result, ShardedVolume):  # too thin to be cut by now
+            result = result[(slice(None),) * dim + (entry,)]
+            dim += not isinstance(entry, int)
+            continue
         if isinstance(entry, slice):
             start, stop, step = entry.indices(result.shape[dim])
             if step < 1:
                 raise ValueError("step must be greater than zero")
             result = take_planes(result, dim, start, max(0, -(-(stop - start) // step)), step)
         elif entry is None:
-            result = result.unsqueeze(dim) if not isinstance(result, ShardedVolume) else _unsqueeze(result, dim)
+            result = _unsqueeze(result, dim)
         else:
             result = _select(result, dim, entry)
             continue
@@ -92,12 +97,10 @@ def _expanded(index: tuple, ndim: int) -> list[Any]:
     return [*index, *rest]
 
 
-def _select(volume: ShardedVolume | Tensor, dim: int, index: int) -> ShardedVolume | Tensor:
+def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tensor:
     size = volume.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
-    if not isinstance(volume, ShardedVolume):
-        return volume.select(dim, index)
     if dim in volume.dims:  # one plane is whole: every shard holds it
         one = take_planes(volume, dim, index % size, 1)
         one = one.full_tensor() if isinstance(one, ShardedVolume) else one

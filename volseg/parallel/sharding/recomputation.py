@@ -1,0 +1,85 @@
+"""Activation checkpointing of the blocks of any network: forget them, and compute them again in the backward pass.
+
+A block is an innermost module with two convolutions or more (a residual unit, nnU-Net's double convolution). Blocks of the finest levels
+hold nearly all memory, so a number of levels can be chosen.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import log2
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from volseg.errors import ParallelError
+from volseg.parallel.sharding.table import volumes
+
+__all__ = ["Recomputation", "blocks"]
+
+
+def blocks(net: nn.Module) -> list[nn.Module]:
+    """Return the innermost modules that hold two convolutions or more; a lone convolution elsewhere stays as it is."""
+
+    def convolutions(module: nn.Module) -> int:
+        return sum(isinstance(child, _ConvNd) for child in module.modules())
+
+    found = []
+    for module in net.modules():
+        inner = [child for child in module.modules() if child is not module]
+        # A list of modules has no forward of its own.
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if convolutions(module) >= 2 and all(convolutions(child) < 2 for child in inner):
+            found.append(module)
+    return found
+
+
+class Recomputation:
+    """Recompute blocks of ``levels`` finest levels, or of all.
+
+    Raises
+    ------
+    ParallelError
+        If ``levels`` is neither None, ``"all"`` nor a positive number.
+    """
+
+    def __init__(self, net: nn.Module, levels: str | int | None) -> None:
+        valid = levels is None or levels == "all" or (isinstance(levels, int) and levels > 0)
+        if not valid or isinstance(levels, bool):
+            raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
+        self.levels = levels
+        self.blocks = blocks(net) if levels is not None else []
+
+    @contextmanager
+    def active(self, finest: int) -> Iterator[None]:
+        """Recompute within this context; ``finest`` is the number of voxels of the network's input."""
+        if not self.blocks:
+            yield
+            return
+        for block in self.blocks:
+            # On the instance, for the time of one forward pass; the recomputation calls the class's own forward.
+            block.forward = partial(self._run, block, block.forward, finest)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+
+    def _run(self, block: nn.Module, forward: Callable, finest: int, *args: Any, **kwargs: Any) -> Any:
+        given = volumes((args, kwargs))
+        if not given or not self._chosen(given[0].shape[2:].numel(), finest):
+            return forward(*args, **kwargs)
+        random = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=random and block.training, **kwargs
+        )
+
+    def _chosen(self, voxels: int, finest: int) -> bool:
+        if self.levels == "all":
+            return True
+        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
+        return level < self.levels  # type: ignore[operator]
