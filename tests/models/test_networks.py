@@ -6,7 +6,7 @@ from monai.losses import DeepSupervisionLoss, DiceCELoss
 from monai.networks import nets
 
 from volseg.errors import ConfigError
-from volseg.models import NETWORKS, DynUNet, build_network, plan_topology
+from volseg.models import NETWORKS, DynUNet, VNet, build_network, plan_topology
 
 
 def build(name, patch_size=(40, 56, 40), **parameters):
@@ -94,6 +94,23 @@ def test_deep_supervision_feeds_its_loss_and_leaves_no_graph_behind():
     assert isinstance(net, DynUNet)
 
 
+def dropouts(net):
+    return [module.p for module in net.modules() if isinstance(module, torch.nn.Dropout3d)]
+
+
+def test_vnet_is_monais_with_all_its_dropouts_in_reach():
+    with torch.device("meta"):
+        theirs, ours = nets.VNet(), build("VNet")
+        none = build("VNet", dropout_prob_down=0.0, dropout_prob_up=[0.0, 0.0], dropout_prob_fine=0.0)
+        left = nets.VNet(dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0))
+    assert isinstance(ours, VNet)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert dropouts(ours) == dropouts(theirs)
+    assert len(dropouts(none)) == 8
+    assert not any(dropouts(none))
+    assert any(dropouts(left))  # MONAI's own parameters do not reach them all: what this class is for
+
+
 def test_every_registered_network_takes_channels():
     assert {"VNet", "UNet", "DynUNet", "SegResNet", "SwinUNETR", "UNETR", "MedNeXt", "AttentionUnet"} <= set(NETWORKS)
     assert "Unet" not in NETWORKS  # one name each
@@ -104,7 +121,7 @@ def test_every_registered_network_takes_channels():
     ("spec", "message"),
     [
         ({"name": "Vnet2"}, "no network is called 'Vnet2'; did you mean 'VNet'"),
-        ({"name": "VNet", "droput_prob": 0.1}, "VNet has no parameter 'droput_prob'; did you mean 'dropout_prob"),
+        ({"name": "VNet", "droput_prob": 0.1}, "VNet has no parameter 'droput_prob'; did you mean 'dropout_prob_"),
         ({"name": "VNet", "in_channels": 4}, r"VNet: \['in_channels'\] follow from the data"),
         ({"name": "UNet", "channels": [4, 8, 16], "strides": [2]}, "network UNet refused .*`strides` should equal"),
         ({"dropout": 1}, "a network needs a name"),

@@ -5,6 +5,7 @@ from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule, grid_divisors, grid_rule
 from volseg.models.networks import NETWORKS, build_network
 from volseg.models.topology import Topology, plan_topology
+from volseg.models.vnet import VNet
 
 __all__ = [
     "NETWORKS",
@@ -12,6 +13,7 @@ __all__ = [
     "FitGrid",
     "GridRule",
     "Topology",
+    "VNet",
     "build_network",
     "grid_divisors",
     "grid_rule",

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from volseg.errors import GridError
 from volseg.models.deep_supervision import DynUNet
+from volseg.models.vnet import VNet
 
 __all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule"]
 
@@ -135,6 +136,7 @@ def _unetr(net: Any) -> GridRule:
 
 _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     nets.VNet: lambda _: _by_halving(4),
+    VNet: lambda _: _by_halving(4),
     # MONAI ignores strides beyond the last level.
     nets.UNet: lambda net: _by_strides(net.strides[: len(net.channels) - 1]),
     nets.DynUNet: lambda net: _by_strides(net.strides),

@@ -15,6 +15,7 @@ from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.models.deep_supervision import DynUNet
 from volseg.models.topology import plan_topology
+from volseg.models.vnet import VNet
 
 __all__ = ["NETWORKS", "build_network"]
 
@@ -31,7 +32,8 @@ def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
         if all(parameter in inspect.signature(member).parameters for parameter in _DATA):
             found[name] = member
     # MedNeXt's published sizes are functions that pass everything on to the class.
-    return found | {f"MedNeXt{size}": getattr(nets, f"MedNeXt{size}") for size in "SBML"} | {"DynUNet": DynUNet}
+    sizes = {f"MedNeXt{size}": getattr(nets, f"MedNeXt{size}") for size in "SBML"}
+    return found | sizes | {"DynUNet": DynUNet, "VNet": VNet}
 
 
 NETWORKS = Registry("network", _image_to_image())
@@ -67,7 +69,7 @@ def build_network(
     'VNet'
     >>> build_network({"name": "VNet", "droput_prob": 0.1}, in_channels=1, out_channels=3)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    volseg.errors.ConfigError: network VNet has no parameter 'droput_prob'; did you mean 'dropout_prob' or ...
+    volseg.errors.ConfigError: network VNet has no parameter 'droput_prob'; did you mean 'dropout_prob_...
     """
     NETWORKS.check(spec)
     name = spec["name"]
