@@ -192,6 +192,76 @@ def run(case: Case, **where: Any) -> dict[str, float]:
     return compare(plain, model, [volume], steps=case.steps)
 
 
+def scattered() -> dict[str, float]:
+    """Train with a batch that one process loads; the loss and the gradients are those of one device, on every rank."""
+    from monai.losses import DiceCELoss
+
+    from volseg.parallel.sharding.scatter import loads_batches, scatter_batch
+
+    torch.manual_seed(7)
+    plain = monai("UNet", 3, 1, 3, WIDTHS, STRIDES, num_res_units=1)().double()
+    model = ModelParallel(monai("UNet", 3, 1, 3, WIDTHS, STRIDES, num_res_units=1)().double(), strategy="spatial")
+    model.load_state_dict(plain.state_dict())
+    image = torch.randn(2, 1, 20, 8, 12, dtype=torch.float64)
+    label = torch.randint(0, 3, (2, 1, 20, 8, 12))
+    batch = {"image": image, "label": label, "spacing": torch.ones(2, 3), "case": ["a", "b"]}
+    received = scatter_batch(model, batch if loads_batches(model) else None)
+    assert received["case"] == ["a", "b"]
+    assert received["spacing"].equal(torch.ones(2, 3))
+    objective = DiceCELoss(softmax=True, to_onehot_y=True)
+    loss = objective(model(received["image"]), received["label"])
+    expected = objective(plain(image), label)
+    loss.backward()
+    expected.backward()
+    norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1) for net in (model, plain)]
+    everyone = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, loss.detach())
+    errors = {"loss": float((loss - expected).abs()), "norm": float((norms[0] - norms[1]).abs())}
+    errors["ranks"] = max(float((other - loss).abs()) * 1e30 for other in everyone)  # bit for bit
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    errors["gradients"] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+    return errors
+
+
+def replicas() -> dict[str, float]:
+    """Two replicas of two shards: gradients are those of the mean loss over both volumes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "spatial"))
+    torch.manual_seed(7)
+    plain, other = SqueezeExcite().double(), SqueezeExcite().double()
+    other.load_state_dict(plain.state_dict())
+    volumes = torch.randn(2, 1, 11, 5, 4, dtype=torch.float64)
+    model = ModelParallel(other, strategy="spatial", mesh=mesh)
+    own = mesh.get_local_rank("data")
+    model(volumes[own : own + 1]).square().mean().backward()
+    sum(plain(volume[None]).square().mean() / 2 for volume in volumes).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return {"gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs)}
+
+
+def dropped() -> dict[str, float]:
+    """Whole channels drop on all shards alike, also on a level that is too coarse to cut; voxels drop independently."""
+    torch.manual_seed(dist.get_rank())  # whatever the processes were seeded with
+    net = nn.Sequential(nn.Dropout3d(0.5), nn.MaxPool3d(4), nn.Dropout3d(0.5))
+    ones = torch.ones(1, 64, 8 * 4, 4, 4, dtype=torch.float64)
+    channels = ModelParallel(net[0], strategy="spatial")(ones).full_tensor().flatten(2)
+    coarse = ModelParallel(nn.Sequential(nn.MaxPool3d(32), nn.Dropout(0.5)), strategy="spatial")(ones.repeat(1, 1, 1, 8, 8))
+    voxels = ModelParallel(nn.Dropout(0.5), strategy="spatial")(ones).full_tensor()
+    halves = voxels.chunk(dist.get_world_size(), 2)
+    everyone = [torch.empty_like(coarse) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, coarse)
+    return {
+        "channels": float((channels - channels[..., :1]).abs().max()),
+        "some channels": float(not 10 < int((channels[0, :, 0] == 0).sum()) < 54),
+        "coarse": max(float((other - coarse).abs().max()) for other in everyone),
+        "voxels": float(halves[0].equal(halves[1])) + abs(float(voxels.mean()) - 1) // 0.1,
+    }
+
+
+EXTRA = {"scattered batch": scattered, "replicas": replicas, "dropout": dropped}
+
+
 def main(names: list[str], folder: Path) -> None:
     """Run cases on this process's rank."""
     warnings.simplefilter("ignore")
@@ -202,7 +272,7 @@ def main(names: list[str], folder: Path) -> None:
     path = folder / f"{dist.get_rank()}.json"
     for name in names:
         try:
-            results[name] = run({**CASES, "vnet": VNET}[name])
+            results[name] = EXTRA[name]() if name in EXTRA else run({**CASES, "vnet": VNET}[name])
         except Exception:
             results[name] = traceback.format_exc()
             break

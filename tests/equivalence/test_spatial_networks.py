@@ -61,8 +61,17 @@ def check_ranks(ranks: list[dict], name: str) -> None:
         assert_equal(results[name])
 
 
-@pytest.mark.parametrize("across", [(2, NAMES), (4, NAMES)], indirect=True, ids=["2", "4"])
-@pytest.mark.parametrize("name", NAMES)
+EXTRA = sorted(set(spatial.EXTRA) - {"replicas"})
+
+
+@pytest.mark.parametrize(
+    ("across", "name"),
+    [
+        *((pytest.param((2, [*NAMES, *EXTRA]), id="2"), name) for name in [*NAMES, *EXTRA]),
+        *((pytest.param((4, [*NAMES, *EXTRA, "replicas"]), id="4"), name) for name in [*NAMES, *EXTRA, "replicas"]),
+    ],
+    indirect=["across"],
+)
 def test_processes_equal_one_device(name: str, across: list[dict]) -> None:
     check_ranks(across, name)
 

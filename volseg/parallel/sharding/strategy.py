@@ -92,7 +92,7 @@ class SpatialStrategy:
         value = value.as_subclass(Tensor)
         if value.ndim not in (4, 5):
             return value.to(self.communicator.home)
-        dims = self._dims(value.shape)
+        dims = self.dims_of(value.shape)
         if dims is None:
             return value.to(self.communicator.home)
         return from_whole(value.to(self.communicator.home) if self._one_device else value, dims, self.context)
@@ -101,7 +101,7 @@ class SpatialStrategy:
     def _one_device(self) -> bool:
         return len(self.communicator.devices) == 1
 
-    def _dims(self, shape: torch.Size) -> list[int] | None:
+    def dims_of(self, shape: torch.Size) -> list[int] | None:
         """Return the dim that each mesh axis cuts, or None for a volume too thin to cut."""
         grid = self.communicator.grid
         if self.axes is not None:
