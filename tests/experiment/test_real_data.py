@@ -1,0 +1,53 @@
+"""The real hippocampi: a network learns them, and a DICOM series gets a label map on its own geometry."""
+
+import json
+
+import nibabel
+import numpy as np
+import pytest
+import yaml
+
+from volseg.data.msd import load_task
+from volseg.data.readers import read_volume
+from volseg.data.splits import folds
+from volseg.experiment import load_config, predict, train
+
+pytestmark = pytest.mark.real_data
+
+
+@pytest.fixture(scope="module")
+def outcome(msd_task04, tmp_path_factory):
+    """Train a small U-Net on 60 cases of fold 0 for about a minute; validate on 12 of the fold's others."""
+    folder = tmp_path_factory.mktemp("real")
+    fold = folds([case["case"] for case in load_task(msd_task04).training])[0]
+    (folder / "splits.json").write_text(json.dumps([{"train": fold.training[:60], "val": fold.validation[:12]}]))
+    config = {
+        "name": "real",
+        "output": str(folder / "run"),
+        "data": {"root": str(msd_task04)},
+        "split": {"file": str(folder / "splits.json")},
+        "patch": {"size": [40, 56, 40], "batch": 2},
+        "augmentation": {"blur": {"probability": 0}, "low_resolution": {"probability": 0}},
+        "network": {"name": "UNet", "channels": [8, 16, 32, 64], "strides": [2, 2, 2], "num_res_units": 1},
+        "optimizer": {"name": "AdamW", "lr": 0.005},
+        "training": {"epochs": 1, "iterations": 400, "ema": 0.98},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return train(load_config(folder / "config.yaml"))
+
+
+def test_a_small_network_learns_the_hippocampus(outcome):
+    # About 0.78 here. Untrained it is 0.05; calling the whole structure by one of its names gives the other 0.
+    assert len(outcome.validated.summary["metric_per_case"]) == 12
+    assert outcome.validated.scores["dice/Anterior"] > 0.65
+    assert outcome.validated.scores["dice/Posterior"] > 0.65
+
+
+def test_a_dicom_series_is_predicted_on_its_own_geometry(outcome, dicom_series, tmp_path):
+    ((name, path),) = predict(outcome.folder, [dicom_series], tmp_path / "out").items()
+    assert path == tmp_path / "out" / f"{name}.nii.gz"
+    written, series = nibabel.load(path), read_volume(dicom_series)
+    assert written.shape == tuple(series.shape[1:])
+    # NIfTI stores the affine as float32: 1e-4 mm at 200 mm from the origin.
+    np.testing.assert_allclose(written.affine, series.affine.numpy(), atol=1e-4)
+    assert set(np.unique(written.dataobj)) == {0, 1, 2}
