@@ -2,9 +2,11 @@
 
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from volseg.parallel.sharding.communicator import Communicator
@@ -23,6 +25,15 @@ class Context:
         What to do with an operator that has no sharded form.
     net
         The network; names the places in messages.
+
+    Attributes
+    ----------
+    room
+        Planes of room that norms and joins leave around their slabs.
+    channels_last
+        Whether volumes of the network are meant to lie in memory with channels last.
+    graph_generator
+        Random numbers that differ between processes, while a CUDA graph is captured.
     """
 
     def __init__(
@@ -34,15 +45,22 @@ class Context:
         self.communicator = communicator
         self.on_unsupported = on_unsupported
         self.net = net
+        self.room = 0
+        self.channels_last = False
+        self.graph_generator: torch.Generator | None = None
         self._shared: dict[int, list[Tensor]] = {}
+        self._shared_ids: set[int] = set()
+        self._cast: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._waiting: weakref.WeakSet = weakref.WeakSet()
         self._said: set[str] = set()
 
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Hand the parameters to the shards for one forward pass, so that each is copied and summed once."""
-        self._shared = {}
+        self._shared, self._cast = {}, {}
         shared = self.communicator.share(parameters)
         for parameter, copies in zip(parameters, shared, strict=True):
             self._shared[id(parameter)] = copies
+        self._shared_ids = {id(copy) for copies in shared for copy in copies}
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
@@ -52,6 +70,28 @@ class Context:
         if not whole.requires_grad:
             return [whole.to(device, non_blocking=True) for device in self.communicator.devices]
         return self.communicator.spread(whole)
+
+    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a parameter in autocast's dtype: converted once per forward pass, however often it is used."""
+        if parameter.dtype == dtype:
+            return parameter
+        if id(parameter) not in self._shared_ids:
+            return parameter.to(dtype)
+        key = (id(parameter), dtype)
+        if key not in self._cast or self._cast[key].requires_grad != (parameter.requires_grad and torch.is_grad_enabled()):
+            self._cast[key] = parameter.to(dtype)
+        return self._cast[key]
+
+    def defer(self, volume: Any) -> None:
+        """Remember a volume whose norm waits for the next operator."""
+        self._waiting.add(volume)
+
+    def settle(self, keep: Any = None) -> None:
+        """Compute what waits, before anything is changed in place."""
+        for volume in list(self._waiting):
+            if volume is not keep and volume.deferred is not None:
+                volume.settle()
+        self._waiting.clear()
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""

@@ -1,14 +1,42 @@
-"""Arithmetic of the sharded norms on one slab, in plain torch.
+"""Arithmetic of the sharded norms on one slab: Triton on CUDA, plain torch elsewhere.
 
-Half precision is widened to float32 inside and rounded once at the end. ``(B, C)`` values broadcast over the voxels.
+A norm and the activation behind it are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32 inside and rounded
+once at the end. ``(B, C)`` values broadcast over the voxels. The plain versions define what the others compute.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["affine", "gradient_input", "gradient_sums", "moments", "weights"]
+__all__ = ["IDENTITY", "Activation", "affine", "gradient_input", "gradient_sums", "moments", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A function applied behind the norm: ``parameter`` is leaky ReLU's slope or ELU's alpha."""
+
+    kind: Literal["none", "leaky", "elu"] = "none"
+    parameter: float = 0.0
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the activated tensor."""
+        if self.kind == "leaky":
+            return F.leaky_relu(x, self.parameter)
+        return F.elu(x, self.parameter) if self.kind == "elu" else x
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Return the derivative at ``x``, the value before activation."""
+        if self.kind == "leaky":
+            # Not torch.where of two numbers: its result is float32 whatever x is.
+            return torch.ones_like(x).masked_fill_(x <= 0, self.parameter)
+        return torch.where(x > 0, 1.0, self.parameter * x.exp())
+
+
+IDENTITY = Activation()
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -17,6 +45,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _over_voxels(pairs: Tensor, like: Tensor) -> Tensor:
     return pairs.reshape(*pairs.shape, *([1] * (like.ndim - 2)))
+
+
+def _fused(slab: Tensor) -> bool:
+    """Say whether the Triton kernels take this slab."""
+    from volseg.parallel.sharding import triton_kernels
+
+    return slab.is_cuda and slab.dtype != torch.float64 and triton_kernels.available()
 
 
 @lru_cache(maxsize=256)
@@ -28,23 +63,62 @@ def weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def moments(slab: Tensor) -> Tensor:
     """Return mean and biased variance over the voxels, ``(2, B, C)``."""
+    if _fused(slab):
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.moments(slab)
     variance, mean = torch.var_mean(_wide(slab).flatten(2), 2, correction=0)
     return torch.stack([mean, variance])
 
 
-def affine(slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return ``slab * scale + shift``."""
-    return torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab)).to(slab.dtype)
+def affine(
+    slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY, out: Tensor | None = None
+) -> Tensor:
+    """Return ``act(slab * scale + shift)``, in ``out`` where it is given."""
+    if _fused(slab):
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.affine(slab, scale, shift, activation, out)
+    result = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
+    result = activation.apply(result).to(slab.dtype)
+    return result if out is None else out.copy_(result)
 
 
-def gradient_sums(gradient: Tensor, slab: Tensor, mean: Tensor) -> Tensor:
-    """Return the sums over the voxels of the gradient and of the gradient times ``slab - mean``, ``(2, B, C)``."""
-    wide = _wide(gradient).flatten(2)
+def _before_activation(gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation) -> Tensor:
+    wide = _wide(gradient)
+    if activation.kind == "none":
+        return wide
+    value = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
+    return wide * activation.derivative(value)
+
+
+def gradient_sums(
+    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
+) -> Tensor:
+    """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``; ``g`` is the gradient before activation."""
+    if _fused(slab):
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.gradient_sums(gradient, slab, mean, scale, shift, activation)
+    before = _before_activation(gradient, slab, scale, shift, activation).flatten(2)
     centered = _wide(slab).flatten(2) - mean.unsqueeze(-1)
-    return torch.stack([wide.sum(2), (wide * centered).sum(2)])
+    return torch.stack([before.sum(2), (before * centered).sum(2)])
 
 
-def gradient_input(gradient: Tensor, slab: Tensor, gain: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-    """Return ``gain * gradient + slope * slab + offset``."""
+def gradient_input(
+    gradient: Tensor,
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    slope: Tensor,
+    offset: Tensor,
+    activation: Activation = IDENTITY,
+) -> Tensor:
+    """Return ``scale * g + slope * slab + offset``; ``g`` is the gradient before activation."""
+    if _fused(slab):
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.gradient_input(gradient, slab, scale, shift, slope, offset, activation)
+    before = _before_activation(gradient, slab, scale, shift, activation)
     result = torch.addcmul(_over_voxels(offset, slab), _wide(slab), _over_voxels(slope, slab))
-    return result.addcmul_(_wide(gradient), _over_voxels(gain, slab)).to(slab.dtype)
+    return result.addcmul_(before, _over_voxels(scale, slab)).to(slab.dtype)

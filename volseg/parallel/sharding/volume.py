@@ -6,13 +6,18 @@ sharded form raises; none is ever run on the empty shell.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding.context import Context
+
+if TYPE_CHECKING:
+    from volseg.parallel.sharding.deferred import Deferred
+    from volseg.parallel.sharding.halo import Halo
+    from volseg.parallel.sharding.recipes import Recipe
 
 __all__ = ["ShardedVolume", "wrap"]
 
@@ -24,21 +29,35 @@ class ShardedVolume(Tensor):
     ----------
     slabs
         The slabs that this process holds: ordinary tensors with ordinary autograd.
+    deferred
+        A norm that waits for the activation behind it (see ``deferred``).
+    recipe, room
+        How the one slab can be computed again (see ``recipes``), and planes of room around it (see ``halo``).
     dims
         The tensor dim that each mesh axis cuts.
     context
         Communicator and settings.
     """
 
-    slabs: list[Tensor]
     dims: tuple[int, ...]
     context: Context
+    recipe: "Recipe | None"
+    room: int
+    deferred: "Deferred | None"
+    _slabs: list[Tensor]
     _shape: torch.Size
+    _version_of_recipe: int
 
     @staticmethod
     def __new__(
-        cls, slabs: Sequence[Tensor], dims: Sequence[int], shape: Sequence[int], context: Context
+        cls,
+        slabs: Sequence[Tensor],
+        dims: Sequence[int],
+        shape: Sequence[int],
+        context: Context,
+        deferred: "Deferred | None" = None,
     ) -> "ShardedVolume":
+        """Wrap slabs, or a norm that is still to be applied to ``slabs``."""
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
         # the result (grad_fn), and can be refused: autograd does not see the slabs inside.
         first = slabs[0]
@@ -46,7 +65,10 @@ class ShardedVolume(Tensor):
         shell = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=differentiable
         )
-        shell.slabs = list(slabs)
+        shell._slabs = list(slabs)
+        shell.deferred = deferred
+        shell.recipe = None
+        shell.room = 0
         shell.dims = tuple(dims)
         shell.context = context
         shell._shape = torch.Size(shape)
@@ -69,6 +91,34 @@ class ShardedVolume(Tensor):
             f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on to_local()"
         )
 
+    @property
+    def slabs(self) -> list[Tensor]:
+        """The slabs that this process holds; what was deferred is computed now."""
+        if self.deferred is not None:
+            self.settle()
+        return self._slabs
+
+    def settle(self, halo: "Halo | None" = None) -> "Callable[[], None] | None":
+        """Compute what was deferred; with ``halo``, start its exchange first and return the function that waits for it."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is None:
+            return None
+        self._slabs, self.recipe, self.room, wait = deferred.run(halo)
+        self._version_of_recipe = self._slabs[0]._version
+        return wait
+
+    def current_recipe(self) -> "Recipe | None":
+        """Return how to compute the slab again, unless it was changed in place since."""
+        if self.recipe is None or self.slabs[0]._version != self._version_of_recipe:
+            return None
+        return self.recipe
+
+    def with_recipe(self, recipe: "Recipe | None", room: int) -> "ShardedVolume":
+        """Note how the slab can be computed again, and the room around it."""
+        self.recipe, self.room = recipe, room
+        self._version_of_recipe = self._slabs[0]._version
+        return self
+
     # Properties of the shell: asked for often, so they do not go through the table.
 
     @property
@@ -84,17 +134,17 @@ class ShardedVolume(Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Element type."""
-        return self.slabs[0].dtype
+        return self._slabs[0].dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the first slab of this process."""
-        return self.slabs[0].device
+        return self._slabs[0].device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         """Whether the slabs are on GPUs."""
-        return self.slabs[0].is_cuda
+        return self._slabs[0].is_cuda
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -137,7 +187,7 @@ class ShardedVolume(Tensor):
         return self.context.communicator.gather(self.slabs, self.dims, self.sizes)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self.slabs)
+        slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self._slabs)
         return f"ShardedVolume(shape={tuple(self._shape)}, dtype={self.dtype}, dims={self.dims}, slabs=[{slabs}])"
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
 """The sharded operators, one family per module; importing this package fills the table."""
 
 from volseg.parallel.sharding.operators import (
+    activations,
     autograd,
     channels,
     convolution,
@@ -16,6 +17,7 @@ from volseg.parallel.sharding.operators import (
 )
 
 __all__ = [
+    "activations",
     "autograd",
     "channels",
     "convolution",

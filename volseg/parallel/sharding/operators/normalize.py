@@ -1,136 +1,35 @@
 """Batch, instance, group and layer norm with the statistics of the whole volume.
 
-Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs, then one scale and
-one shift per pair. One autograd function does all three, with two small collectives (statistics forward, two sums backward).
-It keeps the input and nothing else of its size.
+Statistics are computed at once; scale and shift are deferred until the next operator is known (see ``deferred``).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding import kernels
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.deferred import Deferred, Pooled, Statistics, statistics
 from volseg.parallel.sharding.operators.arguments import bound, spatial_only
 from volseg.parallel.sharding.operators.pointwise import elementwise
 from volseg.parallel.sharding.operators.reductions import moments
 from volseg.parallel.sharding.table import handles, unsupported
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["Pooled", "batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """Which (sample, channel) pairs share statistics: all samples (batch norm), or each of ``groups`` of channels."""
-
-    over_batch: bool
-    groups: int | None = None
-
-    def average(self, pairs: Tensor) -> Tensor:
-        """Replace each entry of ``(B, C)`` by the mean of its group."""
-        if self.over_batch:
-            return pairs.mean(0, keepdim=True).expand_as(pairs)
-        if self.groups is None:
-            return pairs
-        split = pairs.unflatten(1, (self.groups, -1))
-        return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Mean, biased variance and their voxel counts, ``(B, C)``, on the home device."""
-
-    mean: Tensor
-    variance: Tensor
-    voxels: int
-
-
-def slab_voxels(context: Context, dims: tuple[int, ...], shape: torch.Size) -> list[int]:
-    """Return the number of voxels of every shard's slab, in the order of the grid."""
-    counts = [prod(size for dim, size in enumerate(shape) if dim >= 2 and dim not in dims)]
-    for dim, shards in zip(dims, context.communicator.grid, strict=True):
-        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], shards)]
-    return counts
-
-
-def statistics(volume: ShardedVolume, slabs: list[Tensor], pooled: Pooled) -> Statistics:
-    """Combine the slabs' means and variances by Chan's formula (see ``reductions.moments``)."""
-    context = volume.context
-    counts = slab_voxels(context, volume.dims, volume.shape)
-    voxels = sum(counts)
-    partials = [kernels.moments(slab) for slab in slabs]
-    stacked = context.communicator.collect(partials)  # (shards, 2, B, C)
-    means, variances = stacked.unbind(1)
-    weights = kernels.weights(tuple(counts), stacked.dtype, stacked.device)
-    mean = (means * weights).sum(0)
-    variance = ((variances + (means - mean).square()) * weights).sum(0)
-    center = pooled.average(mean)
-    return Statistics(center, pooled.average(variance + (mean - center).square()), voxels)
-
-
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        volume: ShardedVolume,
-        pooled: Pooled,
-        eps: float,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        *slabs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        context = volume.context
-        found = statistics(volume, list(slabs), pooled)
-        rstd = (found.variance + eps).rsqrt()
-        scale = rstd if weight is None else rstd * weight.to(rstd)
-        shift = -found.mean * scale if bias is None else torch.addcmul(bias.to(rstd), found.mean, scale, value=-1)
-        scales, shifts = context.spread(scale), context.spread(shift)
-        results = tuple(kernels.affine(slab, a, b) for slab, a, b in zip(slabs, scales, shifts, strict=True))
-        ctx.plan = context, pooled, found.voxels, bias is not None
-        ctx.save_for_backward(found.mean, rstd, weight, *slabs)
-        volume.statistics = found  # type: ignore[attr-defined]
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        context, pooled, voxels, has_bias = ctx.plan
-        mean, rstd, weight, *slabs = ctx.saved_tensors
-        means = context.spread(mean)
-        partials = [kernels.gradient_sums(g, x, m) for g, x, m in zip(gradients, slabs, means, strict=True)]
-        total, moment = context.communicator.collect(partials).sum(0)  # sums of g and of g * (x - mean)
-        moment = moment * rstd
-        gain = rstd if weight is None else rstd * weight.to(rstd)
-        scaled = weight.to(rstd) if weight is not None else torch.ones_like(rstd)
-        first = pooled.average(total * scaled) / voxels
-        second = pooled.average(moment * scaled) / voxels
-        slope = -rstd * rstd * second
-        offset = -rstd * first - slope * mean
-        triples = [context.spread(t) for t in (gain, slope, offset)]
-        inputs = [
-            kernels.gradient_input(g, x, a, b, c) for g, x, a, b, c in zip(gradients, slabs, *triples, strict=True)
-        ]
-        weight_gradient = moment.sum(0).to(weight) if weight is not None else None
-        bias_gradient = total.sum(0).to(weight) if has_bias else None
-        return None, None, None, weight_gradient, bias_gradient, *inputs
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
 
 
 def normalize(
     volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[ShardedVolume, Statistics]:
-    """Return the normalised volume and the statistics that it was normalised with."""
-    holder = ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context)
-    results = _Normalize.apply(holder, pooled, eps, weight, bias, *volume.slabs)
-    found: Statistics = holder.statistics  # type: ignore[attr-defined]
-    return wrap(volume, results), found
+    """Return the normalised volume, still to be computed, and the statistics it is normalised with."""
+    slabs = list(volume.slabs)
+    found = statistics(volume, slabs, pooled)
+    deferred = Deferred(volume.context, volume.dims, slabs, pooled, found, eps, weight, bias)
+    result = ShardedVolume(slabs, volume.dims, volume.shape, volume.context, deferred)
+    volume.context.defer(result)
+    return result, found
 
 
 @handles("Normalisation", "F.batch_norm", "torch.batch_norm")

@@ -30,7 +30,7 @@ BINARY = """
     """.split()
 
 ACTIVATIONS = """
-    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 rrelu selu silu
+    celu gelu hardshrink hardsigmoid hardswish hardtanh logsigmoid mish relu6 rrelu selu silu
     softplus softshrink softsign tanhshrink threshold
     """.split()
 
@@ -124,6 +124,7 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
         return unsupported(func, args, kwargs, "it writes into a tensor that is not sharded; write a = a + b for a += b")
+    target.context.settle()
     run_local(func, args, kwargs)
     return target
 

@@ -165,6 +165,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         values = aligned(value, like, ndim)
     else:
         values = [value] * len(volume.slabs)
+    volume.context.settle()
     for slab, own in zip(volume.slabs, values, strict=True):
         slab[tuple(entries)] = own
 

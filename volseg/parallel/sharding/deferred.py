@@ -1,0 +1,215 @@
+"""Norms that wait for the activation behind them: statistics now, one pass over memory for both later.
+
+Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs, then one scale and
+one shift per pair. One autograd function does all three with the activation, and needs two small collectives (statistics forward, two sums
+backward). It keeps the norm's input and nothing else of that size.
+
+The next operator decides what is computed: an activation is taken along, a convolution gets its halo sent while the inner planes are
+still being written, anything else gets the slabs. What is deferred is computed before any tensor is changed in place.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.sharding import kernels
+from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.halo import DIM, Halo, extended, fill, roomy
+from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.recipes import Normalized, Recipe
+from volseg.parallel.sharding.volume import ShardedVolume
+
+__all__ = ["Deferred", "Pooled", "Statistics", "statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Which (sample, channel) pairs share statistics: all samples (batch norm), or each of ``groups`` of channels."""
+
+    over_batch: bool
+    groups: int | None = None
+
+    def average(self, pairs: Tensor) -> Tensor:
+        """Replace each entry of ``(B, C)`` by the mean of its group."""
+        if self.over_batch:
+            return pairs.mean(0, keepdim=True).expand_as(pairs)
+        if self.groups is None:
+            return pairs
+        split = pairs.unflatten(1, (self.groups, -1))
+        return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Mean, biased variance and their voxel counts, ``(B, C)``, on the home device."""
+
+    mean: Tensor
+    variance: Tensor
+    voxels: int
+
+
+def slab_voxels(context: Context, dims: tuple[int, ...], shape: torch.Size) -> list[int]:
+    """Return the number of voxels of every shard's slab, in the order of the grid."""
+    counts = [prod(size for dim, size in enumerate(shape) if dim >= 2 and dim not in dims)]
+    for dim, shards in zip(dims, context.communicator.grid, strict=True):
+        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], shards)]
+    return counts
+
+
+def statistics(volume: ShardedVolume, slabs: list[Tensor], pooled: Pooled) -> Statistics:
+    """Combine the slabs' means and variances by Chan's formula (see ``reductions.moments``)."""
+    context = volume.context
+    counts = slab_voxels(context, volume.dims, volume.shape)
+    voxels = sum(counts)
+    with torch.no_grad():  # the gradient through the statistics is part of the norm's own
+        partials = [kernels.moments(slab) for slab in slabs]
+        stacked = context.communicator.collect(partials)  # (shards, 2, B, C)
+    means, variances = stacked.unbind(1)
+    weights = kernels.weights(tuple(counts), stacked.dtype, stacked.device)
+    mean = (means * weights).sum(0)
+    variance = ((variances + (means - mean).square()) * weights).sum(0)
+    center = pooled.average(mean)
+    return Statistics(center, pooled.average(variance + (mean - center).square()), voxels)
+
+
+def saved_tensors_frame() -> Any:
+    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+
+    torch has no public way to ask.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@dataclass
+class Deferred:
+    """A norm, and perhaps an activation, to be applied to ``slabs``."""
+
+    context: Context
+    dims: tuple[int, ...]
+    slabs: list[Tensor]
+    pooled: Pooled
+    found: Statistics
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
+    activation: kernels.Activation = kernels.IDENTITY
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    frame: Any = field(default_factory=lambda: saved_tensors_frame())
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.versions:
+            self.versions = [slab._version for slab in self.slabs]
+
+    def activated(self, activation: kernels.Activation) -> "Deferred | None":
+        """Return this with an activation behind, or None where there is one already."""
+        return replace(self, activation=activation) if self.activation == kernels.IDENTITY else None
+
+    @property
+    def room(self) -> int:
+        """Planes of room to leave around the result."""
+        single = len(self.slabs) == 1 and self.context.communicator.shards > 1
+        return self.context.room if single and self.dims == (DIM,) and self.slabs[0].ndim == 5 else 0
+
+    def _own_frame(self) -> AbstractContextManager[Any]:
+        """Keep a checkpointed block, in which this happens to be computed, from counting what belongs in front of it."""
+        now = saved_tensors_frame()
+        if now is not None and now != self.frame:
+            return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        return nullcontext()
+
+    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
+        """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
+        if [slab._version for slab in self.slabs] != self.versions:
+            raise UnsupportedOperatorError(
+                "the input of a norm was changed in place before the norm's result was used; do that out of place"
+            )
+        work = _Work(self, halo if halo is not None and max(halo.own) <= self.room else None)
+        # The next operator may run under no_grad; the norm did not.
+        with torch.set_grad_enabled(self.grad_enabled), self._own_frame():
+            results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
+        recipe = None
+        if len(self.slabs) == 1:
+            recipe = Normalized((self.slabs[0], work.scales[0], work.shifts[0]), self.activation)
+        return list(results), recipe, self.room, work.wait
+
+
+@dataclass
+class _Work:
+    """A deferred norm while it is computed, and what comes out besides the slabs."""
+
+    norm: Deferred
+    halo: Halo | None
+    scales: list[Tensor] = field(default_factory=list)
+    shifts: list[Tensor] = field(default_factory=list)
+    wait: Callable[[], None] | None = None
+
+    def write(self, slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """Apply scale, shift and activation; with a halo to send, to the outermost planes first."""
+        norm, room = self.norm, self.norm.room
+        apply = partial(kernels.affine, scale=scale, shift=shift, activation=norm.activation)
+        if not room:
+            return apply(slab)
+        out = roomy(slab, room)
+        if self.halo is None:
+            return apply(slab, out=out)
+        rank, each, planes = self.halo.shards.rank, self.halo.planes, slab.shape[DIM]
+        front = each[rank - 1][1] if rank > 0 else 0
+        back = each[rank + 1][0] if rank + 1 < len(each) else 0
+        if front + back >= planes:
+            apply(slab, out=out)
+            self.wait = fill(extended(out, room, self.halo.own), self.halo)
+            return out
+        for start, count in ((0, front), (planes - back, back)):
+            if count:
+                apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
+        self.wait = fill(extended(out, room, self.halo.own), self.halo)
+        count = planes - front - back
+        apply(slab.narrow(DIM, front, count), out=out.narrow(DIM, front, count))
+        return out
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, weight: Tensor | None, bias: Tensor | None, *slabs: Tensor
+    ) -> tuple[Tensor, ...]:
+        norm, found = work.norm, work.norm.found
+        spread = norm.context.spread
+        rstd = (found.variance + norm.eps).rsqrt()
+        scale = rstd if weight is None else rstd * weight.to(rstd)
+        shift = -found.mean * scale if bias is None else torch.addcmul(bias.to(rstd), found.mean, scale, value=-1)
+        work.scales, work.shifts = spread(scale), spread(shift)
+        results = tuple(work.write(*row) for row in zip(slabs, work.scales, work.shifts, strict=True))
+        ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation
+        ctx.save_for_backward(found.mean, rstd, weight, scale, shift, *slabs)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        context, pooled, voxels, has_bias, activation = ctx.plan
+        mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors
+        spread = context.spread
+        means, scales, shifts = spread(mean), spread(scale), spread(shift)
+        rows = zip(gradients, slabs, means, scales, shifts, strict=True)
+        partials = [kernels.gradient_sums(*row, activation) for row in rows]
+        total, moment = context.communicator.collect(partials).sum(0)  # sums of g and of g * (x - mean)
+        moment = moment * rstd
+        weighted = (total, moment) if weight is None else (total * weight.to(rstd), moment * weight.to(rstd))
+        first, second = (pooled.average(value) / voxels for value in weighted)
+        slope = -rstd * rstd * second
+        offset = -rstd * first - slope * mean
+        rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
+        inputs = [kernels.gradient_input(*row, activation) for row in rows]
+        weight_gradient = moment.sum(0).to(weight) if weight is not None else None
+        bias_gradient = total.sum(0).to(rstd if weight is None else weight) if has_bias else None
+        return None, weight_gradient, bias_gradient, *inputs

@@ -1,0 +1,183 @@
+"""Slabs in buffers with room for their halo, and the exchange that fills it while other work goes on.
+
+A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is received straight into them:
+nothing is concatenated, and in channels-last layout nothing is packed either. ::
+
+    buffer   | room |        slab        | room |
+                 ^-- from the shard before    ^-- from the shard behind; zeros at the volume's border
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from volseg.parallel.sharding.group import ProcessGroupShards
+from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.windows import Window
+
+__all__ = ["DIM", "Halo", "add_returned", "extended", "fill", "halo_of_each", "inner", "roomy"]
+
+DIM = 2
+"""The tensor dim that such slabs are cut along (D); other cuts use the general exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Planes before and behind the slab of each shard along the cut, and who has them: the direct neighbours."""
+
+    shards: ProcessGroupShards
+    planes: tuple[tuple[int, int], ...]
+    channels_last: bool = False
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Planes before and behind this process's slab."""
+        return self.planes[self.shards.rank]
+
+
+@lru_cache(maxsize=1024)
+def halo_of_each(size: int, shards: int, window: Window, outputs: int) -> tuple[tuple[int, int], ...] | None:
+    """Return the planes that each shard needs before and behind its slab, or None where it is not that simple.
+
+    It is not where a shard needs less than its slab, or planes from further than the direct neighbour.
+    """
+    result = []
+    owned = spans(size, shards)
+    for index, (own, output) in enumerate(zip(owned, spans(outputs, shards), strict=True)):
+        if output[0] == output[1] or window.first(*output) != output[0]:
+            return None
+        need = window.need(*output)
+        before, behind = own[0] - need[0], need[1] - own[1]
+        if before < 0 or behind < 0:
+            return None
+        if index > 0 and before > owned[index - 1][1] - owned[index - 1][0]:
+            return None
+        if index < shards - 1 and behind > owned[index + 1][1] - owned[index + 1][0]:
+            return None
+        result.append((before, behind))
+    return tuple(result)
+
+
+def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
+    """Return planes around ``tensor`` in its own memory: not a view for autograd, which must not see the room."""
+    shape = list(tensor.shape)
+    shape[DIM] = planes
+    start = tensor.storage_offset() + offset * tensor.stride(DIM)
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
+
+
+def _buffer(like: Tensor, planes: int, channels: int | None = None) -> Tensor:
+    shape = list(like.shape)
+    shape[DIM] = planes
+    shape[1] = shape[1] if channels is None else channels
+    last = like.ndim == 5 and like.stride(1) == 1 and like.shape[1] > 1
+    layout = torch.channels_last_3d if last else torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+def roomy(like: Tensor, room: int, channels: int | None = None) -> Tensor:
+    """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
+    planes = like.shape[DIM]
+    return _alias(_buffer(like, planes + 2 * room, channels), room, planes)
+
+
+def extended(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
+    """Return the slab and the planes around it: its own memory where there is room, else a copy."""
+    before, behind = own
+    planes = before + slab.shape[DIM] + behind
+    if room >= max(own):
+        return _alias(slab, -before, planes)
+    buffer = _buffer(slab, planes)
+    inner(buffer, own).copy_(slab)
+    return buffer
+
+
+def inner(buffer: Tensor, own: tuple[int, int]) -> Tensor:
+    """Return the slab's own planes."""
+    return buffer.narrow(DIM, own[0], buffer.shape[DIM] - sum(own))
+
+
+def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
+    """Start to fetch the halo from the neighbours; the returned function waits for it.
+
+    The slab's outermost planes must have been written.
+    """
+    rank, last = halo.shards.rank, halo.shards.shards - 1
+    before, behind = halo.own
+    slab = inner(buffer, halo.own)
+    front, back = buffer.narrow(DIM, 0, before), buffer.narrow(DIM, buffer.shape[DIM] - behind, behind)
+    sends, receives = [], []
+    if rank > 0:
+        sends.append((slab.narrow(DIM, 0, halo.planes[rank - 1][1]), rank - 1))
+        receives.append((front, rank - 1))
+    else:
+        front.zero_()
+    if rank < last:
+        count = halo.planes[rank + 1][0]
+        sends.append((slab.narrow(DIM, slab.shape[DIM] - count, count), rank + 1))
+        receives.append((back, rank + 1))
+    else:
+        back.zero_()
+    return _exchange(halo, sends, receives)
+
+
+def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
+    """Start to send the gradient of the halo back; the returned function adds what comes and returns the slab's gradient."""
+    rank, last = halo.shards.rank, halo.shards.shards - 1
+    before, behind = halo.own
+    slab = inner(gradient, halo.own)
+    sends, receives, targets = [], [], []
+    if rank > 0:
+        sends.append((gradient.narrow(DIM, 0, before), rank - 1))
+        targets.append(slab.narrow(DIM, 0, halo.planes[rank - 1][1]))
+        receives.append((torch.empty_like(targets[-1]), rank - 1))
+    if rank < last:
+        sends.append((gradient.narrow(DIM, gradient.shape[DIM] - behind, behind), rank + 1))
+        count = halo.planes[rank + 1][0]
+        targets.append(slab.narrow(DIM, slab.shape[DIM] - count, count))
+        receives.append((torch.empty_like(targets[-1]), rank + 1))
+    wait = _exchange(halo, sends, receives)
+
+    def finish() -> Tensor:
+        wait()
+        for target, (arrived, _) in zip(targets, receives, strict=True):
+            target.add_(arrived)
+        return slab
+
+    return finish
+
+
+def _exchange(
+    halo: Halo, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+) -> Callable[[], None]:
+    """Start to send and receive planes; those that lie in memory as they travel are not copied."""
+    group = halo.shards.group
+    # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
+    order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
+    operations, copies, kept = [], [], []
+    for planes, number in sends:
+        if planes.numel():
+            kept.append(planes.permute(order).contiguous())
+            operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
+    for planes, number in receives:
+        if planes.numel():
+            target = planes.permute(order)
+            arriving = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            if arriving is not target:
+                copies.append((target, arriving))
+            operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))
+    work = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait() -> None:
+        for request in work:
+            request.wait()
+        for target, arrived in copies:
+            target.copy_(arrived)
+        kept.clear()
+
+    return wait

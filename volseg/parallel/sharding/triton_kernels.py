@@ -1,0 +1,290 @@
+"""The kernels of ``kernels`` in Triton: one pass over the voxels each, in contiguous and in channels-last layout.
+
+A slab is addressed as (sample, channel, voxel) with three strides, so that the same kernel serves both layouts, slices of channels, and
+slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from volseg.parallel.sharding.kernels import Activation
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+__all__ = ["affine", "available", "gradient_input", "gradient_sums", "moments"]
+
+TILE = 4096
+"""Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
+
+KINDS = {"none": 0, "leaky": 1, "elu": 2}
+
+
+def available() -> bool:
+    """Say whether Triton is installed."""
+    return triton is not None
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Return the strides of sample, channel and voxel, or None where the voxels are not evenly spaced."""
+    stride, size = tensor.stride(), tensor.shape
+    step = stride[-1]
+    for dim in range(tensor.ndim - 2, 1, -1):
+        if size[dim] > 1 and stride[dim] != stride[dim + 1] * size[dim + 1]:
+            return None
+    return stride[0], stride[1], step
+
+
+def _even(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor itself, or a copy laid out like ``like``."""
+    return tensor if _strides(tensor) is not None else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+def _tile(tensor: Tensor) -> tuple[int, int]:
+    """Return voxels and channels per tile: whole lines of memory in either layout."""
+    channels = tensor.shape[1]
+    strides = _strides(tensor)
+    if strides is not None and strides[1] == 1 and channels > 1:
+        width = min(128, triton.next_power_of_2(channels))
+        return TILE // width, width
+    return TILE, 1
+
+
+@lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+if triton is not None:
+
+    @triton.jit
+    def _tile_of(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):  # noqa: ANN001, ANN202, N803
+        return (
+            b.to(tl.int64) * B_STRIDE
+            + channels[None, :].to(tl.int64) * C_STRIDE
+            + voxels[:, None].to(tl.int64) * V_STRIDE
+        )
+
+    @triton.jit
+    def _derivative(value, alpha, KIND: tl.constexpr):  # noqa: ANN001, ANN202, N803
+        if KIND == 1:
+            return tl.where(value > 0, 1.0, alpha)
+        return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+
+    @triton.jit
+    def _moments_kernel(  # noqa: ANN202
+        x, means, squares, C, V, per_program, sb, sc, sv, BV: tl.constexpr, BC: tl.constexpr  # noqa: ANN001, N803
+    ):
+        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        c = block * BC + tl.arange(0, BC)
+        inside = c < C
+        start = part * per_program
+        stop = tl.minimum(start + per_program, V)
+        count = tl.zeros((BC,), tl.float32)
+        mean = tl.zeros((BC,), tl.float32)
+        square = tl.zeros((BC,), tl.float32)
+        for first in range(start, stop, BV):
+            v = first + tl.arange(0, BV)
+            mask = (v[:, None] < stop) & inside[None, :]
+            value = tl.load(x + _tile_of(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            number = tl.minimum(stop - first, BV).to(tl.float32)
+            own = tl.sum(value, 0) / number
+            deviation = tl.where(mask, value - own[None, :], 0.0)
+            # Chan's update: statistics of this tile joined to those so far.
+            delta = own - mean
+            total = count + number
+            square += tl.sum(deviation * deviation, 0) + delta * delta * count * number / total
+            mean += delta * number / total
+            count = total
+        place = (part * tl.num_programs(2) + b) * C + c
+        tl.store(means + place, mean, mask=inside)
+        tl.store(squares + place, square, mask=inside)
+
+    @triton.jit
+    def _join_kernel(means, squares, out, pairs, parts, V, per_program, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        count = tl.zeros((BLOCK,), tl.float32)
+        mean = tl.zeros((BLOCK,), tl.float32)
+        square = tl.zeros((BLOCK,), tl.float32)
+        for part in range(parts):
+            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+            own = tl.load(means + part * pairs + i, mask=inside, other=0.0)
+            delta = own - mean
+            total = count + number
+            square += tl.load(squares + part * pairs + i, mask=inside, other=0.0)
+            square += delta * delta * count * number / total
+            mean += delta * number / total
+            count = total
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, square / count, mask=inside)
+
+    @triton.jit
+    def _affine_kernel(  # noqa: ANN202
+        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov,  # noqa: ANN001
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
+        v = tl.program_id(0) * BV + tl.arange(0, BV)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        b = tl.program_id(2)
+        mask = (v[:, None] < V) & (c[None, :] < C)
+        a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+        s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+        value = tl.load(x + _tile_of(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        value = value * a[None, :] + s[None, :]
+        if KIND == 1:
+            value = tl.where(value > 0, value, value * alpha)
+        if KIND == 2:
+            value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+        tl.store(out + _tile_of(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _sums_kernel(  # noqa: ANN202
+        g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,  # noqa: ANN001
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
+        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        c = block * BC + tl.arange(0, BC)
+        inside = c < C
+        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+        s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+        m = tl.load(mean + b * C + c, mask=inside, other=0.0)
+        start = part * per_program
+        stop = tl.minimum(start + per_program, V)
+        first_sum = tl.zeros((BC,), tl.float32)
+        second_sum = tl.zeros((BC,), tl.float32)
+        for first in range(start, stop, BV):
+            v = first + tl.arange(0, BV)
+            mask = (v[:, None] < stop) & inside[None, :]
+            value = tl.load(x + _tile_of(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(g + _tile_of(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            if KIND != 0:
+                grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+            first_sum += tl.sum(grad, 0)
+            second_sum += tl.sum(grad * (value - m[None, :]), 0)
+        pairs = tl.num_programs(2) * C
+        place = part * 2 * pairs + b * C + c
+        tl.store(out + place, first_sum, mask=inside)
+        tl.store(out + place + pairs, second_sum, mask=inside)
+
+    @triton.jit
+    def _input_kernel(  # noqa: ANN202
+        g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,  # noqa: ANN001
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
+        v = tl.program_id(0) * BV + tl.arange(0, BV)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        b = tl.program_id(2)
+        inside = c < C
+        mask = (v[:, None] < V) & inside[None, :]
+        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+        k = tl.load(slope + b * C + c, mask=inside, other=0.0)
+        o = tl.load(offset + b * C + c, mask=inside, other=0.0)
+        value = tl.load(x + _tile_of(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(g + _tile_of(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        if KIND != 0:
+            s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+            grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+        result = grad * a[None, :] + value * k[None, :] + o[None, :]
+        tl.store(out + _tile_of(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
+
+
+def _voxels(tensor: Tensor) -> int:
+    return tensor.shape[2:].numel()
+
+
+def _parts(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
+    """Return how many programs share the voxels of a channel block, and the voxels of each."""
+    voxels, (height, width) = _voxels(tensor), tile
+    blocks = triton.cdiv(tensor.shape[1], width) * tensor.shape[0]
+    wanted = max(1, 4 * _processors(tensor.device) // blocks)
+    per_program = triton.cdiv(triton.cdiv(voxels, height), wanted) * height
+    return triton.cdiv(voxels, per_program), per_program
+
+
+def _settings(tile: tuple[int, int], **more: Any) -> dict[str, Any]:
+    return {"BV": tile[0], "BC": tile[1], "num_warps": 4, **more}
+
+
+def moments(slab: Tensor) -> Tensor:
+    """See ``kernels.moments``."""
+    slab = _even(slab, slab)
+    batch, channels = slab.shape[:2]
+    tile = _tile(slab)
+    parts, per_program = _parts(slab, tile)
+    means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
+    out = slab.new_empty((2, batch, channels), dtype=torch.float32)
+    with torch.cuda.device(slab.device):
+        grid = (parts, triton.cdiv(channels, tile[1]), batch)
+        _moments_kernel[grid](
+            slab, means, squares, channels, _voxels(slab), per_program, *_strides(slab), **_settings(tile)
+        )
+        pairs = batch * channels
+        grid = (triton.cdiv(pairs, 128),)
+        _join_kernel[grid](means, squares, out, pairs, parts, _voxels(slab), per_program, BLOCK=128, num_warps=4)
+    return out
+
+
+def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation", out: Tensor | None) -> Tensor:
+    """See ``kernels.affine``."""
+    slab = _even(slab, slab)
+    out = torch.empty_like(slab) if out is None else out
+    tile = _tile(slab)
+    grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with torch.cuda.device(slab.device):
+        _affine_kernel[grid](
+            slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], _voxels(slab), activation.parameter,
+            *_strides(slab), *_strides(out), **_settings(tile, KIND=KINDS[activation.kind]),
+        )  # fmt: skip
+    return out
+
+
+def gradient_sums(
+    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: "Activation"
+) -> Tensor:
+    """See ``kernels.gradient_sums``."""
+    slab = _even(slab, slab)
+    gradient = _even(gradient, slab)
+    batch, channels = slab.shape[:2]
+    tile = _tile(slab)
+    parts, per_program = _parts(slab, tile)
+    out = slab.new_empty((parts, 2, batch, channels), dtype=torch.float32)
+    grid = (parts, triton.cdiv(channels, tile[1]), batch)
+    with torch.cuda.device(slab.device):
+        _sums_kernel[grid](
+            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels, _voxels(slab),
+            per_program, activation.parameter, *_strides(gradient), *_strides(slab),
+            **_settings(tile, KIND=KINDS[activation.kind]),
+        )  # fmt: skip
+    return out.sum(0)
+
+
+def gradient_input(
+    gradient: Tensor,
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    slope: Tensor,
+    offset: Tensor,
+    activation: "Activation",
+) -> Tensor:
+    """See ``kernels.gradient_input``."""
+    slab = _even(slab, slab)
+    gradient = _even(gradient, slab)
+    out = torch.empty_like(slab)
+    tile = _tile(slab)
+    grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with torch.cuda.device(slab.device):
+        _input_kernel[grid](
+            gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
+            _voxels(slab), activation.parameter, *_strides(gradient), *_strides(slab), *_strides(out),
+            **_settings(tile, KIND=KINDS[activation.kind]),
+        )  # fmt: skip
+    return out
