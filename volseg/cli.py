@@ -38,13 +38,20 @@ def train(
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
+    ] = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment
 
     overrides = [*(overrides or ()), *([f"output={output}"] if output else ())]
+    if gpus is not None and gpus > 1:
+        experiment.train_on(gpus, config, overrides, resume=resume)
+        return
     outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)
-    typer.echo(experiment.closing_words(outcome))
+    if experiment.is_main_process():
+        typer.echo(experiment.closing_words(outcome))
 
 
 @app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")

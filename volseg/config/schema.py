@@ -163,6 +163,8 @@ class ParallelConfig(ConfigModel):
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
     """What happens at an operator without a sharded form."""
+    checkpoint: Literal["all"] | Count | None = None
+    """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels."""
 
     @model_validator(mode="after")
     def _split_size_belongs_to_a_pipeline(self) -> "ParallelConfig":

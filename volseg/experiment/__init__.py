@@ -1,21 +1,25 @@
 """Whole experiments: what the command line does, as functions."""
 
 from volseg.config.loading import load_config
+from volseg.experiment.launching import train_on
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
+from volseg.workflow.processes import is_main_process
 
 __all__ = [
     "Outcome",
     "RunFolder",
     "closing_words",
     "dice_table",
+    "is_main_process",
     "load_config",
     "predict",
     "quickstart",
     "train",
+    "train_on",
     "validate",
 ]

@@ -1,12 +1,13 @@
 """From a config to the objects it describes; every function here makes one of them."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.augmented import AugmentedBatches
+from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
 from volseg.data.patches import PatchBatches
@@ -15,6 +16,7 @@ from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
+from volseg.parallel.sharding.processes import start_group
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing, build_preprocessing
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric, build_optimizer
@@ -32,6 +34,7 @@ __all__ = [
     "build_training",
     "check_components",
     "choose_device",
+    "join_processes",
     "preprocessing_of",
 ]
 
@@ -69,6 +72,25 @@ def choose_device(config: ExperimentConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
+def join_processes(config: ExperimentConfig) -> None:
+    """Start the process group of a job of several processes (``torchrun``, ``--gpus``).
+
+    Raises
+    ------
+    ConfigError
+        If the config's strategy uses one process only.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return
+    if config.parallel.strategy not in ("spatial", "auto") or config.parallel.devices is not None:
+        raise ConfigError(
+            f"{count} processes were started, which need parallel.strategy: spatial and no parallel.devices (each "
+            f"process has its own), got {config.parallel.strategy} and {config.parallel.devices}"
+        )
+    start_group()
+
+
 def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
     """Return the preprocessing of image and label."""
     return build_preprocessing([component.spec() for component in config.preprocessing])
@@ -93,6 +115,7 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
         devices=_devices(parallel.devices, device),
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
+        checkpoint=parallel.checkpoint,
     )
 
 
@@ -151,7 +174,7 @@ def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, m
 def build_training(
     config: ExperimentConfig,
     model: nn.Module,
-    batches: AugmentedBatches,
+    batches: EpochBatches,
     *,
     validation: Callable[[], Score] | None,
     hooks: Sequence[Hook],

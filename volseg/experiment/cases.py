@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
@@ -12,7 +12,7 @@ from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
 
-__all__ = ["ChosenCases", "choose_cases", "choose_split"]
+__all__ = ["ChosenCases", "choose_cases", "choose_names", "choose_split"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,8 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     DataError
         If there is no task, or a case is bad and ``data.skip_bad`` is off: all bad cases at once.
     """
-    task = load_task(config.data.root, require_files=False)
-    split = choose_split(config, [case["case"] for case in task.training])
-    by_id = {case["case"]: case for case in task.training}
-    used = [by_id[name] for name in (*split.training, *split.validation)]
+    named = choose_names(config)
+    task, used = named.task, [*named.training, *named.validation]
     with count_up(len(used), "checking") as count:
         problems = check_cases(used, task, progress=count)
     if not config.data.skip_bad:
@@ -50,10 +48,21 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     bad = {problem.case for problem in problems}
     for problem in problems:
         logger.warning("left out: %s", problem)
-    training, validation = (_without(bad, names, by_id) for names in (split.training, split.validation))
-    if not training or (split.validation and not validation):
+    training, validation = (
+        tuple(case for case in cases if case["case"] not in bad) for cases in (named.training, named.validation)
+    )
+    if not training or (named.validation and not validation):
         raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {len(used)} are bad")
-    return ChosenCases(task=task, split=split, training=training, validation=validation, problems=tuple(problems))
+    return replace(named, training=training, validation=validation, problems=tuple(problems))
+
+
+def choose_names(config: ExperimentConfig) -> ChosenCases:
+    """Return the cases of a run without reading them: for a process that another one sends its batches."""
+    task = load_task(config.data.root, require_files=False)
+    split = choose_split(config, [case["case"] for case in task.training])
+    by_id = {case["case"]: case for case in task.training}
+    training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
+    return ChosenCases(task=task, split=split, training=training, validation=validation, problems=())
 
 
 def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:
@@ -73,7 +82,3 @@ def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:
     if wanted.fold >= len(splits):
         raise ConfigError(f"split.fold is {wanted.fold}, but {wanted.file} holds folds 0 to {len(splits) - 1}")
     return splits[wanted.fold]
-
-
-def _without(bad: set[str], names: Sequence[str], by_id: dict[str, Case]) -> tuple[Case, ...]:
-    return tuple(by_id[name] for name in names if name not in bad)

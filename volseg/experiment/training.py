@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
+from volseg.data.augmented import AugmentedBatches
 from volseg.data.cases import Case, Task
 from volseg.data.preparing import prepare_all
 from volseg.experiment.building import (
@@ -19,9 +21,10 @@ from volseg.experiment.building import (
     build_training,
     check_components,
     choose_device,
+    join_processes,
     preprocessing_of,
 )
-from volseg.experiment.cases import choose_cases
+from volseg.experiment.cases import ChosenCases, choose_cases, choose_names
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
@@ -29,8 +32,10 @@ from volseg.monitoring.progress import Progress, progress
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
+from volseg.workflow.processes import is_main_process, largest_over_processes
 from volseg.workflow.randomness import seed_everything
-from volseg.workflow.validation import Validation
+from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
+from volseg.workflow.validation import Validated, Validation
 
 __all__ = ["train"]
 
@@ -56,46 +61,73 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     """
     started = time.perf_counter()
     check_components(config)
+    join_processes(config)
     folder = RunFolder(config.folder)
-    resume = resume and folder.exists
-    if resume:
-        folder.require_same(config)
-    else:
-        folder.require_free()
+    resume = _may_begin(folder, config, resume)
     seed_everything(config.seed)
-    chosen = choose_cases(config)
+    chosen = choose_cases(config) if is_main_process() else choose_names(config)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
-    preparing = partial(prepare_all, preprocessing=preprocessing_of(config))
-    held_out = preparing(chosen.validation, keep_reference=True, show=_bar(chosen.validation, "preparing validation"))
-    cases = preparing(chosen.training, show=_bar(chosen.training, "preparing training"))
-    validate = partial(_validation, config, chosen.task, model, held_out)
+    held_out = _prepared(config, chosen.validation, "preparing validation", keep_reference=True)
+    validating = partial(_validation, config, chosen.task, model, held_out)
     training = build_training(
         config,
         model,
-        build_batches(config, chosen.task, cases, device),
-        validation=validate(mirror=False) if held_out else None,
+        _batches(config, chosen, model, device),
+        validation=validating(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, folder), *hooks],
     )
     if resume:
         training.load_state_dict(folder.newest_checkpoint())
-    else:  # now that everything could be built: a config that cannot be run leaves no folder behind
+    elif is_main_process():  # now that everything could be built: a config that cannot be run leaves no folder behind
         folder.begin(config, chosen.task, chosen.split, environment())
     training.run()
     final = None
-    if held_out:
-        final = training.validate(validate(mirror=config.inference.mirror, folder=folder.validation, show=True))
+    if chosen.validation:
+        final = training.validate(validating(mirror=config.inference.mirror, folder=folder.validation, show=True))
     outcome = Outcome(
         folder=folder,
         task=chosen.task,
         history=tuple(training.history),
-        validated=final,
+        validated=final if isinstance(final, Validated) else None,
         problems=chosen.problems,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )
-    folder.write_text("report.md", training_report(outcome, config))
+    if is_main_process():
+        folder.write_text("report.md", training_report(outcome, config))
     return outcome
+
+
+def _may_begin(folder: RunFolder, config: ExperimentConfig, resume: bool) -> bool:
+    """Return whether the training goes on from a checkpoint; raise if it may neither go on nor begin."""
+    # The main process looks, and tells: the others may come when it has begun the folder already.
+    resume = bool(largest_over_processes(int(is_main_process() and resume and folder.exists), choose_device(config)))
+    if resume:
+        folder.require_same(config)
+    elif is_main_process():
+        folder.require_free()
+    return resume
+
+
+def _prepared(
+    config: ExperimentConfig, cases: Sequence[Case], title: str, *, keep_reference: bool = False
+) -> list[Case]:
+    """Return prepared cases on the main process, none on those that it sends its batches to."""
+    if not is_main_process():
+        return []
+    return prepare_all(cases, preprocessing_of(config), keep_reference=keep_reference, show=_bar(cases, title))
+
+
+def _batches(
+    config: ExperimentConfig, chosen: ChosenCases, model: nn.Module, device: torch.device
+) -> AugmentedBatches | GroupBatches:
+    cases = _prepared(config, chosen.training, "preparing training")
+    batches = build_batches(config, chosen.task, cases, device) if cases else None
+    if is_cut_over_processes(model):
+        return GroupBatches(model, batches, config.training.iterations)
+    assert batches is not None
+    return batches
 
 
 def _validation(
@@ -107,10 +139,12 @@ def _validation(
     mirror: bool,
     folder: Path | None = None,
     show: bool = False,
-) -> Validation:
+) -> Validation | GroupValidation:
     """Return a validation of prepared cases; the one after the training writes its predictions."""
-    return Validation(
-        build_predictor(config, task, model, mirror=mirror),
+    called = FollowedModel(model) if is_cut_over_processes(model) else model
+    predictor = build_predictor(config, task, called, mirror=mirror)
+    validation = Validation(
+        predictor,
         cases,
         task.labels,
         metrics=build_metrics(config, task),
@@ -118,6 +152,9 @@ def _validation(
         batch_size=config.inference.batch,
         show=_bar(cases, "validating") if show else iter,
     )
+    if not is_cut_over_processes(model):
+        return validation
+    return GroupValidation(model, validation if is_main_process() else None, predictor.autocast)
 
 
 def _bar(cases: Sequence[Case], title: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

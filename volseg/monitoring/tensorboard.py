@@ -9,7 +9,6 @@ from torch.utils.tensorboard import SummaryWriter
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
-from volseg.workflow.validation import Validation
 
 __all__ = ["TensorBoard", "overlay"]
 
@@ -48,8 +47,8 @@ class TensorBoard(Hook):
             return
         for tag, value in _scalars(record).items():
             self._writer.add_scalar(tag, value, record.epoch)
-        if record.score is not None and isinstance(training.validation, Validation):
-            for example in training.validation.examples:
+        if record.score is not None:
+            for example in getattr(training.validation, "examples", ()):
                 picture = overlay(example.image, example.label, example.prediction)
                 self._writer.add_image(f"val/{example.case}", picture, record.epoch)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from volseg.workflow.interrupts import Interruption, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
+from volseg.workflow.processes import is_main_process, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
@@ -171,7 +171,7 @@ class Training:
     @property
     def is_main_process(self) -> bool:
         """Whether this process writes files and shows progress."""
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return is_main_process()
 
     def stop(self, reason: str) -> None:
         """End the training after the current epoch."""
@@ -295,11 +295,7 @@ class Training:
 
     def _must_stop(self) -> bool:
         """Tell whether a signal came, to this process or to any other of the job."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return bool(self._interruption)
-        signals = torch.tensor([self._interruption.signal or 0], device=self.device)
-        dist.all_reduce(signals, op=dist.ReduceOp.MAX)
-        self._interruption.take(int(signals.item()))
+        self._interruption.take(largest_over_processes(self._interruption.signal or 0, self.device))
         return bool(self._interruption)
 
     def _check_losses(self) -> None:

@@ -1,0 +1,77 @@
+"""An experiment on several devices is the experiment on one: same losses, same weights, same Dice."""
+
+import subprocess
+import sys
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from volseg.errors import ConfigError
+from volseg.experiment import load_config, predict, train, train_on
+from volseg.experiment.run_folder import RunFolder
+from volseg.workflow import load_checkpoint
+
+# float32: sums over shards add up in another order, and six optimizer steps carry that on.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+
+
+def latest(folder):
+    return load_checkpoint(folder / "checkpoints" / "latest.pt")
+
+
+def assert_same_run(one, other):
+    for mine, theirs in zip(one["history"], other["history"], strict=True):
+        torch.testing.assert_close(mine["losses"], theirs["losses"], **TOLERANCE)
+    torch.testing.assert_close(one["model"], other["model"], **TOLERANCE)
+    # Dice counts voxels: a handful of ties may fall to the other side.
+    assert one["history"][-1]["score"] == pytest.approx(other["history"][-1]["score"], abs=2e-3)
+
+
+@pytest.fixture
+def plain(configured, tmp_path):
+    return latest(train(configured(f"output={tmp_path / 'plain'}")).folder.path)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    ["{strategy: spatial, devices: 2}", "{strategy: pipeline, split_size: 1, devices: 2}"],
+    ids=["spatial", "pipeline"],
+)
+def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
+    outcome = train(configured(f"parallel={parallel}"))
+    assert_same_run(latest(outcome.folder.path), plain)
+    (written,) = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").values()
+    (expected,) = predict(RunFolder(tmp_path / "plain"), [task / "imagesTs"], tmp_path / "expected").values()
+    labels = [np.asarray(nibabel.load(path).dataobj) for path in (written, expected)]
+    assert (labels[0] != labels[1]).mean() < 1e-3
+
+
+def test_processes_started_by_gpus(plain, config_file, tmp_path):
+    train_on(2, config_file)
+    assert_same_run(latest(tmp_path / "run"), plain)
+    assert (tmp_path / "run" / "validation" / "summary.json").exists()
+    config = load_config(tmp_path / "run" / "config.yaml")
+    assert config.parallel.strategy == "spatial"
+
+
+def test_torchrun_does_the_same_and_resumes(plain, config_file, tmp_path):
+    def run(*more):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        arguments = ["-m", "volseg", "train", str(config_file), "--set", "parallel.strategy=spatial", *more]
+        return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+    first = run("--set", "training.epochs=1")
+    assert first.returncode == 0, first.stderr
+    resumed = run("--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "| mean " in resumed.stdout
+    assert [record["epoch"] for record in latest(tmp_path / "run")["history"]] == [0, 1]
+
+
+def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
+    with pytest.raises(ConfigError, match="no network is called 'Unett'"):
+        train_on(2, config_file, ["network.name=Unett"])
+    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, which is 2"):
+        train_on(2, config_file, ["parallel={strategy: spatial, devices: 2}"])

@@ -1,0 +1,41 @@
+"""Train with one process per GPU, started by torch's own elastic launcher."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from volseg.config.loading import load_config
+from volseg.errors import ConfigError
+from volseg.experiment.building import check_components
+from volseg.parallel.launch import launch
+
+__all__ = ["train_on"]
+
+
+def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resume: bool = False) -> None:
+    """Run ``volseg train`` in ``num_gpus`` processes, which cut each volume among them.
+
+    ``torchrun --nproc-per-node N -m volseg train CONFIG --set parallel.strategy=spatial`` does the same. On a machine
+    without GPUs the processes share the CPU, which is for trying things out.
+
+    Raises
+    ------
+    ConfigError
+        If the config cannot be run so, or there are fewer GPUs.
+    ParallelError
+        If a process fails.
+    """
+    visible = torch.cuda.device_count()
+    if 0 < visible < num_gpus:
+        raise ConfigError(f"--gpus {num_gpus} asks for more than the {visible} GPU(s) that are visible")
+    strategy = "parallel.strategy=spatial"
+    # Checked here once, so that a fault is told by one process and not by each.
+    loaded = load_config(config, [*overrides, strategy])
+    check_components(loaded)
+    if loaded.parallel.devices is not None:
+        raise ConfigError(
+            f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {loaded.parallel.devices}"
+        )
+    arguments = [part for assignment in (*overrides, strategy) for part in ("--set", assignment)]
+    launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], num_gpus)

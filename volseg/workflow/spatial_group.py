@@ -1,0 +1,140 @@
+"""One process of a spatial group reads, augments, judges and writes; the others compute on the slabs it sends them.
+
+Where a model is cut over processes (``torchrun``), every process runs the same network calls in the same order. The
+leading process makes the batches and volumes; the others follow: they wait for the next volume, run the model on
+their slab of it, and stop when a message without a volume comes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from volseg.data.augmented import EpochBatches
+from volseg.inference.predictor import full_logits
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding import SpatialStrategy
+from volseg.parallel.sharding.scatter import scatter_batch
+from volseg.workflow.processes import is_distributed
+from volseg.workflow.validation import Example, Validated
+
+__all__ = ["FollowedModel", "GroupBatches", "GroupValidation", "Verdict", "dismiss", "follow", "is_cut_over_processes"]
+
+Batch = dict[str, Any]
+
+
+def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
+    """Tell whether volumes of ``model`` lie on several processes."""
+    spatial = isinstance(model, ModelParallel) and isinstance(model.strategy, SpatialStrategy)
+    return spatial and is_distributed()
+
+
+class GroupBatches:
+    """Batches of which every process gets its slabs; only the leading one makes them.
+
+    Parameters
+    ----------
+    model : ModelParallel
+        Says which processes share a volume.
+    batches : EpochBatches or None
+        On the leading process; None on the others.
+    length : int
+        Batches per epoch.
+    """
+
+    def __init__(self, model: ModelParallel, batches: EpochBatches | None, length: int) -> None:
+        self.model = model
+        self.batches = batches
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Yield this process's part of each batch of epoch ``number`` from batch ``start`` on."""
+        if self.batches is None:
+            for _ in range(start, self.length):
+                yield scatter_batch(self.model, None)
+        else:
+            for batch in self.batches.epoch(number, start=start):
+                yield scatter_batch(self.model, batch)
+
+
+class FollowedModel(nn.Module):
+    """A model as the leading process calls it: each volume goes to the followers first."""
+
+    def __init__(self, model: ModelParallel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Any:
+        """Return the model's output on an image ``(B, C, D, H, W)`` that only this process holds."""
+        return self.model(scatter_batch(self.model, {"image": image})["image"])
+
+
+@torch.no_grad()
+def follow(model: ModelParallel, autocast: torch.dtype | None = None) -> Batch:
+    """Run the model on one's slab of every volume that comes; return the message that ends it.
+
+    Parameters
+    ----------
+    model : ModelParallel
+        In the mode in which the leading process runs it.
+    autocast : torch.dtype, optional
+        As in the leading process's `Predictor`.
+    """
+    device_type = next(model.parameters()).device.type
+    while "image" in (batch := scatter_batch(model, None)):
+        with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
+            full_logits(model(batch["image"]))
+    return batch
+
+
+def dismiss(model: ModelParallel, message: Mapping[str, Any]) -> None:
+    """End the other processes' `follow` with a message of plain values."""
+    scatter_batch(model, {"ended": True, **message})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The numbers of a validation that another process ran."""
+
+    score: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class GroupValidation:
+    """A validation by the leading process, whose verdict every process gets.
+
+    Parameters
+    ----------
+    model : ModelParallel
+        The model that is validated.
+    validation : callable or None
+        On the leading process, with a `FollowedModel` in its predictor; None on the others.
+    autocast : torch.dtype, optional
+        As in that predictor.
+    """
+
+    def __init__(
+        self, model: ModelParallel, validation: Callable[[], Validated] | None, autocast: torch.dtype | None
+    ) -> None:
+        self.model = model
+        self.validation = validation
+        self.autocast = autocast
+
+    @property
+    def examples(self) -> list[Example]:
+        """The leading process's cases to look at."""
+        return getattr(self.validation, "examples", [])
+
+    def __call__(self) -> Validated | Verdict:
+        """Validate, or follow."""
+        if self.validation is None:
+            message = follow(self.model, self.autocast)
+            return Verdict(score=message["score"], scores=message["scores"])
+        validated = self.validation()
+        dismiss(self.model, {"score": validated.score, "scores": dict(validated.scores)})
+        return validated
