@@ -171,7 +171,7 @@ class PlacedRun(runs.Run):
                     return self._settle(result)
             elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
                 # Counted where it lives, and once per batch.
-                return function(*args, **kwargs) if self._statistics.counts_batch() else args[0]
+                return function(*args, **kwargs) if self._statistics.counts_batch(args[0]) else args[0]
         if not all(map(self.is_here, runs.tensors_of((args, kwargs)))):
             args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
         result = function(*args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Arguments", "Run", "adds_in_place", "changes_in_place", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
+__all__ = ["Arguments", "Run", "adds_in_place", "changes_in_place", "has_foreign_hooks", "in_backward", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -142,6 +142,17 @@ def unwatch(net: nn.Module) -> None:
             getattr(module, name).clear()
         for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"):
             getattr(module, name).clear()
+
+
+def has_foreign_hooks(net: nn.Module) -> bool:
+    """Whether any module of a watched network has hooks besides these."""
+    return any(
+        len(module._forward_pre_hooks) > 1
+        or len(module._forward_hooks) > 1
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        for module in net.modules()
+    )
 
 
 def in_backward() -> bool:

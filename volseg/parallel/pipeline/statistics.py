@@ -50,8 +50,8 @@ class Statistics(Protocol):
     def norm(self, site: "NormSite") -> Tensor:
         """Run a norm that uses the batch's statistics."""
 
-    def counts_batch(self) -> bool:
-        """Whether ``num_batches_tracked`` is to be increased."""
+    def counts_batch(self, counter: Tensor) -> bool:
+        """Whether to increase ``counter``, a ``num_batches_tracked``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class FrozenStatistics:
         """Normalise with the batch's statistics and forget them."""
         return site.call(None, None, site.momentum)
 
-    def counts_batch(self) -> bool:
+    def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
         """Never."""
         return False
 
@@ -136,7 +136,7 @@ class WholeBatchStatistics:
         self._index = index
         self._calls.clear()
 
-    def counts_batch(self) -> bool:
+    def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
         """Count the batch once, not its micro-batches."""
         return self._index == 0
 

@@ -1,7 +1,8 @@
 """``PipelineStrategy``: the layers of one network over several devices, in one process."""
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
+from volseg.parallel.pipeline.capture import CaptureRefusedError, capture
 from volseg.parallel.pipeline.costs import Measured, measure, observe
+from volseg.parallel.pipeline.launch import WARM_UP, Watch, WatchedRun, situation
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
 from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
+from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.trace import segments
 from volseg.parallel.pipeline.transfer import Passage, send
@@ -42,6 +46,11 @@ class PipelineStrategy:
         One per stage at most; all visible GPUs by default. A network of fewer separable layers uses the first ones.
     cuts
         Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
+    launch
+        ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA graph per stage
+        and micro-batch, and replays it for batches of the same kind, after three eager ones and where ``forward`` is found to do
+        the same each time; it keeps the activations of one batch allocated for each kind. ``"auto"`` takes graphs where all
+        devices are GPUs.
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
@@ -63,8 +72,11 @@ class PipelineStrategy:
         split_size: int | str | None = None,
         devices: Sequence[str | int | torch.device] | None = None,
         cuts: Sequence[str] | None = None,
+        launch: str = "auto",
         mesh: Any = None,
     ) -> None:
+        if launch not in ("auto", "eager", "graphs"):
+            raise ParallelError(f"launch must be one of auto, eager, graphs, got {launch!r}")
         if mesh is not None:
             raise ParallelError(
                 "strategy='pipeline' runs in one process and takes no mesh; for replicas wrap it: "
@@ -81,6 +93,10 @@ class PipelineStrategy:
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self.cuts = None if cuts is None else tuple(cuts)
+        on_gpus = all(device.type == "cuda" for device in self.devices)
+        self.replays = launch == "graphs" or (launch == "auto" and on_gpus)
+        self._watches: dict[Hashable, Watch] = {}
+        self._recorded: dict[Hashable, Replay | None] = {}
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
@@ -105,16 +121,45 @@ class PipelineStrategy:
         target = self._output_device((args, kwargs))
         args, kwargs = self._on_first_stage((args, kwargs))
         placement, split_size = self._prepare(args, kwargs)
-        calls = split(args, kwargs, split_size)
-        outputs = self._flow(placement, calls, target)
-        return join(outputs, split_sizes(batch_size(args, kwargs), split_size))
+        calls, sizes = split(args, kwargs, split_size), split_sizes(batch_size(args, kwargs), split_size)
+        key = situation(self.net, (args, kwargs), target) if self.replays else None
+        if key is None:
+            return join(self._flow(placement, calls, target), sizes)
+        replay = self._replay(key, placement, calls, sizes, target)
+        if replay is not None and replay.is_free:
+            return replay((args, kwargs))
+        watch = self._watches.setdefault(key, Watch())
+        watch.batches += 1
+        return join(self._flow(placement, calls, target, None if watch.batches > WARM_UP else watch), sizes)
+
+    def _replay(
+        self, key: Hashable, placement: Placement, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
+    ) -> Replay | None:
+        """Return the recording for batches of this kind, made once they have been watched long enough."""
+        watch = self._watches.get(key)
+        if key in self._recorded or watch is None or watch.batches < WARM_UP:
+            return self._recorded.get(key)
+        try:
+            if not watch.is_steady:
+                raise CaptureRefusedError("forward does not do the same for every micro-batch")
+            if torch.cuda.is_available():
+                # Recordings have memory of their own; what eager batches left behind is wanted there.
+                gc.collect()
+                torch.cuda.empty_cache()
+            self._recorded[key] = Replay(capture(self.net, placement, calls), sizes, target)
+        except Exception as failure:  # a failed capture costs speed, not the run
+            logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
+            self._recorded[key] = None
+        return self._recorded[key]
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running; wanted before ``DistributedDataParallel`` or an optimizer's state."""
         self._prepare(*self._on_first_stage((args, kwargs)))
         return self.partition
 
-    def _flow(self, placement: Placement, calls: Sequence[Call], target: torch.device) -> list[Any]:
+    def _flow(
+        self, placement: Placement, calls: Sequence[Call], target: torch.device, watch: Watch | None = None
+    ) -> list[Any]:
         """Launch the micro-batches one after another.
 
         Launching is asynchronous: while the second stage computes the first micro-batch, the first stage has been
@@ -125,8 +170,11 @@ class PipelineStrategy:
         outputs, passages = [], []
         for index, (args, kwargs) in enumerate(calls):
             statistics.begin(index)
-            with PlacedRun(placement, statistics, borrowed):
+            run = (PlacedRun if watch is None else WatchedRun)(placement, statistics, borrowed)
+            with run:
                 output = self.net(*args, **kwargs)
+            if isinstance(run, WatchedRun) and watch is not None:
+                watch.note(batch_size(args, kwargs), run.signature)
             output, sent = _send_home(output, target)
             outputs.append(output)
             passages += sent

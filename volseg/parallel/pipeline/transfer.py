@@ -14,13 +14,15 @@ thread and starts the copy; ``_Depart`` runs in the source device's thread when 
 only there is the wait queued. Waiting in ``_Cross`` would put all waits before all work.
 """
 
+from collections.abc import Iterable
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Passage", "copy_between", "send"]
+__all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]
 
 
 class Passage:
@@ -48,24 +50,50 @@ def _streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Str
     return torch.cuda.Stream(source), torch.cuda.Stream(target)
 
 
-def copy_between(tensor: Tensor, target: torch.device, out: Tensor | None = None) -> tuple[Tensor, Any]:
+def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     """Copy to ``target`` on side streams; return the copy and the event of its arrival.
 
     The copy starts when the source's current stream has reached this point. It has arrived when the event has; the
-    event is ``None`` where there are no streams. ``out`` receives the copy; it must not be in use when the copy starts.
+    event is ``None`` where there are no streams.
     """
     if tensor.device.type != "cuda" or target.type != "cuda" or tensor.device == target:
-        if out is not None:
-            return out.copy_(tensor, non_blocking=True), None
         # A real copy even on the same device: stages never share memory, whatever the devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
     leaving, entering = _streams(tensor.device, target)
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(leaving), torch.cuda.stream(entering):
-        copied = tensor.to(target, non_blocking=True) if out is None else out.copy_(tensor, non_blocking=True)
+        copied = tensor.to(target, non_blocking=True)
         event = entering.record_event()
     tensor.record_stream(leaving)
     return copied, event
+
+
+def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """Copy into memory that lives on, once ``free`` has passed there; return the event of the arrival.
+
+    Between devices the copy runs on side streams, as in ``copy_between``; on one device in the current stream.
+    """
+    if tensor.device == room.device or "cuda" not in (tensor.device.type, room.device.type):
+        room.copy_(tensor)
+        return None
+    if tensor.device.type != room.device.type:
+        room.copy_(tensor, non_blocking=True)
+        return None
+    leaving, entering = _streams(tensor.device, room.device)
+    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+    if free is not None:
+        entering.wait_event(free)
+    with torch.cuda.stream(leaving), torch.cuda.stream(entering):
+        room.copy_(tensor, non_blocking=True)
+        return entering.record_event()
+
+
+def wait_for_departures(devices: Iterable[torch.device]) -> None:
+    """Let the current streams wait until earlier copies have read what they send."""
+    for source, target in permutations(set(devices), 2):
+        if source.type == target.type == "cuda":
+            leaving, _ = _streams(source, target)
+            torch.cuda.current_stream(source).wait_stream(leaving)
 
 
 class _Depart(torch.autograd.Function):

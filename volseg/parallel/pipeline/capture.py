@@ -1,0 +1,346 @@
+"""Record a batch's passage as programs, one per micro-batch and stage, forward and backward.
+
+The module's own ``forward`` runs once per micro-batch under ``CaptureRun``, which ends a program and begins the next where
+``forward`` turns to another stage. Tensors do not cross: what another stage made is *received* into memory of its
+own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
+
+    F[stage][micro-batch]    for each micro-batch, then for each stage
+    B[stage][micro-batch]    both the other way round
+
+Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when that is safe.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.errors import ParallelError
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.micro_batch import Call
+from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
+from volseg.parallel.pipeline.programs import Program, Recorder
+from volseg.parallel.pipeline.statistics import WholeBatchStatistics
+
+__all__ = ["Capture", "CaptureRefusedError", "Edge", "Output", "Part", "Slot", "capture"]
+
+
+class CountedStatistics(WholeBatchStatistics):
+    """Leaves ``num_batches_tracked`` to the replay."""
+
+    def __init__(self, micro_batches: int) -> None:
+        super().__init__(micro_batches)
+        self.counters: list[Tensor] = []
+        """Each as often as one batch increases it."""
+
+    def counts_batch(self, counter: Tensor) -> bool:
+        """Remember; never now."""
+        if super().counts_batch(counter):
+            self.counters.append(counter)
+        return False
+
+    def commit(self) -> None:
+        """Update running buffers and counters."""
+        super().commit()
+        for counter in self.counters:
+            counter.add_(1)
+
+
+class CaptureRefusedError(ParallelError):
+    """This forward does something that a recording would not repeat."""
+
+
+@dataclass(eq=False)
+class Edge:
+    """A tensor's way from where it is made to a stage that uses it, and its gradient's way back."""
+
+    source: Tensor
+    target: Tensor
+    returned: Tensor | None = None
+    """Gradient of ``target``."""
+    landing: Tensor | None = None
+    """Where it arrives, beside ``source``."""
+    input: int | None = None
+    """Which tensor of the call ``source`` is, if any."""
+
+
+@dataclass(eq=False)
+class Output:
+    """A tensor that ``forward`` returned for one micro-batch."""
+
+    source: Tensor
+    landing: Tensor | None = None
+    """Where its gradient is put."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One micro-batch on one stage."""
+
+    location: Location
+    forward: Program
+    edges: list[Edge] = field(default_factory=list)
+    """What it receives."""
+    sends: list[Edge] = field(default_factory=list)
+    """What it sends and gets a gradient for."""
+    parameters: dict[int, Tensor] = field(default_factory=dict)
+    """What it uses, own or on loan, by identity."""
+    backward: Program | None = None
+
+
+@dataclass(eq=False)
+class Slot:
+    """One micro-batch: its inputs, its parts in order, its outputs."""
+
+    inputs: list[Tensor]
+    parts: list[Part]
+    outputs: list[Output]
+    structure: Any
+    leaves: list[Any]
+    """What was returned, flat; an ``Output`` for each tensor."""
+
+
+@dataclass(eq=False)
+class Capture:
+    """Everything that a replay needs."""
+
+    slots: list[Slot]
+    recorder: Recorder
+    statistics: CountedStatistics
+    loans: dict[tuple[int, int, bool], Edge]
+    """Parameters and buffers copied, once per batch, to stages that do not own them."""
+    gradients: dict[int, Tensor]
+    """Sum over micro-batches, by the identity of the parameter or of its copy."""
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """All edges of all micro-batches."""
+        return (edge for slot in self.slots for part in slot.parts for edge in part.edges)
+
+
+INPUT = Location(-1, torch.device("cpu"))
+"""Where the micro-batch's own tensors come from."""
+
+
+class CaptureRun(PlacedRun):
+    """Run one micro-batch while recording it."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        statistics: WholeBatchStatistics,
+        recorder: Recorder,
+        loans: dict[tuple[int, int, bool], Edge],
+    ) -> None:
+        super().__init__(placement, statistics)
+        self._recorder, self._loans = recorder, loans
+        self.parts: list[Part] = []
+
+    def __enter__(self) -> "CaptureRun":
+        super().__enter__()
+        self._begin(self.here)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self.parts[-1].forward.end()
+        finally:
+            super().__exit__(*failure)
+
+    def turn_to(self, location: Location) -> None:
+        """End the current part and begin the next."""
+        if location.stage != self.here.stage:
+            self.parts[-1].forward.end()
+            super().turn_to(location)
+            self._begin(location)
+
+    def _begin(self, location: Location) -> None:
+        # A place of its own for each part: its tensors are no other part's.
+        self.here = Location(location.stage, location.device)
+        self.parts.append(Part(self.here, self._recorder.program(location.device)))
+        self.parts[-1].forward.begin()
+
+    def is_here(self, tensor: Tensor) -> bool:
+        """Whether this very part made ``tensor``, or its stage owns it."""
+        at = getattr(tensor, "_volseg_location", None)
+        if at is not None:
+            return at is self.here
+        owner = self.placement.owners.get(id(tensor))
+        return super().is_here(tensor) if owner is None else owner.stage == self.here.stage
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        states = [
+            (tensor, tensor._version)
+            for tensor in runs.tensors_of((args, kwargs or {}))
+            if id(tensor) in self.placement.owners
+        ]
+        for state, _ in states:
+            if state.requires_grad and self.is_here(state):
+                self.parts[-1].parameters[id(state)] = state
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            raise CaptureRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
+        result = super().__torch_function__(function, types, args, kwargs)
+        if runs.changes_in_place(states):
+            raise CaptureRefusedError(f"{getattr(function, '__name__', function)} changes a parameter or buffer in forward")
+        return result
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Make room for ``tensor`` here; a replay fills it."""
+        part = self.parts[-1]
+        wants_grad = tensor.requires_grad and torch.is_grad_enabled()
+        is_state = id(tensor) in self.placement.owners
+        key = (id(tensor), self.here.stage, wants_grad)
+        edge = self._loans.get(key) if is_state else None
+        if edge is None:
+            with torch.no_grad():
+                room = part.forward.room(tensor, self.here.device)
+            edge = Edge(tensor, room.requires_grad_(wants_grad), input=getattr(tensor, "_volseg_input", None))
+            if is_state:
+                self._loans[key] = edge
+            else:
+                part.edges.append(edge)
+        if is_state and wants_grad:
+            part.parameters[id(edge.target)] = edge.target
+        return edge.target
+
+
+def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capture:
+    """Record ``net`` for micro-batches of these shapes; the tensors' values play no part.
+
+    Raises
+    ------
+    CaptureRefusedError
+        If a recording would not repeat what ``forward`` does.
+    """
+    for path, module in net.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
+            raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
+    captured = Capture([], Recorder(), CountedStatistics(len(calls)), {}, {})
+    with _without_autocast_cache():
+        for index, call in enumerate(calls):
+            captured.statistics.begin(index)
+            captured.slots.append(_forward(net, placement, call, captured))
+    if torch.is_grad_enabled():
+        for slot in reversed(captured.slots):
+            _check_closed(slot)
+            _make_landings(slot)
+            for part in reversed(slot.parts):
+                _backward(slot, part, captured)
+            for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges)):
+                # Lets the autograd graph go; the memory stays.
+                holder.source = holder.source.detach()
+    return captured
+
+
+def _forward(net: nn.Module, placement: Placement, call: Call, captured: Capture) -> Slot:
+    leaves, structure = pytree.tree_flatten(call)
+    static = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
+    for number, tensor in enumerate(inputs):
+        tensor._volseg_location = INPUT  # type: ignore[attr-defined]
+        tensor._volseg_input = number  # type: ignore[attr-defined]
+    args, kwargs = pytree.tree_unflatten(static, structure)
+    run = CaptureRun(placement, captured.statistics, captured.recorder, captured.loans)
+    with run:
+        output = net(*args, **kwargs)
+    results, structure = pytree.tree_flatten(output)
+    places = [part.location for part in run.parts]
+    for result in results:
+        if isinstance(result, Tensor) and not any(getattr(result, "_volseg_location", None) is at for at in places):
+            raise CaptureRefusedError("an output is an input, a parameter, or made by code that torch functions do not show")
+    found = [Output(result) if isinstance(result, Tensor) else result for result in results]
+    return Slot(inputs, run.parts, [leaf for leaf in found if isinstance(leaf, Output)], structure, found)
+
+
+def _make_landings(slot: Slot) -> None:
+    """Allocate where gradients arrive, before the programs that read them."""
+    for edge in (edge for part in slot.parts for edge in part.edges):
+        if edge.target.requires_grad:
+            edge.landing = torch.zeros_like(edge.source.detach())
+    for output in slot.outputs:
+        if output.source.requires_grad:
+            output.landing = torch.zeros_like(output.source.detach())
+
+
+def _backward(slot: Slot, part: Part, captured: Capture) -> None:
+    """Record the gradients of one part from those of what it sent."""
+    arriving: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    edges = [edge for other in slot.parts for edge in other.edges if edge.returned is not None]
+    for sent in (*edges, *slot.outputs):
+        source = sent.source
+        if getattr(source, "_volseg_location", None) is part.location and sent.landing is not None:
+            arriving.setdefault(id(source), (source, []))[1].append(sent.landing)
+            if isinstance(sent, Edge):
+                part.sends.append(sent)
+    received = [edge for edge in part.edges if edge.target.requires_grad]
+    parameters = list(part.parameters.values())
+    wanted = [*(edge.target for edge in received), *parameters]
+    if not arriving or not wanted:
+        return
+    for parameter in parameters:
+        if id(parameter) not in captured.gradients:
+            captured.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
+    part.backward = captured.recorder.program(part.location.device)
+    part.backward.begin()
+    try:
+        sources = [source for source, _ in arriving.values()]
+        with torch.no_grad():
+            totals = [landings[0] if len(landings) == 1 else torch.stack(landings).sum(0) for _, landings in arriving.values()]
+        found = torch.autograd.grad(sources, wanted, totals, allow_unused=True)
+        for edge, gradient in zip(received, found, strict=False):
+            edge.returned = gradient
+        with torch.no_grad():
+            pairs = [
+                (captured.gradients[id(parameter)], gradient)
+                for parameter, gradient in zip(parameters, found[len(received) :], strict=True)
+                if gradient is not None
+            ]
+            if pairs:
+                totals, new = zip(*pairs, strict=True)
+                torch._foreach_add_(totals, new)
+    finally:
+        part.backward.end()
+
+
+def _check_closed(slot: Slot) -> None:
+    """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
+    seen: dict[Any, Location] = {}
+    allowed = {
+        part.location: {*part.parameters, *(id(edge.target) for edge in part.edges)} for part in slot.parts
+    }
+    sent = [holder.source for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges))]
+    for tensor in sent:
+        location = getattr(tensor, "_volseg_location", None)
+        if location is None or location is INPUT:
+            continue
+        todo = [tensor.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or seen.get(node) is location:
+                continue
+            variable = getattr(node, "variable", None)
+            foreign = node in seen if variable is None else id(variable) not in allowed[location]
+            if foreign:
+                raise CaptureRefusedError("code that torch functions do not show connects two stages")
+            if variable is None:
+                seen[node] = location
+                todo += [following for following, _ in node.next_functions]
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep autocast, but let every micro-batch cast for itself: a cached cast belongs to the first one's graph."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield

@@ -1,0 +1,216 @@
+"""Run a batch by launching its recorded programs: a few hundred launches instead of a few ten thousand.
+
+One autograd node stands for the whole network. Its forward copies the batch into the recorded inputs, then launches the
+micro-batches one after another, each stage's program as soon as its tensors have arrived; backward goes the other
+way round. The memory of a recording holds one batch: ``Replay.is_free`` says whether a backward still needs it.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from volseg.errors import ParallelError
+from volseg.parallel.pipeline.capture import Capture, Edge, Output
+from volseg.parallel.pipeline.micro_batch import Call
+from volseg.parallel.pipeline.transfer import copy_into, wait_for_departures
+
+__all__ = ["Replay"]
+
+Events = dict[torch.device, "torch.cuda.Event | None"]
+
+
+class _Ticket:
+    """Held by the autograd node of one forward: while it lives unused, its activations are needed."""
+
+    is_used = False
+
+
+class Replay:
+    """A recording that can be run.
+
+    Parameters
+    ----------
+    captured
+        From ``capture``.
+    sizes
+        Samples of each micro-batch.
+    target
+        Where outputs go.
+    """
+
+    def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device) -> None:
+        self.captured, self.sizes, self.target = captured, list(sizes), target
+        self._ticket: weakref.ref[_Ticket] | None = None
+        self._loans = list(captured.loans.values())
+        used = {key: p for slot in captured.slots for part in slot.parts for key, p in part.parameters.items()}
+        for edge in self._loans:
+            if used.pop(id(edge.target), None) is not None:
+                used[id(edge.source)] = edge.source
+                captured.gradients.setdefault(id(edge.source), torch.zeros_like(edge.source.detach()))
+        self.parameters = [p for p in used.values() if id(p) in captured.gradients]
+        places = {part.location.device for slot in captured.slots for part in slot.parts}
+        self.devices = places | {target} | {tensor.device for tensor in captured.slots[0].inputs}
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no forward waits for its backward."""
+        ticket = None if self._ticket is None else self._ticket()
+        return ticket is None or ticket.is_used
+
+    def __call__(self, call: Call) -> Any:
+        """Run one batch; return the joined outputs."""
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+        outputs = iter(_Replayed.apply(self, len(tensors), *tensors, *self.parameters))
+        slot = self.captured.slots[0]
+        leaves = [next(outputs) if isinstance(leaf, Output) else leaf for leaf in slot.leaves]
+        return pytree.tree_unflatten(leaves, slot.structure)
+
+    def take_ticket(self) -> _Ticket:
+        """Mark the activations as needed while the returned object lives."""
+        ticket = _Ticket()
+        self._ticket = weakref.ref(ticket)
+        return ticket
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Launch every forward program; return new tensors."""
+        captured = self.captured
+        # Made on the caller's stream, where they will be freed.
+        rooms = [
+            torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
+            for output in captured.slots[0].outputs
+        ]
+        with self._on_program_streams() as free:
+            arrivals = []
+            for edge in self._loans:
+                _copy(edge.source.detach(), edge.target, free)
+            for index, slot in enumerate(captured.slots):
+                for tensor, static in zip(tensors, slot.inputs, strict=True):
+                    _copy(self._piece(tensor, index), static, free)
+                for part in slot.parts:
+                    for edge in part.edges:
+                        _copy(edge.source, edge.target, free)
+                    part.forward.replay()
+                for output, room in zip(slot.outputs, rooms, strict=True):
+                    arrivals.append((copy_into(output.source, self._piece(room, index), free[self.target]), room))
+            # Only now: a wait in between would keep the target from its next micro-batch.
+            for event, room in arrivals:
+                _wait(event, room)
+            captured.statistics.commit()
+        return tuple(rooms)
+
+    def backward(self, gradients: Sequence[Tensor | None], num_inputs: int) -> list[Tensor | None]:
+        """Launch every backward program; return the gradients of the inputs, then of the parameters."""
+        captured = self.captured
+        with self._on_program_streams() as free:
+            for total in captured.gradients.values():
+                total.zero_()
+            for index, slot in reversed(list(enumerate(captured.slots))):
+                for output, gradient in zip(slot.outputs, gradients, strict=True):
+                    if output.landing is not None and gradient is None:
+                        output.landing.zero_()
+                    elif output.landing is not None and gradient is not None:
+                        _copy(self._piece(gradient, index), output.landing, free)
+                for part in reversed(slot.parts):
+                    if part.backward is not None:
+                        for edge in part.sends:
+                            _return(edge, free)
+                        part.backward.replay()
+                    for edge in part.edges:
+                        if edge.input is not None and edge.returned is not None:
+                            _return(edge, free)
+            for edge in self._loans:
+                if id(edge.target) in captured.gradients:
+                    lent = captured.gradients[id(edge.target)]
+                    captured.gradients[id(edge.source)].add_(lent.to(edge.source.device))
+        # Copies: the next batch overwrites the recording's own.
+        own = [captured.gradients[id(parameter)].clone() for parameter in self.parameters]
+        return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
+
+    def _input_gradient(self, number: int) -> Tensor | None:
+        """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""
+        parts = []
+        for slot in self.captured.slots:
+            landed = [
+                edge.landing
+                for part in slot.parts
+                for edge in part.edges
+                if edge.input == number and edge.returned is not None and edge.landing is not None
+            ]
+            if slot.inputs[number].requires_grad:
+                parts.append(sum(landed[1:], landed[0]) if landed else torch.zeros_like(slot.inputs[number]))
+        if not parts:
+            return None
+        is_cut = parts[0].dim() and sum(map(len, parts)) == sum(self.sizes)
+        return torch.cat(parts) if is_cut else torch.stack(parts).sum(0)
+
+    def _piece(self, tensor: Tensor, index: int) -> Tensor:
+        """Return the part of a whole batch that micro-batch ``index`` has."""
+        if not tensor.dim() or len(tensor) != sum(self.sizes):
+            return tensor
+        return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
+
+    @contextlib.contextmanager
+    def _on_program_streams(self) -> Iterator[Events]:
+        """Work on the programs' streams, after what the caller has queued and before what it will queue."""
+        devices = [device for device in self.devices if device.type == "cuda"]
+        callers = {device: torch.cuda.current_stream(device) for device in devices}
+        streams = {device: self.captured.recorder.stream(device) for device in devices}
+        free: Events = dict.fromkeys(self.devices)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device in devices:
+                streams[device].wait_stream(callers[device])
+                stack.enter_context(torch.cuda.stream(streams[device]))
+            wait_for_departures(devices)
+            free.update({device: streams[device].record_event() for device in devices})
+            yield free
+        for device in devices:
+            callers[device].wait_stream(streams[device])
+
+
+def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:
+    if event is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)
+
+
+def _copy(tensor: Tensor, room: Tensor, free: Events) -> None:
+    """Copy, and let the receiver wait for the arrival."""
+    _wait(copy_into(tensor, room.detach(), free[room.device]), room)
+
+
+def _return(edge: Edge, free: Events) -> None:
+    """Bring an edge's gradient back."""
+    assert edge.returned is not None
+    assert edge.landing is not None
+    _copy(edge.returned, edge.landing, free)
+
+
+class _Replayed(torch.autograd.Function):
+    """The whole network as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.replay, ctx.num_inputs = replay, num_inputs
+        ctx.ticket = replay.take_ticket() if any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)
+        outputs = replay.forward(tensors[:num_inputs])
+        first = replay.captured.slots[0].outputs
+        fixed = [output for output, kept in zip(outputs, first, strict=True) if kept.landing is None]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if ctx.ticket.is_used:
+            raise ParallelError(
+                "backward through a recorded pipeline ran a second time, and its activations are gone; "
+                "for retain_graph=True use ModelParallel(..., launch='eager')"
+            )
+        ctx.ticket.is_used = True
+        return None, None, *ctx.replay.backward(gradients, ctx.num_inputs)
