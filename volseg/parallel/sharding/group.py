@@ -301,10 +301,20 @@ def reduce_together(
     gradients: Sequence[Tensor | None], group: dist.ProcessGroup, average: bool = False
 ) -> list[Tensor | None]:
     """Sum gradients over a group in one call; None stays None."""
-    used = [gradient for gradient in gradients if gradient is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in used])
+    used = [_dense(gradient) for gradient in gradients if gradient is not None]
+    # In the order of memory, so that a gradient comes back in the layout its parameter has.
+    flat = torch.cat([gradient.as_strided((gradient.numel(),), (1,)) for gradient in used])
     dist.all_reduce(flat, group=group)
     if average:
         flat /= dist.get_world_size(group)
-    parts = iter(flat.split([gradient.numel() for gradient in used]))
-    return [None if gradient is None else next(parts).view_as(gradient) for gradient in gradients]
+    parts = flat.split([gradient.numel() for gradient in used])
+    summed = iter([part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in zip(parts, used, strict=True)])
+    return [None if gradient is None else next(summed) for gradient in gradients]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient, copied where it has gaps in memory."""
+    last = torch.channels_last_3d if gradient.ndim == 5 else torch.channels_last
+    if gradient.is_contiguous() or (gradient.ndim in (4, 5) and gradient.is_contiguous(memory_format=last)):
+        return gradient
+    return gradient.contiguous()

@@ -5,7 +5,7 @@ backend, each slab to its owner only.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.strategy import SpatialStrategy
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["loads_batches", "scatter_batch"]
+__all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
 
 _headers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """A gloo group of the same processes for each spatial group."""
@@ -65,6 +65,39 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
         name: _receive(strategy, communicator, field, batch[name] if batch is not None else None)
         for name, field in fields.items()
     }
+
+
+def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of this process's first slab of a volume of ``shape``.
+
+    Raises
+    ------
+    ParallelError
+        If the volume is too thin to be cut.
+    """
+    strategy = _strategy(model)
+    dims = strategy.dims_of(torch.Size(shape))
+    if dims is None:
+        raise ParallelError(f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards")
+    own = list(shape)
+    for dim, (start, stop) in zip(dims, strategy.communicator.owned([shape[d] for d in dims])[0], strict=True):
+        own[dim] = stop - start
+    return tuple(own)
+
+
+def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> ShardedVolume:
+    """Make a volume of ``shape`` from this process's own slab, for volumes that no process could hold whole.
+
+    Raises
+    ------
+    ParallelError
+        If the slab has another shape than ``slab_shape`` says.
+    """
+    expected = slab_shape(model, shape)
+    if tuple(slab.shape) != expected:
+        raise ParallelError(f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}")
+    strategy = _strategy(model)
+    return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 
 def _strategy(model: ModelParallel) -> SpatialStrategy:

@@ -46,7 +46,7 @@ class ShardedVolume(Tensor):
     deferred: "Deferred | None"
     _slabs: list[Tensor]
     _shape: torch.Size
-    _version_of_recipe: int
+    _versions_of_recipe: list[int]
 
     @staticmethod
     def __new__(
@@ -103,20 +103,26 @@ class ShardedVolume(Tensor):
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return None
-        self._slabs, self.recipe, self.room, wait = deferred.run(halo)
-        self._version_of_recipe = self._slabs[0]._version
+        self._slabs, recipe, room, wait = deferred.run(halo)
+        self.with_recipe(recipe, room)
         return wait
 
     def current_recipe(self) -> "Recipe | None":
-        """Return how to compute the slab again, unless it was changed in place since."""
-        if self.recipe is None or self.slabs[0]._version != self._version_of_recipe:
+        """Return how to compute the slab again, unless something was changed in place since."""
+        self.settle()
+        if self.recipe is None or self._versions() != self._versions_of_recipe:
             return None
         return self.recipe
+
+    def _versions(self) -> list[int]:
+        """Return how often the slab, and what it would be computed from, were changed in place."""
+        tensors = self.recipe.tensors if self.recipe is not None else ()
+        return [tensor._version for tensor in (self.slabs[0], *tensors)]
 
     def with_recipe(self, recipe: "Recipe | None", room: int) -> "ShardedVolume":
         """Note how the slab can be computed again, and the room around it."""
         self.recipe, self.room = recipe, room
-        self._version_of_recipe = self._slabs[0]._version
+        self._versions_of_recipe = self._versions()
         return self
 
     # Properties of the shell: asked for often, so they do not go through the table.

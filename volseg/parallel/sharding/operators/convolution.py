@@ -1,14 +1,19 @@
 """Convolution and transposed convolution of any kernel, stride, dilation, groups, padding and output padding."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.direct import Plan, Settings, convolve
+from volseg.parallel.sharding.direct import plan as direct_plan
+from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Convolution, TransposedConvolution
 
 __all__ = ["convolution", "transposed_convolution"]
@@ -46,6 +51,14 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return unsupported(
             func, args, kwargs, "padding='same' of an even kernel pads one side more; use F.pad before it"
         )
+    if given["padding"] != "same" and len(cut) == 1:
+        i = cut[0]
+        zeros = (0,) * count
+        whole_settings = Settings(tuple(stride), tuple(before), tuple(dilation), False, zeros, given["groups"])
+        reach = (kernel[i] - 1) * dilation[i] + 1
+        chosen = direct(volume, plans[0], whole_settings, i, reach)
+        if chosen is not None:
+            return convolve(volume, weight, bias, chosen)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
@@ -95,6 +108,18 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
         return func(tensor, weight, bias, stride, padding, extra, given["groups"], dilation)
 
     return sharded_windows(volume, plans, local, whole)
+
+
+def direct(volume: ShardedVolume, plan: AxisPlan, whole: Settings, cut: int, reach: int) -> Plan | None:
+    """Return how to convolve without the general exchange, if that is possible; ``cut`` is the spatial dim that is cut."""
+
+    def without(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(0 if i == cut else value for i, value in enumerate(values))
+
+    along = replace(whole, padding=without(whole.padding), output_padding=without(whole.output_padding))
+    if not can_split(plan.outputs, volume.context.communicator.shards):
+        return None
+    return direct_plan(volume, plan.window, plan.outputs, whole, along, reach)
 
 
 def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.sharding.joining import join_channels
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.planes import (
@@ -190,6 +191,8 @@ def cat(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if dim in like.dims:
         return _cat_along_cut(parts, like, dim)
     parts = [_cut_alike(part, like) for part in parts]
+    if dim == 1 and like.ndim == 5 and len(like.slabs) == 1:
+        return join_channels(parts)
     slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in parts), strict=True)]
     return wrap(like, slabs)
 

@@ -1,0 +1,200 @@
+"""Convolution of this process's one slab: halo received in place while other work goes on, input kept as a recipe.
+
+It takes over from the general exchange where each shard needs its whole slab and planes of its direct neighbours only: every
+convolution of the usual networks, unless the sizes divide badly. The decision depends on sizes alone, so all processes take it alike.
+
+Forward: the halo travels while the slab's inner planes are still being normalised. Backward: the halo's gradient travels back while
+the weights' gradient is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from volseg.parallel.sharding.group import ProcessGroupShards
+from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner
+from volseg.parallel.sharding.recipes import Recipe
+from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.sharding.windows import Window
+
+__all__ = ["Settings", "convolve", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Arguments of ``torch.ops.aten.convolution`` besides the tensors."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """In torch's order."""
+        return (
+            list(self.stride),
+            list(self.padding),
+            list(self.dilation),
+            self.transposed,
+            list(self.output_padding),
+            self.groups,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How this process convolves: its halo (None where there is one shard), and the number of output planes."""
+
+    settings: Settings
+    halo: Halo | None
+    outputs: int
+    channels_last: bool = False
+
+
+def plan(
+    volume: ShardedVolume, window: Window, outputs: int, whole: Settings, along: Settings, reach: int
+) -> Plan | None:
+    """Return the plan, or None where the general exchange is needed.
+
+    ``whole`` are the settings on one device, ``along`` those without padding along the cut; ``reach`` is the window's extent.
+    """
+    communicator = volume.context.communicator
+    if len(volume.dims) != 1 or len(communicator.devices) != 1:
+        return None
+    (size,) = volume.sizes
+    if communicator.shards == 1:
+        return Plan(whole, None, outputs, volume.context.channels_last)
+    if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
+        return None
+    each = halo_of_each(size, communicator.shards, window, outputs)
+    if each is None:
+        return None
+    stride = whole.stride[0]
+    for index, (before, behind) in enumerate(each):
+        planes = (index + 1) * size // communicator.shards - index * size // communicator.shards + before + behind
+        computed = (planes - 1) * stride + reach if whole.transposed else (planes - reach) // stride + 1
+        owed = (index + 1) * outputs // communicator.shards - index * outputs // communicator.shards
+        if computed != owed:
+            return None
+    last = volume.context.channels_last
+    return Plan(along, Halo(communicator, each, last), outputs, last)
+
+
+def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: Plan) -> ShardedVolume:
+    """Convolve the slab of this process."""
+    context = volume.context
+    wait = volume.settle(plan.halo) if plan.halo is not None and any(plan.halo.own) else None
+    (slab,) = volume.slabs
+    (weight,) = context.spread(weight)
+    bias = None if bias is None else context.spread(bias)[0]
+    recipe, room = volume.current_recipe(), volume.room
+    kind = slab.device.type
+    if torch.is_autocast_enabled(kind) and slab.is_floating_point() and slab.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        if slab.dtype != dtype:
+            slab, recipe, room = slab.to(dtype), None, 0
+            wait = _finished(wait)
+        weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
+    result = _Convolve.apply(slab, weight, bias, plan, recipe, room, wait)
+    shape = list(result.shape)
+    shape[volume.dims[0]] = plan.outputs
+    return ShardedVolume([result], volume.dims, shape, context)
+
+
+def _finished(wait: Any) -> None:
+    """Complete an exchange that will be repeated in another dtype: no process may leave it out."""
+    if wait is not None:
+        wait()
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        slab: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        recipe: Recipe | None,
+        room: int,
+        wait: Any,
+    ) -> Tensor:
+        halo = plan.halo if plan.halo is not None and any(map(sum, plan.halo.planes)) else None
+        buffer = slab
+        if halo is not None:
+            buffer = extended(slab, room, halo.own)
+            (fill(buffer, halo) if wait is None else wait)()
+        result = torch.ops.aten.convolution(buffer, weight, bias, *plan.settings.arguments)
+        if plan.channels_last and result.ndim == 5:
+            # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
+            result = result.contiguous(memory_format=torch.channels_last_3d)
+        ctx.plan, ctx.halo, ctx.recipe = plan, halo, recipe
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        if recipe is None:
+            ctx.save_for_backward(weight, buffer)
+        else:
+            ctx.like = buffer.shape, buffer.dtype, _layout(buffer)
+            ctx.save_for_backward(weight, *_edges(buffer, halo), *recipe.tensors)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        buffer = kept[0] if ctx.recipe is None else _again(ctx, kept)
+        needs = ctx.needs_input_grad[:3]
+
+        def derive(*mask: bool) -> Sequence[Tensor]:
+            return torch.ops.aten.convolution_backward(
+                gradient, buffer, weight, ctx.bias_sizes, *ctx.plan.settings.arguments, list(mask)
+            )
+
+        if ctx.halo is None:
+            slab_gradient, weight_gradient, bias_gradient = derive(*needs)
+            return slab_gradient, weight_gradient, bias_gradient, None, None, None, None
+        slab_gradient = None
+        if needs[0]:
+            finish = add_returned(derive(True, False, False)[0], ctx.halo)
+        _, weight_gradient, bias_gradient = derive(False, *needs[1:])
+        if needs[0]:
+            slab_gradient = finish()
+        return slab_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+def _layout(tensor: Tensor) -> torch.memory_format:
+    if tensor.ndim == 5 and tensor.stride(1) == 1 and tensor.shape[1] > 1:
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
+    """Copy the halo: a few planes, which would otherwise be fetched again."""
+    if halo is None:
+        return []
+    before, behind = halo.own
+    return [
+        buffer.narrow(DIM, 0, before).clone(),
+        buffer.narrow(DIM, buffer.shape[DIM] - behind, behind).clone(),
+    ]
+
+
+def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
+    """Compute the convolution's input again."""
+    shape, dtype, layout = ctx.like
+    buffer = torch.empty(shape, dtype=dtype, device=kept[-1].device, memory_format=layout)
+    if ctx.halo is None:
+        ctx.recipe.write(kept, buffer)
+        return buffer
+    front, back, *tensors = kept
+    before, behind = ctx.halo.own
+    buffer.narrow(DIM, 0, before).copy_(front)
+    buffer.narrow(DIM, shape[DIM] - behind, behind).copy_(back)
+    ctx.recipe.write(tensors, inner(buffer, ctx.halo.own))
+    return buffer
