@@ -1,6 +1,7 @@
 """What a training loop does to a module means the same to a pipelined one."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, PartitionError, PlacementError
 from volseg.parallel import ModelParallel
+from volseg.parallel.pipeline.launch import WARM_UP
 
 ROUND_OFF = {"rtol": 1e-10, "atol": 1e-10}
 THREE = ["cpu"] * 3
@@ -27,21 +29,30 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
-def assert_same_step(net: nn.Module, x: Tensor, cuts: list[str] | None = None, split_size: int = 2, repeats: int = 2):
-    """Same outputs and gradients as the plain network, also when repeated; return the model."""
+def assert_same_step(net: nn.Module, x: Tensor, cuts: list[str] | None = None, split_size: int = 2):
+    """Same outputs and gradients as the plain network, batch after batch, launched eagerly and from recordings."""
     net = net.double()
-    reference = copy.deepcopy(net)
-    model = ModelParallel(net, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts)
-    for _ in range(repeats):
-        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-        expected, actual = reference(theirs), model(ours)
-        torch.testing.assert_close(actual, expected, **ROUND_OFF)
-        expected.square().mean().backward()
-        actual.square().mean().backward()
-        torch.testing.assert_close(ours.grad, theirs.grad, **ROUND_OFF)
-        torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
-    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    for launch, repeats in (("eager", 2), ("graphs", WARM_UP + 2)):
+        ours, reference = copy.deepcopy(net), copy.deepcopy(net)
+        model = ModelParallel(
+            ours, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts, launch=launch
+        )
+        for _ in range(repeats):
+            x = x.flip(0)
+            mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+            expected, actual = reference(theirs), model(mine)
+            torch.testing.assert_close(actual, expected, **ROUND_OFF)
+            expected.square().mean().backward()
+            actual.square().mean().backward()
+            torch.testing.assert_close(mine.grad, theirs.grad, **ROUND_OFF)
+            torch.testing.assert_close(gradients(ours), gradients(reference), **ROUND_OFF)
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
     return model
+
+
+def is_recorded(model: ModelParallel) -> bool:
+    """Whether batches are being replayed."""
+    return any(replay is not None for replay in model.strategy._recorded.values())
 
 
 class Skips(nn.Module):
@@ -64,7 +75,7 @@ class Skips(nn.Module):
 
 @pytest.mark.parametrize("cuts", [None, ["b", "d"], ["c", "e"]])
 def test_skips_and_changes_in_place(cuts):
-    assert_same_step(Skips(), volumes(), cuts)
+    assert is_recorded(assert_same_step(Skips(), volumes(), cuts))
 
 
 class Reused(nn.Module):
@@ -84,6 +95,7 @@ class Reused(nn.Module):
 def test_reused_layers_and_tied_weights(cuts):
     model = assert_same_step(Reused(), volumes(), cuts)
     assert model.module.tied.weight is model.module.a.weight
+    assert is_recorded(model)
 
 
 class Block(nn.Module):
@@ -119,7 +131,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("cuts", [None, ["second", "inside"], ["inside", "last"]])
 def test_activation_checkpointing_inside(reentrant, cuts):
-    assert_same_step(Checkpointed(reentrant), volumes(), cuts)
+    assert not is_recorded(assert_same_step(Checkpointed(reentrant), volumes(), cuts))
 
 
 def test_dropout_draws_the_same_again_when_checkpointed():
@@ -147,8 +159,8 @@ def test_dropout_draws_the_same_again_when_checkpointed():
     torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_are_those_of_the_whole_batch(momentum):
+@pytest.mark.parametrize(("momentum", "launch"), [(0.1, "eager"), (None, "eager"), (0.1, "graphs"), (None, "graphs")])
+def test_running_statistics_are_those_of_the_whole_batch(momentum, launch):
     """The first norm sees what the plain network's sees, so its running statistics must be equal; the second, called twice
     on inputs that do not depend on the first, too."""
 
@@ -164,13 +176,15 @@ def test_running_statistics_are_those_of_the_whole_batch(momentum):
 
     net = Normed().double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"])
-    for _ in range(3):
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"], launch=launch)
+    for _ in range(WARM_UP + 2):
         x = volumes(5) * 2 + 1
         model(x), reference(x)
     torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
-    assert net.norm.num_batches_tracked == 3
-    assert net.twice.num_batches_tracked == 6
+    assert net.norm.num_batches_tracked == WARM_UP + 2
+    assert net.twice.num_batches_tracked == 2 * WARM_UP + 4
+    # A momentum that counts batches is read by Python each time.
+    assert is_recorded(model) == (launch == "graphs" and momentum is not None)
 
 
 def test_measuring_leaves_no_trace():
@@ -193,7 +207,7 @@ def test_hooks_of_the_user_run_and_may_change_outputs():
     net = Reused().double()
     net.b.register_forward_hook(lambda module, args, output: output * 2)
     net.b.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))
-    assert_same_step(net, volumes(), ["b", "tied"])
+    assert not is_recorded(assert_same_step(net, volumes(), ["b", "tied"]))
 
 
 def test_autocast_reaches_every_stage():
@@ -222,10 +236,13 @@ def test_any_batch_size_and_changing_volume_size(batch):
         torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
 
 
-def test_gradients_accumulate_and_graphs_interleave():
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+def test_gradients_accumulate_and_graphs_interleave(launch):
     net = Skips().double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2)
+    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
+    for _ in range(WARM_UP + 1):
+        model(volumes(2))  # a recording exists, and its one set of activations must not be overwritten
     x, y = volumes(4), volumes(4)
     for module in (reference, model):
         first, second = module(x[:2]), module(y[:2])
@@ -250,15 +267,16 @@ def test_no_grad_then_grad_keeps_no_stale_copy():
     assert_same_step(FirstWithout(), volumes(), ["b", "c"])
 
 
-def test_training_a_few_steps_ends_at_the_same_weights():
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+def test_training_a_few_steps_ends_at_the_same_weights(launch):
     net = Skips().double()
     reference = copy.deepcopy(net)
     # The optimizer is made before the network has been placed.
-    model = ModelParallel(net, devices=THREE, split_size=2)
+    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
     for module in (reference, model):
         torch.manual_seed(7)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(3):
+        for _ in range(WARM_UP + 3):
             optimizer.zero_grad()
             module(volumes()).square().mean().backward()
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -417,3 +435,100 @@ def test_unforeseen_change_in_place_on_another_stage_is_refused():
     net.moody = True
     with torch.no_grad(), pytest.raises(PartitionError, match="mul_ changes in place a tensor that lives on stage 0"):
         model(x)
+
+
+class Changing(nn.Module):
+    """Does what ``how`` says, with a layer of its own before and after."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.how, self.factor, self.calls = conv(), conv(), conv(), how, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.how is counting
+        return self.c(self.how(self, self.a(x)))
+
+
+def dropping(net: Changing, x: Tensor) -> Tensor:
+    return net.b(x) if random.random() < 0.5 else x
+
+
+def scaling(net: Changing, x: Tensor) -> Tensor:
+    return net.b(x) * random.random()
+
+
+def choosing(net: Changing, x: Tensor) -> Tensor:
+    return net.b(x) + random.choice([x, x * 2])
+
+
+def counting(net: Changing, x: Tensor) -> Tensor:
+    return net.b(x) * net.calls
+
+
+@pytest.mark.parametrize("how", [dropping, scaling, choosing, counting])
+def test_forward_that_changes_is_never_recorded(how):
+    random.seed(0)
+    model = ModelParallel(Changing(how).double(), devices=THREE, split_size=1, cuts=["c"], launch="graphs")
+    for _ in range(WARM_UP + 3):
+        model(volumes(6)).sum().backward()
+    assert not is_recorded(model)
+
+
+def test_recording_follows_attributes_modes_and_sizes():
+    net = Changing(lambda net, x: F.dropout(net.b(x) * net.factor, 0.0, net.training)).double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "c"], launch="graphs")
+    for factor, batch, mode in [(1.0, 4, True), (3.0, 4, True), (3.0, 5, True), (3.0, 5, False), (1.0, 4, True)]:
+        net.factor = reference.factor = factor
+        net.train(mode), reference.train(mode)
+        for _ in range(WARM_UP + 2):
+            x = volumes(batch)
+            torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+    assert is_recorded(model)
+
+
+def test_recorded_dropout_draws_anew():
+    net = nn.Sequential(conv(), nn.Dropout(0.5), conv()).double()
+    model = ModelParallel(net, devices=THREE, split_size=2, launch="graphs")
+    x = volumes(4)
+    outputs = [model(x) for _ in range(WARM_UP + 3)]
+    assert is_recorded(model)
+    assert not torch.equal(outputs[-1], outputs[-2])
+
+
+def test_second_backward_through_a_recording_is_refused():
+    model = ModelParallel(Skips().double(), devices=THREE, split_size=2, launch="graphs")
+    for _ in range(WARM_UP + 1):
+        loss = model(volumes(4)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ParallelError, match=r"ran a second time.* launch='eager'"):
+        loss.backward()
+
+
+def test_several_inputs_and_outputs_from_a_recording():
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.unused_output = conv(), conv(), conv()
+
+        def forward(self, x: Tensor, *, gain: Tensor, mode: str) -> dict[str, object]:
+            first = self.a(x * gain)
+            second = self.b(first)
+            return {"two": (first, second), "half": second[:, 0], "no": self.unused_output(x), "mode": mode, "ids": first.argmax(1)}
+
+    net = Many().double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "unused_output"], launch="graphs")
+    for _ in range(WARM_UP + 2):
+        x = volumes(5)
+        ours, theirs = torch.tensor(1.5).double().requires_grad_(), torch.tensor(1.5).double().requires_grad_()
+        actual, expected = model(x, gain=ours, mode="m"), reference(x, gain=theirs, mode="m")
+        torch.testing.assert_close({**actual, "mode": 0}, {**expected, "mode": 0}, **ROUND_OFF)
+        assert actual["mode"] == "m"
+        for output in (actual, expected):
+            (output["two"][0].sum() + output["half"].square().sum()).backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, **ROUND_OFF)
+        torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+    assert is_recorded(model)

@@ -75,6 +75,8 @@ class Output:
     source: Tensor
     landing: Tensor | None = None
     """Where its gradient is put."""
+    reaches: frozenset[int] = frozenset()
+    """Identities of the leaves (parameters, copies on loan) that its gradient reaches."""
 
 
 @dataclass(eq=False)
@@ -187,7 +189,9 @@ class CaptureRun(PlacedRun):
             raise CaptureRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
         if runs.changes_in_place(states):
-            raise CaptureRefusedError(f"{getattr(function, '__name__', function)} changes a parameter or buffer in forward")
+            raise CaptureRefusedError(
+                f"{getattr(function, '__name__', function)} changes a parameter or buffer in forward"
+            )
         return result
 
     def receive(self, tensor: Tensor) -> Tensor:
@@ -241,7 +245,8 @@ def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capt
 def _forward(net: nn.Module, placement: Placement, call: Call, captured: Capture) -> Slot:
     leaves, structure = pytree.tree_flatten(call)
     static = [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
     ]
     inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
     for number, tensor in enumerate(inputs):
@@ -255,7 +260,9 @@ def _forward(net: nn.Module, placement: Placement, call: Call, captured: Capture
     places = [part.location for part in run.parts]
     for result in results:
         if isinstance(result, Tensor) and not any(getattr(result, "_volseg_location", None) is at for at in places):
-            raise CaptureRefusedError("an output is an input, a parameter, or made by code that torch functions do not show")
+            raise CaptureRefusedError(
+                "an output is an input, a parameter, or made by code that torch functions do not show"
+            )
     found = [Output(result) if isinstance(result, Tensor) else result for result in results]
     return Slot(inputs, run.parts, [leaf for leaf in found if isinstance(leaf, Output)], structure, found)
 
@@ -268,6 +275,28 @@ def _make_landings(slot: Slot) -> None:
     for output in slot.outputs:
         if output.source.requires_grad:
             output.landing = torch.zeros_like(output.source.detach())
+            output.reaches = frozenset(_reached(output.source, slot))
+
+
+def _reached(tensor: Tensor, slot: Slot) -> Iterator[int]:
+    """Walk back from ``tensor`` through all parts; yield the leaves at the ends."""
+    sources = {id(edge.target): edge.source for part in slot.parts for edge in part.edges}
+    todo, seen = [tensor.grad_fn], set()
+    if id(tensor) in sources:
+        todo.append(sources[id(tensor)].grad_fn)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield id(variable)
+            # A received tensor may itself be one that its sender had received.
+            while id(variable) in sources:
+                variable = sources[id(variable)]
+                todo.append(variable.grad_fn)
 
 
 def _backward(slot: Slot, part: Part, captured: Capture) -> None:
@@ -293,7 +322,9 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
     try:
         sources = [source for source, _ in arriving.values()]
         with torch.no_grad():
-            totals = [landings[0] if len(landings) == 1 else torch.stack(landings).sum(0) for _, landings in arriving.values()]
+            totals = [
+                landings[0] if len(landings) == 1 else torch.stack(landings).sum(0) for _, landings in arriving.values()
+            ]
         found = torch.autograd.grad(sources, wanted, totals, allow_unused=True)
         for edge, gradient in zip(received, found, strict=False):
             edge.returned = gradient
@@ -313,9 +344,7 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
 def _check_closed(slot: Slot) -> None:
     """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
     seen: dict[Any, Location] = {}
-    allowed = {
-        part.location: {*part.parameters, *(id(edge.target) for edge in part.edges)} for part in slot.parts
-    }
+    allowed = {part.location: {*part.parameters, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
     sent = [holder.source for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges))]
     for tensor in sent:
         location = getattr(tensor, "_volseg_location", None)

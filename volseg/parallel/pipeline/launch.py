@@ -85,7 +85,9 @@ class WatchedRun(PlacedRun):
         result = super().__torch_function__(function, types, args, kwargs)
         if not runs.keeps_place(function):
             name = getattr(function, "__name__", "")
-            self.signature = hash((self.signature, name, *map(self._describe, pytree.tree_leaves((args, kwargs or {})))))
+            self.signature = hash(
+                (self.signature, name, *map(self._describe, pytree.tree_leaves((args, kwargs or {}))))
+            )
             self._number += 1
             for tensor in runs.tensors_of(result):
                 tensor._volseg_order = self._number  # type: ignore[attr-defined]

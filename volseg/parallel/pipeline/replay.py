@@ -127,9 +127,19 @@ class Replay:
                 if id(edge.target) in captured.gradients:
                     lent = captured.gradients[id(edge.target)]
                     captured.gradients[id(edge.source)].add_(lent.to(edge.source.device))
+        reached = self._reached(gradients)
         # Copies: the next batch overwrites the recording's own.
-        own = [captured.gradients[id(parameter)].clone() for parameter in self.parameters]
+        own = [
+            captured.gradients[id(parameter)].clone() if id(parameter) in reached else None
+            for parameter in self.parameters
+        ]
         return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
+
+    def _reached(self, gradients: Sequence[Tensor | None]) -> set[int]:
+        """Return the parameters that these gradients reach; optimizers pass over the others, whose gradient is ``None``."""
+        outputs = [output for slot in self.captured.slots for output in zip(slot.outputs, gradients, strict=True)]
+        reached = {key for output, gradient in outputs if gradient is not None for key in output.reaches}
+        return reached | {id(edge.source) for edge in self._loans if id(edge.target) in reached}
 
     def _input_gradient(self, number: int) -> Tensor | None:
         """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""

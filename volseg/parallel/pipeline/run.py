@@ -18,7 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Arguments", "Run", "adds_in_place", "changes_in_place", "has_foreign_hooks", "in_backward", "keeps_place", "map_tensors", "tensors_of", "unwatch", "watch"]
+__all__ = [
+    "Arguments",
+    "Run",
+    "adds_in_place",
+    "changes_in_place",
+    "has_foreign_hooks",
+    "in_backward",
+    "keeps_place",
+    "map_tensors",
+    "tensors_of",
+    "unwatch",
+    "watch",
+]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

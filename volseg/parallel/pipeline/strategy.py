@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 # Parameter, gradient, and Adam's two moments.
 STATE_COPIES = 4
 
+MOST_RECORDINGS = 3
+"""Kinds of batches kept as recordings; training, validation and one to spare."""
+
+MOST_KINDS = 64
+"""Kinds of batches watched at a time."""
+
 
 class PipelineStrategy:
     """Cut a network into stages and let micro-batches flow through them.
@@ -128,6 +134,9 @@ class PipelineStrategy:
         replay = self._replay(key, placement, calls, sizes, target)
         if replay is not None and replay.is_free:
             return replay((args, kwargs))
+        if key not in self._watches and len(self._watches) > MOST_KINDS:
+            # Something that forward could read changes all the time.
+            self._watches.clear()
         watch = self._watches.setdefault(key, Watch())
         watch.batches += 1
         return join(self._flow(placement, calls, target, None if watch.batches > WARM_UP else watch), sizes)
@@ -146,6 +155,7 @@ class PipelineStrategy:
                 # Recordings have memory of their own; what eager batches left behind is wanted there.
                 gc.collect()
                 torch.cuda.empty_cache()
+            self._forget()
             self._recorded[key] = Replay(capture(self.net, placement, calls), sizes, target)
         except Exception as failure:  # a failed capture costs speed, not the run
             logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
@@ -156,6 +166,12 @@ class PipelineStrategy:
         """Measure, cut and place without running; wanted before ``DistributedDataParallel`` or an optimizer's state."""
         self._prepare(*self._on_first_stage((args, kwargs)))
         return self.partition
+
+    def _forget(self) -> None:
+        """Let the oldest recording go where there are too many: each holds a batch's activations."""
+        held = [key for key, replay in self._recorded.items() if replay is not None]
+        if len(held) >= MOST_RECORDINGS:
+            del self._recorded[held[0]]
 
     def _flow(
         self, placement: Placement, calls: Sequence[Call], target: torch.device, watch: Watch | None = None
@@ -263,7 +279,9 @@ class PipelineStrategy:
         starts = [_start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
-            raise PartitionError(f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}")
+            raise PartitionError(
+                f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
+            )
         lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
         self._place(found, layers, lengths, samples)
 
@@ -291,7 +309,9 @@ def _devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.d
         count = torch.cuda.device_count()
         return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
     if isinstance(devices, str | int | torch.device) or not len(devices):
-        raise ParallelError(f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}")
+        raise ParallelError(
+            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
+        )
     chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
     return [
         torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
