@@ -136,6 +136,10 @@ class TrainingConfig(ConfigModel):
     """Epochs between validations; the last epoch is always validated."""
     patience: Count | None = None
     """Validations without a better Dice after which the training stops."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch."""
+    capture: bool = True
+    """Record the training step as a CUDA graph where it can be."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint."""
 

@@ -5,10 +5,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from volseg.capture import Captured
+from volseg.data.patches import PatchBatches
 from volseg.transforms.augmentation import BatchAugmentation
 
-__all__ = ["AugmentedBatches"]
+__all__ = ["AugmentedBatches", "EpochBatches"]
 
 Batch = dict[str, Any]
 
@@ -24,15 +27,16 @@ class EpochBatches(Protocol):
 
 
 class AugmentedBatches:
-    """Augment ``image`` and ``label`` of every batch.
+    """Cut patches and augment them.
 
     Every batch's random numbers are seeded by (seed, epoch, position), so that a training resumed in the middle of an
-    epoch sees the batches it would have seen, without any state to save.
+    epoch sees the batches it would have seen, without any state to save. Where the cases lie on a GPU, cutting and
+    augmenting are recorded as one CUDA graph, and a batch's tensors hold until the next batch.
 
     Parameters
     ----------
-    batches : EpochBatches
-        ``{"image": (B, C, *source_size), "label": (B, 1, *source_size), ...}`` on the training device.
+    batches : PatchBatches
+        Patches of the augmentation's ``source_size``.
     augmentation : BatchAugmentation
         Gives patches of its own ``patch_size``.
     seed : int
@@ -42,21 +46,46 @@ class AugmentedBatches:
     """
 
     def __init__(
-        self, batches: EpochBatches, augmentation: BatchAugmentation, *, seed: int, device: torch.device | str
+        self, batches: PatchBatches, augmentation: BatchAugmentation, *, seed: int, device: torch.device | str
     ) -> None:
         self.batches = batches
         self.augmentation = augmentation
         self.seed = seed
         self.generator = torch.Generator(device)
+        self._captured: Captured | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
+        bank = self.batches.bank
+        made = self._recorded if bank.on_device and bank.device.type == "cuda" else self._plain
+        yield from made(number, start)
+
+    def _plain(self, number: int, start: int) -> Iterator[Batch]:
         for position, batch in enumerate(self.batches.epoch(number, start=start), start=start):
-            # SeedSequence spreads neighbouring triples over unrelated seeds.
-            mixed = np.random.SeedSequence([self.seed, number, position]).generate_state(1, np.uint64)
-            self.generator.manual_seed(int(mixed[0]) >> 1)  # torch takes a signed 64-bit seed
+            self._seed(number, position)
             image, label = self.augmentation(batch["image"], batch["label"], self.generator)
             yield {**batch, "image": image, "label": label}
+
+    def _recorded(self, number: int, start: int) -> Iterator[Batch]:
+        cases, corners, names = self.batches.places(number)
+        for position in range(start, len(self)):
+            places = {"cases": cases[position], "corners": corners[position]}
+            if self._captured is None:
+                # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
+                self._cut_and_augment(**places)
+                self._captured = Captured(self._cut_and_augment, places, generators=[self.generator])
+            self._seed(number, position)
+            yield {**self._captured(places), "case": names[position]}
+
+    def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
+        image, label = self.batches.bank.gather(cases, corners, self.batches.source_size)
+        image, label = self.augmentation(image, label, self.generator)
+        return {"image": image, "label": label}
+
+    def _seed(self, number: int, position: int) -> None:
+        # SeedSequence spreads neighbouring triples over unrelated seeds; torch takes a signed 64-bit seed.
+        mixed = np.random.SeedSequence([self.seed, number, position]).generate_state(1, np.uint64)
+        self.generator.manual_seed(int(mixed[0]) >> 1)

@@ -181,6 +181,17 @@ class PatchBatches:
             generator=torch.Generator().manual_seed(mixed),
         )
 
+    def places(self, number: int) -> tuple[Tensor, Tensor, list[list[str]]]:
+        """Return the cases (iterations, B) and first voxels (iterations, B, 3) of an epoch's source patches, and ids.
+
+        The indices lie where the bank's voxels do: one copy per epoch, and a batch's own cost no transfer and no wait.
+        """
+        plan = self.plan(number)
+        margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
+        where = self.bank.device if self.bank.on_device else "cpu"
+        names = [[self.bank.names[case] for case in row] for row in plan.cases.tolist()]
+        return plan.cases.to(where), (plan.corners - torch.tensor(margin)).to(where), names
+
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on.
 
@@ -188,16 +199,11 @@ class PatchBatches:
         bank's device, and ``case``, the ids.
         """
         self.seconds_waited = 0.0
-        plan = self.plan(number)
-        margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
-        where = self.bank.device if self.bank.on_device else "cpu"
-        # One copy per epoch: a batch's own indices then cost no transfer and no wait.
-        cases, corners = plan.cases.to(where), (plan.corners - torch.tensor(margin)).to(where)
+        cases, corners, names = self.places(number)
 
         def cut(iteration: int) -> tuple[Tensor, Tensor]:
             return self.bank.gather(cases[iteration], corners[iteration], self.source_size, pin=self._pin)
 
-        names = [[self.bank.names[case] for case in row] for row in plan.cases.tolist()]
         begun = time.perf_counter()
         for iteration, (image, label) in enumerate(_ahead(cut, range(start, len(names)), self._prefetch), start):
             batch = {

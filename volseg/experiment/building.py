@@ -14,6 +14,7 @@ from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
+from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.processes import start_group
@@ -108,7 +109,7 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
     )
     parallel = config.parallel
     if parallel.strategy == "none":
-        return network.to(device)
+        return _laid_out(network.to(device), config, task)
     return ModelParallel(
         network,
         strategy=parallel.strategy,
@@ -117,6 +118,18 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
     )
+
+
+def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Module:
+    """Return the network in the memory layout that the config asks for."""
+    layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
+    wanted = config.training.memory_format
+    if wanted == "auto":
+        device = next(network.parameters()).device
+        shape = (config.patch.batch, task.num_channels, *config.patch.size)
+        faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
+        return network
+    return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
 
 
 def _devices(devices: int | Sequence[str] | None, device: torch.device) -> list[str] | None:
@@ -197,5 +210,6 @@ def build_training(
         clip=settings.clip,
         accumulate=settings.accumulate,
         average_decay=settings.ema,
+        capture=settings.capture,
         hooks=hooks,
     )

@@ -31,7 +31,7 @@ class Hook:
         """Before the forward pass of a batch."""
 
     def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
-        """After the backward pass of a batch; ``fields`` has the batch, the outputs and the losses."""
+        """After the step on a batch; ``fields`` has the batch and the losses, on the device."""
 
     def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
         """After an epoch and its validation."""

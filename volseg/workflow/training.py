@@ -7,6 +7,7 @@ to the progress display.
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -18,12 +19,13 @@ from torch.optim import Optimizer
 from volseg.data.augmented import EpochBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.captured_step import CapturedStep, is_on_one_device, plain_rates
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Interruption, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_main_process, largest_over_processes
+from volseg.workflow.processes import is_distributed, is_main_process, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
@@ -85,6 +87,9 @@ class Training:
         Batches per optimizer step; their gradients are averaged.
     average_decay : float, optional
         Decay of an exponential moving average of the weights, with which is validated.
+    capture : bool
+        Record the step as a CUDA graph after a few batches, where it can be: on one GPU, in bfloat16 or float32, with
+        a fused optimizer, every batch a step. Batches of another shape than the recorded one run as they are.
     hooks : sequence of Hook
         Called in this order.
 
@@ -126,6 +131,7 @@ class Training:
         clip: float | None = None,
         accumulate: int = 1,
         average_decay: float | None = None,
+        capture: bool = True,
         hooks: Sequence[Hook] = (),
     ) -> None:
         for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
@@ -162,11 +168,18 @@ class Training:
         self._cases: list[Sequence[str]] = []
         self._num_checked = 0
         self._interruption = Interruption()
+        self._step = CapturedStep(self._computed, self.optimizer) if self._can_capture(capture) else self._computed
 
     @property
     def finished(self) -> bool:
         """Whether there is no epoch left, or a hook has asked to stop."""
         return self.epoch >= self.epochs or self._stop_reason is not None
+
+    def _can_capture(self, wanted: bool) -> bool:
+        """Tell whether a whole step is the same kernels every time."""
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        alone = self.device.type == "cuda" and not is_distributed() and is_on_one_device(self.network)
+        return wanted and fused and alone and self.accumulate == 1 and not self.scaler.is_enabled()
 
     @property
     def is_main_process(self) -> bool:
@@ -225,28 +238,35 @@ class Training:
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
         self._emit("on_batch_begin", batch)
-        with self.precision.autocast():
-            fields = self.objective({**batch, **self.model(batch)})
-        self._losses.append({name: fields[name].detach() for name in self.objective.names})
         self._cases.append(batch.get("case", ()))
-        if self.device.type == "cpu" or len(self._losses) - self._num_checked >= CHECK_EVERY:
-            self._check_losses()  # before the step, so that on a CPU a bad loss never reaches the weights
-        self.scaler.scale(fields["loss"] / self.accumulate).backward()
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        losses = self._step(tensors)
+        self._losses.append(losses)
         self.position += 1
         if self.position % self.accumulate == 0 or self.position == self.num_batches:
-            self._step()
-        self._emit("on_batch_end", fields)
+            self.schedule.step()
+            if self.average:
+                self.average.update()
+        if len(self._losses) - self._num_checked >= CHECK_EVERY:
+            self._check_losses()
+        self._emit("on_batch_end", {**batch, **losses})
 
-    def _step(self) -> None:
-        if self.clip:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        if self.average:
-            self.average.update()
+    def _computed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run one batch and, when enough are gathered, the optimizer; return the losses."""
+        with self.precision.autocast():
+            fields = self.objective({**tensors, **self.model(tensors)})
+        losses = {name: fields[name].detach() for name in self.objective.names}
+        if self.device.type == "cpu":  # before the step, so that a bad loss never reaches the weights
+            self._refuse_not_finite(len(self._losses), losses)
+        self.scaler.scale(fields["loss"] / self.accumulate).backward()
+        if (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches:
+            if self.clip:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        return losses
 
     def _close_epoch(self, seconds: float, seconds_waited: float) -> None:
         """Validate where it is due, write the record, tell the hooks."""
@@ -300,21 +320,24 @@ class Training:
 
     def _check_losses(self) -> None:
         """Raise if a loss since the last check is not finite; keep the newest losses for display."""
-        if not (fresh := self._losses[self._num_checked :]):
-            return
-        values = torch.stack([torch.stack([batch[name].float() for name in self.objective.names]) for batch in fresh])
-        values = values.cpu()
-        bad = (~values.isfinite()).any(dim=1).nonzero()
-        if len(bad):
-            number = self._num_checked + int(bad[0])
-            named = dict(zip(self.objective.names, values[int(bad[0])].tolist(), strict=True))
+        names = self.objective.names
+        for number in range(self._num_checked, len(self._losses), CHECK_EVERY):
+            fresh = self._losses[number : number + CHECK_EVERY]
+            values = torch.stack([torch.stack([losses[name].float() for name in names]) for losses in fresh]).cpu()
+            for offset, row in enumerate(values):
+                self._refuse_not_finite(number + offset, dict(zip(names, row, strict=True)))
+        if self._losses:
+            self.latest_losses = {name: float(self._losses[-1][name]) for name in names}
+        self._num_checked = len(self._losses)
+
+    def _refuse_not_finite(self, number: int, losses: Mapping[str, Tensor]) -> None:
+        values = {name: value.item() for name, value in losses.items()}
+        if not all(map(math.isfinite, values.values())):
             cases = ", ".join(self._cases[number]) or "(the batch has no field `case`)"
             raise NonFiniteLossError(
-                f"the loss is not finite in epoch {self.epoch}, batch {number}: {named}; cases: {cases}. "
+                f"the loss is not finite in epoch {self.epoch}, batch {number}: {values}; cases: {cases}. "
                 "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
             )
-        self.latest_losses = dict(zip(self.objective.names, values[-1].tolist(), strict=True))
-        self._num_checked = len(self._losses)
 
     def _emit(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:
@@ -324,7 +347,7 @@ class Training:
         """Return everything from which the training goes on as if it had not been interrupted."""
         return {
             "model": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": plain_rates(self.optimizer.state_dict()),
             "steps_done": self.schedule.steps_done,
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict() if self.average else None,

@@ -1,4 +1,4 @@
-"""Milliseconds of a training step by part, for memory layouts and cuDNN settings, side by side in one run.
+"""Milliseconds of a training step by part, for operators, memory layouts and capturing, side by side in one run.
 
 python workflows/benchmarks/training_step.py configs/task04_unet.yaml DIR/Task04_Hippocampus --result step.json
 """
@@ -9,13 +9,13 @@ import shlex
 import statistics
 import sys
 import time
-from itertools import islice
+from itertools import chain, count
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from volseg import experiment
+from volseg.config.schema import ExperimentConfig
 from volseg.data.msd import load_task
 from volseg.data.preparing import prepare_all
 from volseg.experiment.building import build_batches, build_model, build_training, choose_device, preprocessing_of
@@ -32,19 +32,17 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
-    config = experiment.load_config(chosen.config, [f"data.root={chosen.root}"])
-    device, task = choose_device(config), load_task(chosen.root)
-    cases = prepare_all(task.training[:NUM_CASES], preprocessing_of(config))
-    batches = build_batches(config, task, cases, device)
     variants = {}
-    for layout in ("contiguous", "channels_last_3d"):
-        for benchmark in (False, True):
-            torch.backends.cudnn.benchmark = benchmark
-            model = build_model(config, task, device)
-            if layout == "channels_last_3d":
-                model = model.to(memory_format=torch.channels_last_3d)
-            variants[f"{layout}, cudnn.benchmark={benchmark}"] = measure(config, model, batches, device)
-            print(layout, benchmark, variants[f"{layout}, cudnn.benchmark={benchmark}"], flush=True)
+    for operators in ("plain", "own"):
+        for layout in ("contiguous", "channels_last"):
+            for capture in (False, True):
+                name = f"{operators} operators, {layout}, {'captured' if capture else 'eager'}"
+                try:
+                    variants[name] = measure(chosen, operators, layout, capture)
+                except Exception as fault:  # one variant must not lose the others
+                    variants[name] = {"failed": f"{type(fault).__name__}: {fault}"}
+                print(name, variants[name], flush=True)
+    config = configured(chosen, "plain", "contiguous", capture=False)
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
@@ -54,11 +52,24 @@ def main() -> None:
     chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(config: object, model: nn.Module, batches: object, device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of the whole step and of its parts, the device waited for after each."""
+def configured(chosen: argparse.Namespace, operators: str, layout: str, *, capture: bool) -> ExperimentConfig:
+    """Return the config of a variant; the own operators are those of the spatial strategy, on one device."""
+    overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.capture={capture}"]
+    if operators == "own":
+        overrides.append("parallel={strategy: spatial, devices: 1}")
+    return experiment.load_config(chosen.config, overrides)
+
+
+def measure(chosen: argparse.Namespace, operators: str, layout: str, capture: bool) -> dict[str, float]:
+    """Return median milliseconds: of the whole loop, undisturbed; of its parts, the device waited for after each."""
+    config = configured(chosen, operators, layout, capture=capture)
+    device, task = choose_device(config), load_task(chosen.root)
+    cases = prepare_all(task.training[:NUM_CASES], preprocessing_of(config))
+    batches = build_batches(config, task, cases, device)
+    model = build_model(config, task, device)
     training = build_training(config, model, batches, validation=None, hooks=[])
     model.train()
-    source = islice(batches.epoch(0), WARM_UP + MEASURED)
+    source = chain.from_iterable(batches.epoch(number) for number in count())
     parts: dict[str, list[float]] = {"batch and augmentation": [], "forward to step": [], "launching": []}
     for _ in range(WARM_UP + MEASURED):
         begin = now(device)
@@ -69,7 +80,11 @@ def measure(config: object, model: nn.Module, batches: object, device: torch.dev
         end = now(device)
         for name, seconds in zip(parts, (made - begin, end - made, launched - made), strict=True):
             parts[name].append(1000 * seconds)
-    return {name: statistics.median(values[WARM_UP:]) for name, values in parts.items()}
+    begin = now(device)
+    for _ in range(MEASURED):
+        training._train_batch(next(source))
+    whole = 1000 * (now(device) - begin) / MEASURED
+    return {"step": whole, **{name: statistics.median(values[WARM_UP:]) for name, values in parts.items()}}
 
 
 def now(device: torch.device) -> float:

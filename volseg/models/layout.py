@@ -1,0 +1,68 @@
+"""Which memory layout a network is faster in on this GPU: measured, since it differs from network to network.
+
+Channels-last suits the 16-bit units of a GPU; a network whose norms copy to the contiguous layout and back is slower in
+it all the same (on an H200, one step of MONAI's V-Net took 28 ms in channels-last and 40 ms contiguous; of DynUNet, 15
+and 14).
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["faster_layout"]
+
+WARM_UP, MEASURED = 3, 5
+
+
+def faster_layout(
+    network: nn.Module, shape: Sequence[int], autocast: Callable[[], AbstractContextManager[None]]
+) -> torch.memory_format:
+    """Return the layout in which forward and backward on a batch of ``shape`` (B, C, D, H, W) take less time.
+
+    The network is left in that layout, with its weights, buffers and gradients as they were. Elsewhere than on a GPU
+    the answer is the contiguous layout.
+    """
+    device = next(network.parameters()).device
+    if device.type != "cuda":
+        return torch.contiguous_format
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    mode = network.training
+    with torch.random.fork_rng([device]):
+        batch = torch.randn(*shape, device=device)
+        layouts = (torch.contiguous_format, torch.channels_last_3d)
+        milliseconds = {layout: _milliseconds(network, batch, layout, autocast) for layout in layouts}
+    network.train(mode)
+    network.zero_grad()
+    with torch.no_grad():
+        for name, buffer in network.named_buffers():
+            buffer.copy_(buffers[name])
+    faster = min(layouts, key=milliseconds.__getitem__)
+    network.to(memory_format=faster)  # type: ignore[call-overload]
+    return faster
+
+
+def _milliseconds(
+    network: nn.Module,
+    batch: Tensor,
+    layout: torch.memory_format,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> float:
+    """Return the median time of forward and backward."""
+    network.to(memory_format=layout)  # type: ignore[call-overload]
+    network.train()
+    times = []
+    for _ in range(WARM_UP + MEASURED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with autocast():
+            output = network(batch)
+        first = output[0] if isinstance(output, list | tuple) else output
+        first.float().square().mean().backward()
+        end.record()
+        end.synchronize()
+        network.zero_grad()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[WARM_UP:])
