@@ -1,0 +1,67 @@
+"""Replicas of a pipeline: ``DistributedDataParallel`` around ``ModelParallel``, two processes over gloo."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import torch
+from torch import Tensor, nn
+
+WORLD = 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv3d(2, 2, 3, padding=1) for _ in range(3))
+        self.norm = nn.GroupNorm(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.c(torch.relu(self.norm(self.b(first)))) + first
+
+
+def train(rank: int, folder: str, launch: str) -> None:
+    """Compare this rank's weights after some steps with those of one plain network on the whole batch."""
+    from volseg.parallel import ModelParallel
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    torch.manual_seed(0)
+    net = Net().double()
+    plain = copy.deepcopy(net)
+    model = ModelParallel(net, devices=["cpu"] * 3, split_size=1, launch=launch)
+    x = torch.randn(4, 2, 4, 4, 4, dtype=torch.float64)
+    own = x.tensor_split(WORLD)[rank]
+    model.strategy.plan(own)
+    replica = nn.parallel.DistributedDataParallel(model)
+    ours = torch.optim.SGD(replica.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(6):
+        for module, optimizer, batch in ((replica, ours, own), (plain, theirs, x)):
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+    # Means of halves are averaged in another order than the mean of the whole.
+    torch.testing.assert_close(dict(net.named_parameters()), dict(plain.named_parameters()), rtol=1e-10, atol=1e-12)
+    torch.distributed.destroy_process_group()
+
+
+def test_replicas_of_a_pipeline_train_as_one_network(tmp_path):
+    for launch in ("eager", "graphs"):
+        folder = tmp_path / launch
+        folder.mkdir()
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(folder), launch], stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(WORLD)
+        ]
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(int(sys.argv[1]), sys.argv[2], sys.argv[3])
