@@ -153,6 +153,12 @@ CASES = {
     "unet finest level recomputed": Case(
         monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 20, 12, 8), options={"checkpoint": 1}
     ),
+    "channels last": Case(
+        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (2, 1, 32, 12, 8), 2, options={"channels_last": True}
+    ),
+    "channels last, one sample": Case(
+        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 32, 12, 8), options={"channels_last": True}
+    ),
     "squeeze and excite": Case(SqueezeExcite, (2, 1, 11, 5, 4), 2),
     "checkpointed": Case(Checkpointed, (1, 1, 13, 6, 5)),
     "pad crop join": Case(Paths, (1, 2, 17, 7, 6)),

@@ -78,7 +78,9 @@ class Context:
         if id(parameter) not in self._shared_ids:
             return parameter.to(dtype)
         key = (id(parameter), dtype)
-        if key not in self._cast or self._cast[key].requires_grad != (parameter.requires_grad and torch.is_grad_enabled()):
+        if key not in self._cast or self._cast[key].requires_grad != (
+            parameter.requires_grad and torch.is_grad_enabled()
+        ):
             self._cast[key] = parameter.to(dtype)
         return self._cast[key]
 

@@ -50,7 +50,9 @@ class CapturedStep:
         if not isinstance(model.strategy, SpatialStrategy) or model.strategy.communicator.home.type != "cuda":
             raise ParallelError("a step is captured for strategy='spatial' on GPUs with one process each")
         if len(set(model.strategy.communicator.devices)) != 1:
-            raise ParallelError("a step over several devices of one process cannot be captured; start one process per GPU")
+            raise ParallelError(
+                "a step over several devices of one process cannot be captured; start one process per GPU"
+            )
         self.model, self.step, self.warm_up, self.limit = model, step, warm_up, limit
         self.device = model.strategy.communicator.home
         self._calls: dict[Any, int] = {}
@@ -79,6 +81,8 @@ class CapturedStep:
         for parameter in self.model.parameters():
             parameter.grad = None
         torch.cuda.synchronize(self.device)
+        # What the warm-up calls used lies in another pool: the graph has its own.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         self._share_randomness(graph)
         # thread_local: NCCL's watchdog thread asks about its events while this thread captures.

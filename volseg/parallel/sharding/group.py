@@ -308,7 +308,9 @@ def reduce_together(
     if average:
         flat /= dist.get_world_size(group)
     parts = flat.split([gradient.numel() for gradient in used])
-    summed = iter([part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in zip(parts, used, strict=True)])
+    summed = iter(
+        [part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in zip(parts, used, strict=True)]
+    )
     return [None if gradient is None else next(summed) for gradient in gradients]
 
 

@@ -71,19 +71,23 @@ def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
     return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
 
 
-def _buffer(like: Tensor, planes: int, channels: int | None = None) -> Tensor:
+def _buffer(
+    like: Tensor, planes: int, channels: int | None = None, device: torch.device | None = None
+) -> Tensor:
     shape = list(like.shape)
     shape[DIM] = planes
     shape[1] = shape[1] if channels is None else channels
     last = like.ndim == 5 and like.stride(1) == 1 and like.shape[1] > 1
     layout = torch.channels_last_3d if last else torch.contiguous_format
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+    return torch.empty(shape, dtype=like.dtype, device=device or like.device, memory_format=layout)
 
 
-def roomy(like: Tensor, room: int, channels: int | None = None) -> Tensor:
+def roomy(
+    like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None
+) -> Tensor:
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
     planes = like.shape[DIM]
-    return _alias(_buffer(like, planes + 2 * room, channels), room, planes)
+    return _alias(_buffer(like, planes + 2 * room, channels, device), room, planes)
 
 
 def extended(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
@@ -167,7 +171,9 @@ def _exchange(
     for planes, number in receives:
         if planes.numel():
             target = planes.permute(order)
-            arriving = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            arriving = (
+                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            )
             if arriving is not target:
                 copies.append((target, arriving))
             operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))

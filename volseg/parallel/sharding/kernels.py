@@ -33,7 +33,7 @@ class Activation:
         if self.kind == "leaky":
             # Not torch.where of two numbers: its result is float32 whatever x is.
             return torch.ones_like(x).masked_fill_(x <= 0, self.parameter)
-        return torch.where(x > 0, 1.0, self.parameter * x.exp())
+        return torch.where(x > 0, 1.0, self.parameter * x.exp()) if self.kind == "elu" else torch.ones_like(x)
 
 
 IDENTITY = Activation()

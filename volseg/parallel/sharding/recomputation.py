@@ -10,13 +10,17 @@ from functools import partial
 from math import log2
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from volseg.errors import ParallelError
+from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.parallel.sharding.halo import roomy
 from volseg.parallel.sharding.table import volumes
+from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["Recomputation", "blocks"]
 
@@ -74,12 +78,51 @@ class Recomputation:
         if not given or not self._chosen(given[0].shape[2:].numel(), finest):
             return forward(*args, **kwargs)
         random = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=random and block.training, **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random and block.training, **kwargs)
 
     def _chosen(self, voxels: int, finest: int) -> bool:
         if self.levels == "all":
             return True
         level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
         return level < self.levels  # type: ignore[operator]
+
+
+class _Held:
+    """A block's input, kept as its recipe once the block has run: half as much, or nothing that is not kept anyway."""
+
+    def __init__(self, volume: ShardedVolume) -> None:
+        volume.settle()
+        self.recipe, self.room = volume.current_recipe(), volume.room
+        self.requires_grad = volume.requires_grad
+        self.dims, self.shape, self.context = volume.dims, volume.shape, volume.context
+        self.volume: ShardedVolume | None = volume
+        self.versions = volume._versions()[1:]
+        # Shape and layout of the slab, without its memory.
+        slab = volume.slabs[0]
+        self.like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
+
+    def let_go(self) -> None:
+        """Forget the slab where there is a recipe."""
+        if self.recipe is not None:
+            self.volume = None
+
+    def take(self) -> ShardedVolume:
+        """Return the input: itself, or computed again without history, which the recomputation does not need."""
+        if self.volume is not None:
+            return self.volume
+        recipe = self.recipe
+        assert recipe is not None
+        if [tensor._version for tensor in recipe.tensors] != self.versions:
+            raise UnsupportedOperatorError(
+                "the input of a recomputed block was changed in place after the block ran; do that out of place, or leave "
+                "out checkpoint="
+            )
+        device = recipe.tensors[0].device
+        with torch.no_grad():
+            if self.room:
+                slab = roomy(self.like, self.room, device=device)
+            else:
+                slab = torch.empty_like(self.like, device=device)
+            recipe.write(recipe.tensors, slab)
+        slab.requires_grad_(self.requires_grad)
+        return ShardedVolume([slab], self.dims, self.shape, self.context).with_recipe(recipe, self.room)

@@ -59,7 +59,9 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
         return {name: strategy.cut(value) for name, value in _given(batch).items()}
     source = communicator.rank == 0
     if not source and batch is not None:
-        raise ParallelError(f"process {communicator.rank} of the spatial group passed a batch; only process 0 loads: pass None")
+        raise ParallelError(
+            f"process {communicator.rank} of the spatial group passed a batch; only process 0 loads: pass None"
+        )
     fields = _share_header(communicator, _describe(_given(batch)) if source else None)
     return {
         name: _receive(strategy, communicator, field, batch[name] if batch is not None else None)
@@ -78,7 +80,9 @@ def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
     strategy = _strategy(model)
     dims = strategy.dims_of(torch.Size(shape))
     if dims is None:
-        raise ParallelError(f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards")
+        raise ParallelError(
+            f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards"
+        )
     own = list(shape)
     for dim, (start, stop) in zip(dims, strategy.communicator.owned([shape[d] for d in dims])[0], strict=True):
         own[dim] = stop - start
@@ -95,14 +99,18 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
     """
     expected = slab_shape(model, shape)
     if tuple(slab.shape) != expected:
-        raise ParallelError(f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}")
+        raise ParallelError(
+            f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}"
+        )
     strategy = _strategy(model)
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 
 def _strategy(model: ModelParallel) -> SpatialStrategy:
     if not isinstance(model.strategy, SpatialStrategy):
-        raise ParallelError(f"batches are scattered for strategy='spatial', this model has {type(model.strategy).__name__}")
+        raise ParallelError(
+            f"batches are scattered for strategy='spatial', this model has {type(model.strategy).__name__}"
+        )
     return model.strategy
 
 
@@ -132,7 +140,9 @@ def _share_header(communicator: ProcessGroupShards, fields: dict[str, Any] | Non
     try:
         text = b"" if fields is None else json.dumps(fields).encode()
     except TypeError as error:
-        raise ParallelError(f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering") from None
+        raise ParallelError(
+            f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering"
+        ) from None
     length = torch.tensor([len(text)])
     dist.broadcast(length, first, group=_headers[group])
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
@@ -143,9 +153,7 @@ def _share_header(communicator: ProcessGroupShards, fields: dict[str, Any] | Non
     return shared
 
 
-def _receive(
-    strategy: SpatialStrategy, communicator: ProcessGroupShards, field: dict[str, Any], value: Any
-) -> Any:
+def _receive(strategy: SpatialStrategy, communicator: ProcessGroupShards, field: dict[str, Any], value: Any) -> Any:
     if "value" in field:
         return field["value"]
     shape, dtype = torch.Size(field["shape"]), getattr(torch, field["dtype"])

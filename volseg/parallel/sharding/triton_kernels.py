@@ -80,7 +80,17 @@ if triton is not None:
 
     @triton.jit
     def _moments_kernel(  # noqa: ANN202
-        x, means, squares, C, V, per_program, sb, sc, sv, BV: tl.constexpr, BC: tl.constexpr  # noqa: ANN001, N803
+        x,
+        means,
+        squares,
+        C,
+        V,
+        per_program,
+        sb,
+        sc,
+        sv,
+        BV: tl.constexpr,
+        BC: tl.constexpr,  # noqa: ANN001, N803
     ):
         part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         c = block * BC + tl.arange(0, BC)

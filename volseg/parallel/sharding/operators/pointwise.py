@@ -123,7 +123,9 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume."""
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
-        return unsupported(func, args, kwargs, "it writes into a tensor that is not sharded; write a = a + b for a += b")
+        return unsupported(
+            func, args, kwargs, "it writes into a tensor that is not sharded; write a = a + b for a += b"
+        )
     target.context.settle()
     run_local(func, args, kwargs)
     return target

@@ -1,0 +1,57 @@
+"""The kernels of the norms: Triton against plain torch in float64, in both layouts, inside and outside of buffers with room."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from volseg.parallel.sharding import kernels, triton_kernels
+from volseg.parallel.sharding.halo import roomy
+from volseg.parallel.sharding.kernels import Activation
+
+ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_derivative_is_that_of_the_activation(activation: Activation) -> None:
+    x = torch.linspace(-3, 3, 50, dtype=torch.float64).requires_grad_()
+    activation.apply(x).sum().backward()
+    torch.testing.assert_close(activation.derivative(x.detach()), x.grad)
+
+
+def slabs(dtype: torch.dtype, layout: str, channels: int) -> Tensor:
+    torch.manual_seed(0)
+    shape = (2, channels, 5, 9, 11)
+    x = torch.randn(shape, device="cuda") * 3 + 20
+    if layout == "channels last":
+        return x.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+    if layout == "slice of channels":
+        return torch.cat([x, x], 1).to(dtype).contiguous(memory_format=torch.channels_last_3d)[:, channels:]
+    x = x.to(dtype)
+    return roomy(x, 2).copy_(x) if layout == "room" else x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "room", "slice of channels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [1, 3, 32, 200])
+def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activation, channels: int) -> None:
+    assert triton_kernels.available()
+    x = slabs(dtype, layout, channels)
+    gradient = torch.randn_like(x)
+    exact, exact_gradient = x.double(), gradient.double()
+    pairs = [torch.rand(2, channels, device="cuda") + 0.5 for _ in range(5)]
+    scale, shift, mean, slope, offset = pairs
+    shift = shift - 20 * scale
+    wide = [value.double() for value in (scale, shift, mean, slope, offset)]
+    # One rounding to the slab's dtype at the end, and float32 sums over 495 voxels before.
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(kernels.moments(x).double(), kernels.moments(exact), rtol=1e-4, atol=1e-4)
+    got = kernels.affine(x, scale, shift, activation)
+    torch.testing.assert_close(got.double(), kernels.affine(exact, *wide[:2], activation), **close)
+    sums = kernels.gradient_sums(gradient, x, mean, scale, shift, activation)
+    wanted = kernels.gradient_sums(exact_gradient, exact, wide[2], *wide[:2], activation)
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-3, atol=2e-1)
+    inputs = kernels.gradient_input(gradient, x, scale, shift, slope, offset, activation)
+    wanted = kernels.gradient_input(exact_gradient, exact, *wide[:2], *wide[3:], activation)
+    torch.testing.assert_close(inputs.double(), wanted, **close)
