@@ -11,6 +11,7 @@ Between programs, ``replay`` copies along the ``Edge``s. Python does not run aga
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,19 @@ class Edge:
 
 
 @dataclass(eq=False)
+class Loan:
+    """A parameter or buffer as the programs of one stage see it.
+
+    Parameters are never used themselves: their gradient accumulators may date from an eager batch on another
+    stream, which a capture must not touch. On the owner's stage an alias stands in, elsewhere a copy.
+    """
+
+    state: Tensor
+    leaf: Tensor
+    is_copy: bool
+
+
+@dataclass(eq=False)
 class Output:
     """A tensor that ``forward`` returned for one micro-batch."""
 
@@ -76,7 +90,7 @@ class Output:
     landing: Tensor | None = None
     """Where its gradient is put."""
     reaches: frozenset[int] = frozenset()
-    """Identities of the leaves (parameters, copies on loan) that its gradient reaches."""
+    """Identities of the leaves that its gradient reaches."""
 
 
 @dataclass(eq=False)
@@ -89,8 +103,8 @@ class Part:
     """What it receives."""
     sends: list[Edge] = field(default_factory=list)
     """What it sends and gets a gradient for."""
-    parameters: dict[int, Tensor] = field(default_factory=dict)
-    """What it uses, own or on loan, by identity."""
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    """Stand-ins for the parameters that it uses, by identity."""
     backward: Program | None = None
 
 
@@ -113,15 +127,10 @@ class Capture:
     slots: list[Slot]
     recorder: Recorder
     statistics: CountedStatistics
-    loans: dict[tuple[int, int, bool], Edge]
-    """Parameters and buffers copied, once per batch, to stages that do not own them."""
+    loans: dict[tuple[int, int, bool], Loan]
+    """Copies are made once per batch."""
     gradients: dict[int, Tensor]
-    """Sum over micro-batches, by the identity of the parameter or of its copy."""
-
-    @property
-    def edges(self) -> Iterator[Edge]:
-        """All edges of all micro-batches."""
-        return (edge for slot in self.slots for part in slot.parts for edge in part.edges)
+    """Sum over micro-batches, by the identity of the stand-in."""
 
 
 INPUT = Location(-1, torch.device("cpu"))
@@ -136,7 +145,7 @@ class CaptureRun(PlacedRun):
         placement: Placement,
         statistics: WholeBatchStatistics,
         recorder: Recorder,
-        loans: dict[tuple[int, int, bool], Edge],
+        loans: dict[tuple[int, int, bool], Loan],
     ) -> None:
         super().__init__(placement, statistics)
         self._recorder, self._loans = recorder, loans
@@ -172,7 +181,9 @@ class CaptureRun(PlacedRun):
         if at is not None:
             return at is self.here
         owner = self.placement.owners.get(id(tensor))
-        return super().is_here(tensor) if owner is None else owner.stage == self.here.stage
+        if owner is None:
+            return super().is_here(tensor)
+        return owner.stage == self.here.stage and not (tensor.requires_grad and torch.is_grad_enabled())
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,9 +193,6 @@ class CaptureRun(PlacedRun):
             for tensor in runs.tensors_of((args, kwargs or {}))
             if id(tensor) in self.placement.owners
         ]
-        for state, _ in states:
-            if state.requires_grad and self.is_here(state):
-                self.parts[-1].parameters[id(state)] = state
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             raise CaptureRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
@@ -198,20 +206,25 @@ class CaptureRun(PlacedRun):
         """Make room for ``tensor`` here; a replay fills it."""
         part = self.parts[-1]
         wants_grad = tensor.requires_grad and torch.is_grad_enabled()
-        is_state = id(tensor) in self.placement.owners
-        key = (id(tensor), self.here.stage, wants_grad)
-        edge = self._loans.get(key) if is_state else None
-        if edge is None:
+        if id(tensor) in self.placement.owners:
+            return self._borrow(tensor, part, wants_grad)
+        with torch.no_grad():
+            room = part.forward.room(tensor, self.here.device)
+        number = getattr(tensor, "_volseg_input", None)
+        part.edges.append(Edge(tensor, room.requires_grad_(wants_grad), input=number))
+        return room
+
+    def _borrow(self, state: Tensor, part: Part, wants_grad: bool) -> Tensor:
+        key = (id(state), self.here.stage, wants_grad)
+        if key not in self._loans:
+            is_copy = self.placement.owners[id(state)].stage != self.here.stage
             with torch.no_grad():
-                room = part.forward.room(tensor, self.here.device)
-            edge = Edge(tensor, room.requires_grad_(wants_grad), input=getattr(tensor, "_volseg_input", None))
-            if is_state:
-                self._loans[key] = edge
-            else:
-                part.edges.append(edge)
-        if is_state and wants_grad:
-            part.parameters[id(edge.target)] = edge.target
-        return edge.target
+                leaf = part.forward.room(state, self.here.device) if is_copy else state.detach()
+            self._loans[key] = Loan(state, leaf.requires_grad_(wants_grad), is_copy)
+        leaf = self._loans[key].leaf
+        if wants_grad:
+            part.leaves[id(leaf)] = leaf
+        return leaf
 
 
 def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capture:
@@ -226,19 +239,19 @@ def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capt
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
             raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
     captured = Capture([], Recorder(), CountedStatistics(len(calls)), {}, {})
-    with _without_autocast_cache():
+    with _without_autocast_cache(), _without_garbage_collection():
         for index, call in enumerate(calls):
             captured.statistics.begin(index)
             captured.slots.append(_forward(net, placement, call, captured))
-    if torch.is_grad_enabled():
-        for slot in reversed(captured.slots):
-            _check_closed(slot)
-            _make_landings(slot)
-            for part in reversed(slot.parts):
-                _backward(slot, part, captured)
-            for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges)):
-                # Lets the autograd graph go; the memory stays.
-                holder.source = holder.source.detach()
+        if torch.is_grad_enabled():
+            for slot in reversed(captured.slots):
+                _check_closed(slot)
+                _make_landings(slot)
+                for part in reversed(slot.parts):
+                    _backward(slot, part, captured)
+                for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges)):
+                    # Lets the autograd graph go; the memory stays.
+                    holder.source = holder.source.detach()
     return captured
 
 
@@ -310,7 +323,7 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
             if isinstance(sent, Edge):
                 part.sends.append(sent)
     received = [edge for edge in part.edges if edge.target.requires_grad]
-    parameters = list(part.parameters.values())
+    parameters = list(part.leaves.values())
     wanted = [*(edge.target for edge in received), *parameters]
     if not arriving or not wanted:
         return
@@ -344,7 +357,7 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
 def _check_closed(slot: Slot) -> None:
     """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
     seen: dict[Any, Location] = {}
-    allowed = {part.location: {*part.parameters, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
+    allowed = {part.location: {*part.leaves, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
     sent = [holder.source for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges))]
     for tensor in sent:
         location = getattr(tensor, "_volseg_location", None)
@@ -373,3 +386,16 @@ def _without_autocast_cache() -> Iterator[None]:
                 dtype = torch.get_autocast_dtype(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect before, not during a capture: releasing old graphs and events there breaks it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -5,6 +5,7 @@ then its backward at once, and its activations are let go before the next part b
 that of the largest part, and a network can be measured that one device could not train.
 """
 
+import contextlib
 import copy
 import time
 from collections import defaultdict
@@ -71,8 +72,9 @@ def measure(
     PartitionError
         If the network cannot be copied.
     """
-    device_numbers = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=device_numbers):
+    on_gpu = device.type == "cuda"
+    selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+    with selected, torch.random.fork_rng(devices=[device.index] if on_gpu else []):
         probe, trace, recording = observe(net, args, kwargs, device)
         found = segments(trace)
         passes = []
@@ -81,7 +83,7 @@ def measure(
                 probe(*args, **kwargs)
                 watch.finish()
             passes.append(watch.times)
-        launch_ms = _launch_ms(probe, args, kwargs) if device.type == "cuda" else 0.0
+        launch_ms = _launch_ms(probe, args, kwargs) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
@@ -100,8 +102,12 @@ def measure(
 
 def _launch_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the host time of one forward that keeps nothing."""
+
+    def dropped(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
+        return None
+
     torch.cuda.synchronize()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(dropped, dropped):
         start = time.perf_counter()
         net(*args, **kwargs)
         elapsed = time.perf_counter() - start

@@ -46,13 +46,9 @@ class Replay:
     def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device) -> None:
         self.captured, self.sizes, self.target = captured, list(sizes), target
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._loans = list(captured.loans.values())
-        used = {key: p for slot in captured.slots for part in slot.parts for key, p in part.parameters.items()}
-        for edge in self._loans:
-            if used.pop(id(edge.target), None) is not None:
-                used[id(edge.source)] = edge.source
-                captured.gradients.setdefault(id(edge.source), torch.zeros_like(edge.source.detach()))
-        self.parameters = [p for p in used.values() if id(p) in captured.gradients]
+        self._copied = [loan for loan in captured.loans.values() if loan.is_copy]
+        self._by_leaf = {id(loan.leaf): loan for loan in captured.loans.values() if id(loan.leaf) in captured.gradients}
+        self.parameters = list({id(loan.state): loan.state for loan in self._by_leaf.values()}.values())
         places = {part.location.device for slot in captured.slots for part in slot.parts}
         self.devices = places | {target} | {tensor.device for tensor in captured.slots[0].inputs}
 
@@ -86,8 +82,8 @@ class Replay:
         ]
         with self._on_program_streams() as free:
             arrivals = []
-            for edge in self._loans:
-                _copy(edge.source.detach(), edge.target, free)
+            for loan in self._copied:
+                _copy(loan.state.detach(), loan.leaf, free)
             for index, slot in enumerate(captured.slots):
                 for tensor, static in zip(tensors, slot.inputs, strict=True):
                     _copy(self._piece(tensor, index), static, free)
@@ -123,23 +119,30 @@ class Replay:
                     for edge in part.edges:
                         if edge.input is not None and edge.returned is not None:
                             _return(edge, free)
-            for edge in self._loans:
-                if id(edge.target) in captured.gradients:
-                    lent = captured.gradients[id(edge.target)]
-                    captured.gradients[id(edge.source)].add_(lent.to(edge.source.device))
-        reached = self._reached(gradients)
-        # Copies: the next batch overwrites the recording's own.
-        own = [
-            captured.gradients[id(parameter)].clone() if id(parameter) in reached else None
-            for parameter in self.parameters
-        ]
+        reached = {
+            key
+            for slot in captured.slots
+            for output, gradient in zip(slot.outputs, gradients, strict=True)
+            if gradient is not None
+            for key in output.reaches
+        }
+        own = [self._gradient(parameter, reached) for parameter in self.parameters]
         return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
 
-    def _reached(self, gradients: Sequence[Tensor | None]) -> set[int]:
-        """Return the parameters that these gradients reach; optimizers pass over the others, whose gradient is ``None``."""
-        outputs = [output for slot in self.captured.slots for output in zip(slot.outputs, gradients, strict=True)]
-        reached = {key for output, gradient in outputs if gradient is not None for key in output.reaches}
-        return reached | {id(edge.source) for edge in self._loans if id(edge.target) in reached}
+    def _gradient(self, parameter: Tensor, reached: set[int]) -> Tensor | None:
+        """Sum over the stages that use ``parameter``; ``None`` where no gradient reaches it: optimizers pass over it then."""
+        found = [
+            self.captured.gradients[key]
+            for key, loan in self._by_leaf.items()
+            if loan.state is parameter and key in reached
+        ]
+        if not found:
+            return None
+        # A copy: the next batch overwrites the recording's own.
+        total = found[0].to(parameter.device, copy=True)
+        for other in found[1:]:
+            total += other.to(parameter.device)
+        return total
 
     def _input_gradient(self, number: int) -> Tensor | None:
         """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""

@@ -236,7 +236,7 @@ class PipelineStrategy:
         times = [layer.ms for layer in measured.layers]
         ends = [0, *accumulate(balance(times, stages))]
         stage_ms = [sum(times[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
-        return pipeline_ms(stage_ms, micro_batches, measured.launch_ms)
+        return pipeline_ms(stage_ms, micro_batches, 0.0 if self.replays else measured.launch_ms)
 
     def _place_measured(self, measured: Measured, split_size: int, batch: int) -> None:
         layers, stages = measured.layers, min(len(self.devices), len(measured.layers))
@@ -350,7 +350,7 @@ def _start_of(cut: str, starts: Sequence[str]) -> int:
     )
 
 
-def _memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
+def _memory_limits(devices: list[torch.device]) -> list[float] | None:
     """Return the bytes that each device can give, or ``None`` for hosts."""
     if any(device.type != "cuda" for device in devices):
         return None
@@ -361,5 +361,5 @@ def _memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
         held = torch.cuda.memory_allocated(device)
         cached = torch.cuda.memory_reserved(device) - held
         # A device that is named for several stages is shared by them.
-        limits.append(min(free + cached, allowed - held) / devices.count(device) if hasattr(devices, "count") else 0.0)
+        limits.append(min(free + cached, allowed - held) / devices.count(device))
     return limits

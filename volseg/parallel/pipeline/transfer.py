@@ -15,8 +15,6 @@ only there is the wait queued. Waiting in ``_Cross`` would put all waits before 
 """
 
 from collections.abc import Iterable
-from functools import cache
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -44,10 +42,15 @@ class Passage:
         return tensor
 
 
-@cache
+_pairs: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+
 def _streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Side streams for copies from ``source`` to ``target``: one on each device."""
-    return torch.cuda.Stream(source), torch.cuda.Stream(target)
+    # setdefault: forward's and every device's backward thread come here.
+    return _pairs.get((source, target)) or _pairs.setdefault(
+        (source, target), (torch.cuda.Stream(source), torch.cuda.Stream(target))
+    )
 
 
 def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
@@ -90,9 +93,9 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
 
 def wait_for_departures(devices: Iterable[torch.device]) -> None:
     """Let the current streams wait until earlier copies have read what they send."""
-    for source, target in permutations(set(devices), 2):
-        if source.type == target.type == "cuda":
-            leaving, _ = _streams(source, target)
+    waiting = set(devices)
+    for (source, _), (leaving, _) in list(_pairs.items()):
+        if source in waiting:
             torch.cuda.current_stream(source).wait_stream(leaving)
 
 
