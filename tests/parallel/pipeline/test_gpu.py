@@ -1,0 +1,98 @@
+"""The same laws on GPUs: streams, copies between devices, CUDA graphs."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from volseg.parallel import ModelParallel
+from volseg.parallel.pipeline.launch import WARM_UP
+
+# float64 convolutions on CUDA choose other algorithms for other batch sizes: round-off of sums of 54 to 4096 terms.
+ROUND_OFF = {"rtol": 1e-8, "atol": 1e-8}
+
+
+class Net(nn.Module):
+    """Skips over one and two stages, a tied weight, a reused layer, running statistics, in-place changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv3d(2, 2, 3, padding=1) for _ in range(4))
+        self.d.weight = self.a.weight
+        self.norm, self.act = nn.BatchNorm3d(2), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.act(self.a(x))
+        second = self.act(self.b(self.norm(first)))
+        third = self.c(torch.cat([second[:, :1], first[:, 1:]], 1)) + x
+        return self.d(self.b(third)) + first
+
+
+def devices(count: int) -> list[str]:
+    return [f"cuda:{index % torch.cuda.device_count()}" for index in range(count)]
+
+
+def compare(stages: list[str], launch: str, batches: int) -> ModelParallel:
+    net = Net().double().cuda()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=stages, split_size=2, cuts=["b", "c", "d"][: len(stages) - 1], launch=launch)
+    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.01) for module in (model, reference))
+    for _ in range(batches):
+        x = torch.randn(6, 2, 8, 8, 8, dtype=torch.float64, device="cuda:0")
+        mine, plainly = x.clone().requires_grad_(), x.clone().requires_grad_()
+        actual = model(mine)
+        expected = torch.cat([reference(piece) for piece in plainly.split(2)])
+        assert actual.device == x.device
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
+        for output, optimizer, module in ((actual, ours, model), (expected, theirs, reference)):
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(mine.grad, plainly.grad, **ROUND_OFF)
+        want = {name: p.cpu() for name, p in reference.named_parameters()}
+        torch.testing.assert_close({name: p.cpu() for name, p in net.named_parameters()}, want, **ROUND_OFF)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+def test_stages_on_one_gpu(launch):
+    model = compare(["cuda:0"] * 3, launch, WARM_UP + 3)
+    assert any(model.strategy._recorded.values()) == (launch == "graphs")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_on_several_gpus(launch, stages):
+    model = compare(devices(stages), launch, WARM_UP + 3)
+    assert any(model.strategy._recorded.values()) == (launch == "graphs")
+
+
+@pytest.mark.gpu
+def test_autocast_and_scaler_from_a_recording():
+    net = Net().cuda()
+    model = ModelParallel(net, devices=devices(2), split_size=2, launch="graphs")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+    x, losses = torch.randn(6, 2, 16, 16, 16, device="cuda:0"), []
+    for _ in range(WARM_UP + 8):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (model(x) - 1).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert any(model.strategy._recorded.values())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+def test_measured_partition_and_recorded_dropout():
+    net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv3d(4, 1, 3, padding=1)).cuda()
+    model = ModelParallel(net, devices=devices(2), split_size=1, launch="graphs")
+    x = torch.randn(3, 1, 8, 8, 8, device="cuda:0")
+    outputs = [model(x) for _ in range(WARM_UP + 3)]
+    assert model.partition.total_ms > 0
+    assert not torch.equal(outputs[-1], outputs[-2])
