@@ -12,7 +12,7 @@ movement       forward               backward
 ``gather``     slabs to whole        each shard takes its slab; no sum
 ``spread``     whole to slabs        summed over the shards
 ``cut``        whole to slabs        gathered
-``share``      parameters to slabs   summed over the shards, in buckets
+``share``      parameters to slabs   summed over the shards, a bucket at a time
 =============  ====================  ========================================
 """
 
@@ -25,7 +25,10 @@ from torch import Tensor
 
 from volseg.parallel.sharding.layout import Span, spans
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "box", "buckets"]
+
+BUCKET_BYTES = 16 * 2**20
+"""Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
 
 
 class Communicator(ABC):
@@ -98,7 +101,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Hand parameters to every shard; the sum of their gradients is taken a bucket at a time."""
+        """Hand a bucket of parameters to every shard: for each, one per slab. The sum of their gradients is taken in one call."""
 
 
 def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
@@ -106,3 +109,17 @@ def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
     for dim, (start, stop) in zip(dims, owned, strict=True):
         whole = whole.narrow(dim, start, stop - start)
     return whole
+
+
+def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter."""
+    result: list[list[Tensor]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not result or filled + size > limit or result[-1][0].dtype != parameter.dtype:
+            result.append([])
+            filled = 0
+        result[-1].append(parameter)
+        filled += size
+    return result

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.sharding.communicator import Communicator
+from volseg.parallel.sharding.communicator import Communicator, buckets
 
 __all__ = ["Context"]
 
@@ -48,6 +48,7 @@ class Context:
         self.room = 0
         self.channels_last = False
         self.graph_generator: torch.Generator | None = None
+        self._buckets: dict[int, list[Tensor]] = {}
         self._shared: dict[int, list[Tensor]] = {}
         self._shared_ids: set[int] = set()
         self._cast: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -55,18 +56,26 @@ class Context:
         self._said: set[str] = set()
 
     def share(self, parameters: Sequence[Tensor]) -> None:
-        """Hand the parameters to the shards for one forward pass, so that each is copied and summed once."""
-        self._shared, self._cast = {}, {}
-        shared = self.communicator.share(parameters)
-        for parameter, copies in zip(parameters, shared, strict=True):
-            self._shared[id(parameter)] = copies
-        self._shared_ids = {id(copy) for copies in shared for copy in copies}
+        """Start a forward pass with these parameters, so that each is copied, and its gradient summed, once.
+
+        A bucket is handed to the shards when the first of its parameters is used. Autograd takes the most recent of the nodes that are
+        ready: so the sum of a bucket starts in the middle of the backward pass, and not at its end.
+        """
+        self._shared, self._cast, self._shared_ids = {}, {}, set()
+        self._buckets = {}
+        for bucket in buckets(parameters):
+            for parameter in bucket:
+                self._buckets[id(parameter)] = bucket
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
-        copies = self._shared.get(id(whole))
-        if copies is not None:
-            return copies
+        bucket = self._buckets.get(id(whole))
+        if bucket is not None:
+            if id(whole) not in self._shared:
+                for parameter, copies in zip(bucket, self.communicator.share(bucket), strict=True):
+                    self._shared[id(parameter)] = copies
+                    self._shared_ids |= {id(copy) for copy in copies}
+            return self._shared[id(whole)]
         if not whole.requires_grad:
             return [whole.to(device, non_blocking=True) for device in self.communicator.devices]
         return self.communicator.spread(whole)

@@ -37,6 +37,11 @@ class Pooled:
     over_batch: bool
     groups: int | None = None
 
+    def needed(self, batch: int) -> Callable[[Tensor], Tensor] | None:
+        """Return ``average``, or None where every pair is its own group."""
+        alone = batch == 1 if self.over_batch else self.groups is None
+        return None if alone else self.average
+
     def average(self, pairs: Tensor) -> Tensor:
         """Replace each entry of ``(B, C)`` by the mean of its group."""
         if self.over_batch:
@@ -49,10 +54,13 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Mean, biased variance and their voxel counts, ``(B, C)``, on the home device."""
+    """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel."""
 
     mean: Tensor
     variance: Tensor
+    rstd: Tensor
+    scale: Tensor
+    shift: Tensor
     voxels: int
 
 
@@ -64,20 +72,17 @@ def slab_voxels(context: Context, dims: tuple[int, ...], shape: torch.Size) -> l
     return counts
 
 
-def statistics(volume: ShardedVolume, slabs: list[Tensor], pooled: Pooled) -> Statistics:
-    """Combine the slabs' means and variances by Chan's formula (see ``reductions.moments``)."""
+def statistics(
+    volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Statistics:
+    """Compute and combine the slabs' statistics."""
     context = volume.context
     counts = slab_voxels(context, volume.dims, volume.shape)
-    voxels = sum(counts)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
-        partials = [kernels.moments(slab) for slab in slabs]
-        stacked = context.communicator.collect(partials)  # (shards, 2, B, C)
-    means, variances = stacked.unbind(1)
-    weights = kernels.weights(tuple(counts), stacked.dtype, stacked.device)
-    mean = (means * weights).sum(0)
-    variance = ((variances + (means - mean).square()) * weights).sum(0)
-    center = pooled.average(mean)
-    return Statistics(center, pooled.average(variance + (mean - center).square()), voxels)
+        stacked = context.communicator.collect([kernels.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
+        shares = kernels.shares(tuple(counts), stacked.dtype, stacked.device)
+        found = kernels.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
+    return Statistics(*found.unbind(0), sum(counts))
 
 
 def saved_tensors_frame() -> Any:
@@ -97,7 +102,6 @@ class Deferred:
     slabs: list[Tensor]
     pooled: Pooled
     found: Statistics
-    eps: float
     weight: Tensor | None
     bias: Tensor | None
     activation: kernels.Activation = kernels.IDENTITY
@@ -184,13 +188,10 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         norm, found = work.norm, work.norm.found
         spread = norm.context.spread
-        rstd = (found.variance + norm.eps).rsqrt()
-        scale = rstd if weight is None else rstd * weight.to(rstd)
-        shift = -found.mean * scale if bias is None else torch.addcmul(bias.to(rstd), found.mean, scale, value=-1)
-        work.scales, work.shifts = spread(scale), spread(shift)
+        work.scales, work.shifts = spread(found.scale), spread(found.shift)
         results = tuple(work.write(*row) for row in zip(slabs, work.scales, work.shifts, strict=True))
         ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation
-        ctx.save_for_backward(found.mean, rstd, weight, scale, shift, *slabs)
+        ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slabs)
         return results
 
     @staticmethod
@@ -202,12 +203,9 @@ class _Normalize(torch.autograd.Function):
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
         rows = zip(gradients, slabs, means, scales, shifts, strict=True)
         partials = [kernels.gradient_sums(*row, activation) for row in rows]
-        total, moment = context.communicator.collect(partials).sum(0)  # sums of g and of g * (x - mean)
-        moment = moment * rstd
-        weighted = (total, moment) if weight is None else (total * weight.to(rstd), moment * weight.to(rstd))
-        first, second = (pooled.average(value) / voxels for value in weighted)
-        slope = -rstd * rstd * second
-        offset = -rstd * first - slope * mean
+        stacked = context.communicator.collect(partials)
+        average = pooled.needed(mean.shape[0])
+        slope, offset, moment, total = kernels.backward_coefficients(stacked, mean, rstd, weight, voxels, average).unbind(0)
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
         inputs = [kernels.gradient_input(*row, activation) for row in rows]
         weight_gradient = moment.sum(0).to(weight) if weight is not None else None

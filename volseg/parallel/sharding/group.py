@@ -13,14 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding.communicator import Communicator, box
+from volseg.parallel.sharding.communicator import Communicator, box, buckets
 from volseg.parallel.sharding.layout import Span, spans, transfers
 
 __all__ = ["ProcessGroupShards"]
-
-BUCKET_BYTES = 32 * 2**20
-"""Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
-
 
 class ProcessGroupShards(Communicator):
     """One shard per process.
@@ -165,32 +161,13 @@ class ProcessGroupShards(Communicator):
         return [_Cut.apply(whole, self, tuple(dims))]
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Mark parameters as used by the shards; one sum per bucket, as soon as the bucket's gradients are there."""
-        shared: list[Tensor] = []
+        """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
         if self.side_stream is None:
-            for bucket in buckets(parameters):
-                shared += _Share.apply(self, *bucket)
-            return [[parameter] for parameter in shared]
+            return [[parameter] for parameter in _Share.apply(self, *parameters)]
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main stream waits.
         self.side_stream.wait_stream(torch.cuda.current_stream(self.home))
         with torch.cuda.stream(self.side_stream):
-            for bucket in buckets(parameters):
-                shared += _Share.apply(self, *bucket)
-        return [[parameter] for parameter in shared]
-
-
-def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter."""
-    result: list[list[Tensor]] = []
-    filled = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not result or filled + size > limit or result[-1][0].dtype != parameter.dtype:
-            result.append([])
-            filled = 0
-        result[-1].append(parameter)
-        filled += size
-    return result
+            return [[parameter] for parameter in _Share.apply(self, *parameters)]
 
 
 def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup) -> list[Tensor]:

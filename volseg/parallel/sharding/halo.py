@@ -159,14 +159,20 @@ def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
 def _exchange(
     halo: Halo, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> Callable[[], None]:
-    """Start to send and receive planes; those that lie in memory as they travel are not copied."""
+    """Start to send and receive planes; those that lie in memory as they travel are not copied.
+
+    While a CUDA graph is captured all are copied: NCCL marks what it moves as used on its stream, and a block so marked is not
+    used again before the capture ends. That should not happen to whole activations.
+    """
     group = halo.shards.group
+    staged = halo.shards.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
     # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
     order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
     operations, copies, kept = [], [], []
     for planes, number in sends:
         if planes.numel():
-            kept.append(planes.permute(order).contiguous())
+            packed = planes.permute(order).contiguous()
+            kept.append(packed.clone() if staged and packed.data_ptr() == planes.data_ptr() else packed)
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
     for planes, number in receives:
         if planes.numel():

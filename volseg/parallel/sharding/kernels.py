@@ -4,6 +4,7 @@ A norm and the activation behind it are one pass: ``act(slab * scale + shift)``.
 once at the end. ``(B, C)`` values broadcast over the voxels. The plain versions define what the others compute.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -12,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["IDENTITY", "Activation", "affine", "gradient_input", "gradient_sums", "moments", "weights"]
+__all__ = [
+    "IDENTITY",
+    "Activation",
+    "affine",
+    "backward_coefficients",
+    "coefficients",
+    "copy",
+    "gradient_input",
+    "gradient_sums",
+    "moments",
+    "shares",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +67,76 @@ def _fused(slab: Tensor) -> bool:
 
 
 @lru_cache(maxsize=256)
-def weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def shares(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return each shard's share of the voxels, ``(shards, 1, 1)``; cached, so that no step waits for its copy."""
-    shares = torch.tensor(counts, dtype=torch.float64)
-    return (shares / shares.sum()).to(dtype).reshape(-1, 1, 1).to(device)
+    voxels = torch.tensor(counts, dtype=torch.float64)
+    return (voxels / voxels.sum()).to(dtype).reshape(-1, 1, 1).to(device)
+
+
+def coefficients(
+    stacked: Tensor,
+    shares: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    average: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Combine the shards' moments ``(shards, 2, B, C)`` by Chan's formula (see ``reductions.moments``).
+
+    ``average`` replaces each pair's value by its group's mean; None where each pair is its own group.
+
+    Returns mean, biased variance, reciprocal deviation, scale and shift, ``(5, B, C)``.
+    """
+    if average is None and _fused(stacked) and stacked.dtype == torch.float32:
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.coefficients(stacked, shares, weight, bias, eps)
+    means, variances = stacked.unbind(1)
+    mean = (means * shares).sum(0)
+    variance = ((variances + (means - mean).square()) * shares).sum(0)
+    if average is not None:
+        center = average(mean)
+        mean, variance = center, average(variance + (mean - center).square())
+    rstd = (variance + eps).rsqrt()
+    scale = rstd if weight is None else rstd * weight.to(rstd)
+    shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
+    return torch.stack([mean, variance, rstd, scale, shift])
+
+
+def backward_coefficients(
+    stacked: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    voxels: int,
+    average: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Combine the shards' gradient sums ``(shards, 2, B, C)``; see ``gradient_input`` for what they are used for.
+
+    Returns slope, offset, and the gradients of weight and bias for each sample, ``(4, B, C)``.
+    """
+    if average is None and _fused(stacked) and stacked.dtype == torch.float32:
+        from volseg.parallel.sharding import triton_kernels
+
+        return triton_kernels.backward_coefficients(stacked, mean, rstd, weight, voxels)
+    total, moment = stacked.sum(0)
+    moment = moment * rstd
+    first, second = (total, moment) if weight is None else (total * weight.to(rstd), moment * weight.to(rstd))
+    if average is not None:
+        first, second = average(first), average(second)
+    slope = -rstd * rstd * second / voxels
+    offset = -rstd * first / voxels - slope * mean
+    return torch.stack([slope, offset, moment, total])
+
+
+def copy(slab: Tensor, out: Tensor) -> None:
+    """Copy a slab into ``out``, which may be channels of a larger one."""
+    if _fused(slab) and slab.dtype == out.dtype:
+        from volseg.parallel.sharding import triton_kernels
+
+        triton_kernels.copy(slab, out)
+    else:
+        out.copy_(slab)
 
 
 def moments(slab: Tensor) -> Tensor:

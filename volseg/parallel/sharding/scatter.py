@@ -103,6 +103,8 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
             f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}"
         )
     strategy = _strategy(model)
+    if len(strategy.communicator.devices) != 1:
+        raise ParallelError(f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one")
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 

@@ -19,7 +19,7 @@ from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.processes import Processes, join
+from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
 from volseg.parallel.sharding.table import volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole
@@ -193,9 +193,12 @@ def _checked_axes(axes: Sequence[str] | str | None, grid: tuple[int, ...]) -> tu
 def _placed(
     devices: Sequence[str | int | torch.device] | None, mesh: Any, grid: Sequence[int] | None
 ) -> LocalDevices | Processes:
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or _distributed()
+    launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+    several = (launched and int(os.environ["WORLD_SIZE"]) > 1) or _distributed()
     if mesh is not None or (several and devices is None):
         return join(mesh, grid)
+    if devices is None and launched:
+        devices = [own_device()]
     if devices is None:
         count = torch.cuda.device_count()
         devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]

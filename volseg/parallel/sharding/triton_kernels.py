@@ -19,7 +19,16 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-__all__ = ["affine", "available", "gradient_input", "gradient_sums", "moments"]
+__all__ = [
+    "affine",
+    "available",
+    "backward_coefficients",
+    "coefficients",
+    "copy",
+    "gradient_input",
+    "gradient_sums",
+    "moments",
+]
 
 TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
@@ -137,6 +146,60 @@ if triton is not None:
         tl.store(out + pairs + i, square / count, mask=inside)
 
     @triton.jit
+    def _coefficients_kernel(  # noqa: ANN202
+        stacked, shares, weight, bias, out, eps, C, pairs, shards,  # noqa: ANN001
+        WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+        variance = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            share = tl.load(shares + shard)
+            delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
+            own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+            variance += share * (own + delta * delta)
+        rstd = 1.0 / tl.sqrt_rn(variance + eps)
+        scale = rstd
+        if WEIGHT:
+            scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        shift = -mean * scale
+        if BIAS:
+            shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, variance, mask=inside)
+        tl.store(out + 2 * pairs + i, rstd, mask=inside)
+        tl.store(out + 3 * pairs + i, scale, mask=inside)
+        tl.store(out + 4 * pairs + i, shift, mask=inside)
+
+    @triton.jit
+    def _backward_kernel(  # noqa: ANN202
+        stacked, mean, rstd, weight, out, voxels, C, pairs, shards,  # noqa: ANN001
+        WEIGHT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        total = tl.zeros((BLOCK,), tl.float32)
+        moment = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+            moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+        m = tl.load(mean + i, mask=inside, other=0.0)
+        r = tl.load(rstd + i, mask=inside, other=0.0)
+        moment *= r
+        w = tl.full((BLOCK,), 1.0, tl.float32)
+        if WEIGHT:
+            w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        slope = -r * r * moment * w / voxels
+        offset = -r * total * w / voxels - slope * m
+        tl.store(out + i, slope, mask=inside)
+        tl.store(out + pairs + i, offset, mask=inside)
+        tl.store(out + 2 * pairs + i, moment, mask=inside)
+        tl.store(out + 3 * pairs + i, total, mask=inside)
+
+    @triton.jit
     def _affine_kernel(  # noqa: ANN202
         x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov,  # noqa: ANN001
         KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
@@ -145,10 +208,11 @@ if triton is not None:
         c = tl.program_id(1) * BC + tl.arange(0, BC)
         b = tl.program_id(2)
         mask = (v[:, None] < V) & (c[None, :] < C)
-        a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
-        s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
         value = tl.load(x + _tile_of(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-        value = value * a[None, :] + s[None, :]
+        if KIND != 3:  # 3 copies
+            a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+            s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+            value = value * a[None, :] + s[None, :]
         if KIND == 1:
             value = tl.where(value > 0, value, value * alpha)
         if KIND == 2:
@@ -254,6 +318,48 @@ def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation",
             *_strides(slab), *_strides(out), **_settings(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out
+
+
+def coefficients(
+    stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """See ``kernels.coefficients``."""
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((5, batch, channels))
+    with torch.cuda.device(stacked.device):
+        _coefficients_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, shares, weight, bias, out, eps, channels, pairs, shards,
+            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def backward_coefficients(
+    stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int
+) -> Tensor:
+    """See ``kernels.backward_coefficients``."""
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((4, batch, channels))
+    with torch.cuda.device(stacked.device):
+        _backward_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, mean, rstd, weight, out, float(voxels), channels, pairs, shards,
+            WEIGHT=weight is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def copy(slab: Tensor, out: Tensor) -> None:
+    """See ``kernels.copy``."""
+    slab = _even(slab, slab)
+    tile = _tile(slab)
+    grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with torch.cuda.device(slab.device):
+        _affine_kernel[grid](
+            slab, slab, slab, out, slab.shape[1], _voxels(slab), 0.0,
+            *_strides(slab), *_strides(out), **_settings(tile, KIND=3),
+        )  # fmt: skip
 
 
 def gradient_sums(

@@ -24,10 +24,9 @@ def normalize(
     volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[ShardedVolume, Statistics]:
     """Return the normalised volume, still to be computed, and the statistics it is normalised with."""
-    slabs = list(volume.slabs)
-    found = statistics(volume, slabs, pooled)
-    deferred = Deferred(volume.context, volume.dims, slabs, pooled, found, eps, weight, bias)
-    result = ShardedVolume(slabs, volume.dims, volume.shape, volume.context, deferred)
+    found = statistics(volume, pooled, weight, bias, eps)
+    deferred = Deferred(volume.context, volume.dims, list(volume.slabs), pooled, found, weight, bias)
+    result = ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context, deferred)
     volume.context.defer(result)
     return result, found
 
