@@ -38,7 +38,7 @@ def assert_same_step(plain, parallel, reference: nn.Module, candidate: nn.Module
     expected, actual = plain(*theirs), parallel(*ours)
     torch.testing.assert_close(actual, expected, **ROUND_OFF)
     generator = torch.Generator().manual_seed(1)
-    for output, leaves in ((expected, theirs), (actual, ours)):
+    for output, _leaves in ((expected, theirs), (actual, ours)):
         generator.manual_seed(1)
         weighted = [
             (leaf * torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)).sum()
@@ -120,6 +120,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor,
     "ResNet": (ResNet, lambda b: (torch.randn(b, 3, 32, 32, dtype=torch.float64),)),
     "two in, three out": (TwoInThreeOut, lambda b: (volume(b, 6), volume(b, 6, 2))),
 }
+
 
 def swin(checkpointed: bool) -> nn.Module:
     small = {"depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1), "feature_size": 12, "window_size": 2}

@@ -34,9 +34,7 @@ def assert_same_step(net: nn.Module, x: Tensor, cuts: list[str] | None = None, s
     net = net.double()
     for launch, repeats in (("eager", 2), ("graphs", WARM_UP + 2)):
         ours, reference = copy.deepcopy(net), copy.deepcopy(net)
-        model = ModelParallel(
-            ours, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts, launch=launch
-        )
+        model = ModelParallel(ours, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts, launch=launch)
         for _ in range(repeats):
             x = x.flip(0)
             mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -161,8 +159,8 @@ def test_dropout_draws_the_same_again_when_checkpointed():
 
 @pytest.mark.parametrize(("momentum", "launch"), [(0.1, "eager"), (None, "eager"), (0.1, "graphs"), (None, "graphs")])
 def test_running_statistics_are_those_of_the_whole_batch(momentum, launch):
-    """The first norm sees what the plain network's sees, so its running statistics must be equal; the second, called twice
-    on inputs that do not depend on the first, too."""
+    """The first norm sees what the plain network's sees, so its running statistics must be equal; the second,
+    called twice on inputs that do not depend on the first, too."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -378,7 +376,10 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda y: {"loss": y.mean()}, r"output 0 of the network has shape \(\) for a micro-batch of 2; .* return per-sample"),
+        (
+            lambda y: {"loss": y.mean()},
+            r"output 0 of the network has shape \(\) for a micro-batch of 2; .* return per-sample",
+        ),
         (lambda y: (y, y.mean((0, 2))), r"output 1 of the network has shape \(2, 4, 4\)"),
         (lambda y: (y, object()), r"output 1 of the network is object"),
     ],
@@ -516,7 +517,13 @@ def test_several_inputs_and_outputs_from_a_recording():
         def forward(self, x: Tensor, *, gain: Tensor, mode: str) -> dict[str, object]:
             first = self.a(x * gain)
             second = self.b(first)
-            return {"two": (first, second), "half": second[:, 0], "no": self.unused_output(x), "mode": mode, "ids": first.argmax(1)}
+            return {
+                "two": (first, second),
+                "half": second[:, 0],
+                "no": self.unused_output(x),
+                "mode": mode,
+                "ids": first.argmax(1),
+            }
 
     net = Many().double()
     reference = copy.deepcopy(net)

@@ -68,9 +68,7 @@ def dags(draw):
     layers = draw(st.integers(2, 6))
     kinds = st.one_of(st.just("layer"), st.sampled_from([*UNARY, *BINARY]))
     places = st.integers(0, 20)
-    steps = draw(
-        st.lists(st.builds(Step, kinds, st.integers(0, layers - 1), places, places), min_size=2, max_size=14)
-    )
+    steps = draw(st.lists(st.builds(Step, kinds, st.integers(0, layers - 1), places, places), min_size=2, max_size=14))
     # Every layer takes part: the others would have no gradient to compare.
     return Dag([*steps, *(Step("layer", number, -1, 0) for number in range(layers))], layers)
 
@@ -95,9 +93,9 @@ def test_any_network_cut_anywhere_equals_the_plain_one(net, batch, split_size, d
     try:
         expected, expected_inputs = run(reference, x, y)
     except RuntimeError as failure:
-        # Autograd itself refuses some changes in place; there is nothing to compare with.
-        assert "modified by an inplace operation" in str(failure) or "in-place" in str(failure)
-        return
+        if "modified by an inplace operation" in str(failure) or "in-place" in str(failure):
+            return  # autograd itself refuses some changes in place; there is nothing to compare with
+        raise
     _, trace, _ = observe(net, (x, y), {}, torch.device("cpu"))
     starts = list(dict.fromkeys(segment.calls[0].path for segment in segments(trace)))[1:]
     chosen = data.draw(st.sets(st.sampled_from(starts), max_size=4)) if starts else set()

@@ -45,7 +45,7 @@ def compare(stages: list[str], launch: str, batches: int) -> ModelParallel:
         expected = torch.cat([reference(piece) for piece in plainly.split(2)])
         assert actual.device == x.device
         torch.testing.assert_close(actual, expected, **ROUND_OFF)
-        for output, optimizer, module in ((actual, ours, model), (expected, theirs, reference)):
+        for output, optimizer, _module in ((actual, ours, model), (expected, theirs, reference)):
             output.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

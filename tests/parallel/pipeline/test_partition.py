@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pi
 def every_split(layers: int, stages: int):
     for cuts in combinations(range(1, layers), stages - 1):
         ends = [0, *cuts, layers]
-        yield [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        yield [b - a for a, b in pairwise(ends)]
 
 
 def sums(values, lengths):
@@ -58,7 +58,9 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_impossible_memory_says_what_is_needed_and_had():
-    with pytest.raises(PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"):
+    with pytest.raises(
+        PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"
+    ):
         balance([1, 1], 2, [3 * 2**30, 2**30], [2**30, 2**30])
 
 
@@ -89,5 +91,5 @@ def test_predicted_time_is_that_of_a_simulated_flow(stage_ms, micro_batches):
     assert pipeline_ms(stage_ms, micro_batches) == free[-1]
 
 
-def test_split_of_equal_times_is_the_smallest():
-    assert quickest_split({4: 10.0, 1: 12.0, 2: 10.1}) == 2
+def test_split_of_equal_times_is_the_largest():
+    assert quickest_split({2: 10.0, 1: 12.0, 4: 10.1}) == 4

@@ -42,7 +42,9 @@ def on_fake_devices(net: nn.Module, placement: Placement, fake: FakeTensorMode) 
                 stage = placement.owners[id(state)].stage
                 if id(state) not in exchanged:
                     held = fake.from_tensor(state).detach().to(locations[stage].device)
-                    exchanged[id(state)] = nn.Parameter(held, requires_grad=False) if registry is module._parameters else held
+                    exchanged[id(state)] = (
+                        nn.Parameter(held, requires_grad=False) if registry is module._parameters else held
+                    )
                 registry[name] = exchanged[id(state)]
                 owners[id(registry[name])] = locations[stage]
     anchors = {module: [locations[at.stage] for at in calls] for module, calls in placement.anchors.items()}

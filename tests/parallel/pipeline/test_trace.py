@@ -57,7 +57,11 @@ def test_child_that_the_network_checkpoints_stays_whole():
 
 
 def test_no_cut_just_before_a_checkpointed_child_that_draws():
-    child = [Enter(Call("child", 0), guard=1), *layer("child.a", Operation(1, is_random=True, guard=1), guard=1), Leave()]
+    child = [
+        Enter(Call("child", 0), guard=1),
+        *layer("child.a", Operation(1, is_random=True, guard=1), guard=1),
+        Leave(),
+    ]
     assert paths(forward(layer("first", Operation(0)), child)) == [["first", "child"]]
 
 

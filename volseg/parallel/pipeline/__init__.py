@@ -1,17 +1,17 @@
 """One network over several devices: each holds some of the layers, and micro-batches flow through.
 
-A ``forward`` is first *recorded* (``record``, ``trace``): which layers it calls, which functions, what they read. The runs
-of calls that a cut may separate are timed one by one (``costs``), and cut into stages whose slowest is as quick as
-can be (``partition``). Then every call of ``ModelParallel`` splits its batch (``micro_batch``) and runs the module's own
-``forward`` on each piece, layers and tensors on their stages' devices (``placement``, ``transfer``), with
-running statistics of the whole batch (``statistics``).
+A ``forward`` is first *recorded* (``record``, ``trace``): which layers it calls, which functions, what they
+read. The runs of calls that a cut may separate are timed one by one (``costs``), and cut into stages whose
+slowest is as quick as can be (``partition``). Then every call of ``ModelParallel`` splits its batch
+(``micro_batch``) and runs the module's own ``forward`` on each piece, layers and tensors on their stages'
+devices (``placement``, ``transfer``), with running statistics of the whole batch (``statistics``).
 
-It refuses what has no meaning by parts: outputs without a batch dimension, and cuts between the making of a tensor and
-its change in place.
+It refuses what has no meaning by parts: outputs without a batch dimension, and cuts between the making of a
+tensor and its change in place.
 
-Why not a chain of children (Eisen), a rewritten network (torchgpipe) or a traced graph (torch.distributed.pipelining)?
-The first drops whatever ``forward`` does between children, the second asks for another network, the third freezes Python's
-control flow and one shape.
+Why not a chain of children (Eisen), a rewritten network (torchgpipe) or a traced graph
+(torch.distributed.pipelining)? The first drops whatever ``forward`` does between children, the second asks for
+another network, the third freezes Python's control flow and one shape.
 """
 
 from volseg.parallel.pipeline.partition import LayerCost, Partition, StageCost

@@ -1,19 +1,19 @@
 """Record a batch's passage as programs, one per micro-batch and stage, forward and backward.
 
-The module's own ``forward`` runs once per micro-batch under ``CaptureRun``, which ends a program and begins the next where
-``forward`` turns to another stage. Tensors do not cross: what another stage made is *received* into memory of its
-own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
+The module's own ``forward`` runs once per micro-batch under ``CaptureRun``, which ends a program and begins
+the next where ``forward`` turns to another stage. Tensors do not cross: what another stage made is *received*
+into memory of its own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
 
     F[stage][micro-batch]    for each micro-batch, then for each stage
     B[stage][micro-batch]    both the other way round
 
-Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when that is safe.
+Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when
+that is safe.
 """
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,113 +24,14 @@ from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
-from volseg.parallel.pipeline.programs import Program, Recorder
-from volseg.parallel.pipeline.statistics import WholeBatchStatistics
+from volseg.parallel.pipeline.programs import Recorder
+from volseg.parallel.pipeline.recording import Capture, CountedStatistics, Edge, Loan, Output, Part, Slot
 
-__all__ = ["Capture", "CaptureRefusedError", "Edge", "Output", "Part", "Slot", "capture"]
-
-
-class CountedStatistics(WholeBatchStatistics):
-    """Leaves ``num_batches_tracked`` to the replay."""
-
-    def __init__(self, micro_batches: int) -> None:
-        super().__init__(micro_batches)
-        self.counters: list[Tensor] = []
-        """Each as often as one batch increases it."""
-
-    def counts_batch(self, counter: Tensor) -> bool:
-        """Remember; never now."""
-        if super().counts_batch(counter):
-            self.counters.append(counter)
-        return False
-
-    def commit(self) -> None:
-        """Update running buffers and counters."""
-        super().commit()
-        for counter in self.counters:
-            counter.add_(1)
+__all__ = ["CaptureRefusedError", "CaptureRun", "capture"]
 
 
 class CaptureRefusedError(ParallelError):
-    """This forward does something that a recording would not repeat."""
-
-
-@dataclass(eq=False)
-class Edge:
-    """A tensor's way from where it is made to a stage that uses it, and its gradient's way back."""
-
-    source: Tensor
-    target: Tensor
-    returned: Tensor | None = None
-    """Gradient of ``target``."""
-    landing: Tensor | None = None
-    """Where it arrives, beside ``source``."""
-    input: int | None = None
-    """Which tensor of the call ``source`` is, if any."""
-
-
-@dataclass(eq=False)
-class Loan:
-    """A parameter or buffer as the programs of one stage see it.
-
-    Parameters are never used themselves: their gradient accumulators may date from an eager batch on another
-    stream, which a capture must not touch. On the owner's stage an alias stands in, elsewhere a copy.
-    """
-
-    state: Tensor
-    leaf: Tensor
-    is_copy: bool
-
-
-@dataclass(eq=False)
-class Output:
-    """A tensor that ``forward`` returned for one micro-batch."""
-
-    source: Tensor
-    landing: Tensor | None = None
-    """Where its gradient is put."""
-    reaches: frozenset[int] = frozenset()
-    """Identities of the leaves that its gradient reaches."""
-
-
-@dataclass(eq=False)
-class Part:
-    """One micro-batch on one stage."""
-
-    location: Location
-    forward: Program
-    edges: list[Edge] = field(default_factory=list)
-    """What it receives."""
-    sends: list[Edge] = field(default_factory=list)
-    """What it sends and gets a gradient for."""
-    leaves: dict[int, Tensor] = field(default_factory=dict)
-    """Stand-ins for the parameters that it uses, by identity."""
-    backward: Program | None = None
-
-
-@dataclass(eq=False)
-class Slot:
-    """One micro-batch: its inputs, its parts in order, its outputs."""
-
-    inputs: list[Tensor]
-    parts: list[Part]
-    outputs: list[Output]
-    structure: Any
-    leaves: list[Any]
-    """What was returned, flat; an ``Output`` for each tensor."""
-
-
-@dataclass(eq=False)
-class Capture:
-    """Everything that a replay needs."""
-
-    slots: list[Slot]
-    recorder: Recorder
-    statistics: CountedStatistics
-    loans: dict[tuple[int, int, bool], Loan]
-    """Copies are made once per batch."""
-    gradients: dict[int, Tensor]
-    """Sum over micro-batches, by the identity of the stand-in."""
+    """A forward does something that a recording would not repeat."""
 
 
 INPUT = Location(-1, torch.device("cpu"))
@@ -143,7 +44,7 @@ class CaptureRun(PlacedRun):
     def __init__(
         self,
         placement: Placement,
-        statistics: WholeBatchStatistics,
+        statistics: CountedStatistics,
         recorder: Recorder,
         loans: dict[tuple[int, int, bool], Loan],
     ) -> None:
@@ -249,9 +150,11 @@ def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capt
                 _make_landings(slot)
                 for part in reversed(slot.parts):
                     _backward(slot, part, captured)
-                for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges)):
+                for output in slot.outputs:
                     # Lets the autograd graph go; the memory stays.
-                    holder.source = holder.source.detach()
+                    output.source = output.source.detach()
+                for edge in (edge for part in slot.parts for edge in part.edges):
+                    edge.source = edge.source.detach()
     return captured
 
 
@@ -316,7 +219,8 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
     """Record the gradients of one part from those of what it sent."""
     arriving: dict[int, tuple[Tensor, list[Tensor]]] = {}
     edges = [edge for other in slot.parts for edge in other.edges if edge.returned is not None]
-    for sent in (*edges, *slot.outputs):
+    holders: list[Edge | Output] = [*edges, *slot.outputs]
+    for sent in holders:
         source = sent.source
         if getattr(source, "_volseg_location", None) is part.location and sent.landing is not None:
             arriving.setdefault(id(source), (source, []))[1].append(sent.landing)
@@ -348,8 +252,8 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
                 if gradient is not None
             ]
             if pairs:
-                totals, new = zip(*pairs, strict=True)
-                torch._foreach_add_(totals, new)
+                sums, new = zip(*pairs, strict=True)
+                torch._foreach_add_(sums, new)
     finally:
         part.backward.end()
 
@@ -358,7 +262,8 @@ def _check_closed(slot: Slot) -> None:
     """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
     seen: dict[Any, Location] = {}
     allowed = {part.location: {*part.leaves, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
-    sent = [holder.source for holder in (*slot.outputs, *(edge for part in slot.parts for edge in part.edges))]
+    sent = [output.source for output in slot.outputs]
+    sent += [edge.source for part in slot.parts for edge in part.edges]
     for tensor in sent:
         location = getattr(tensor, "_volseg_location", None)
         if location is None or location is INPUT:

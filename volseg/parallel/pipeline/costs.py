@@ -1,8 +1,8 @@
 """Measure what each part of a network costs, by running it.
 
-The network's copy runs on one device, part by part: each part's inputs are cut off from autograd, its forward is timed,
-then its backward at once, and its activations are let go before the next part begins. So the memory needed is
-that of the largest part, and a network can be measured that one device could not train.
+The network's copy runs on one device, part by part: each part's inputs are cut off from autograd, its forward
+is timed, then its backward at once, and its activations are let go before the next part begins. So the memory
+needed is that of the largest part, and a network can be measured that one device could not train.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ def observe(
         probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
-            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: {failure}. "
+            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
+            f"{failure}. "
             f"Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
     runs.unwatch(probe)
@@ -120,7 +121,7 @@ class Stopwatch(runs.Run):
 
     def __init__(self, net: nn.Module, parts: Sequence[Segment], device: torch.device) -> None:
         super().__init__()
-        paths = {path: module for path, module in net.named_modules()}
+        paths = dict(net.named_modules())
         self._begins = {(paths[part.calls[0].path], part.calls[0].index): n for n, part in enumerate(parts)}
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())

@@ -2,7 +2,8 @@
 
 A recording repeats kernels, not Python. It may stand for ``forward`` only where Python would do the same again, so:
 
-* the first batches of each kind run eagerly, and a *signature* of every micro-batch (each function, what it reads, its
+* the first batches of each kind run eagerly, and a *signature* of every micro-batch (each function, what it
+reads, its
   plain arguments) must come out the same each time: a layer dropped at random, a drawn factor or a counter shows;
 * whatever Python could read is part of the key: shapes, plain arguments, modes, plain attributes of every module,
   which parameters require grad and where they lie, autocast;
@@ -31,7 +32,7 @@ PLAIN = (bool, int, float, str, type(None))
 def situation(net: nn.Module, call: Call, target: torch.device) -> Hashable | None:
     """Return what a recording depends on, or ``None`` where nothing can be recorded."""
     leaves, structure = pytree.tree_flatten(call)
-    described = []
+    described: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))

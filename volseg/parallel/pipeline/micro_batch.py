@@ -2,7 +2,8 @@
 
 Every tensor whose first dimension is the batch is cut; anything else (a scalar, a table, a string) goes whole to each
 micro-batch. The batch size is that of the first tensor argument. Outputs must have the batch as first dimension: a
-network that returns a mean over its batch cannot be run by micro-batches without changing its meaning, and is refused.
+network that returns a mean over its batch cannot be run by micro-batches without changing its meaning, and is
+refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,13 +93,15 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
         if first is None or (isinstance(first, bool | int | float | str) and all(leaf == first for leaf in column)):
             return first
         raise ParallelError(
-            f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in tuples, lists and "
+            f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in "
+            f"tuples, lists and "
             f"dictionaries, and passes on values that are equal for all micro-batches"
         )
     for leaf, size in zip(column, sizes, strict=True):
         if not leaf.dim() or len(leaf) != size:
             raise ParallelError(
-                f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the pipeline needs the "
+                f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the "
+                f"pipeline needs the "
                 f"batch as dimension 0: return per-sample values and reduce them outside ModelParallel"
             )
     return first if len(column) == 1 else torch.cat(list(column))

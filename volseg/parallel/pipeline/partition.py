@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from volseg.errors import PartitionError
 
-__all__ = ["LayerCost", "Partition", "StageCost", "balance", "quickest_split", "pipeline_ms"]
+__all__ = ["LayerCost", "Partition", "StageCost", "balance", "pipeline_ms", "quickest_split"]
 
 TOLERANCE = 0.05
 """How much slower than the best a stage may be where that evens out memory."""
@@ -81,7 +81,7 @@ class Partition:
     >>> layers = [LayerCost(modules=(name,), forward_ms=ms) for name, ms in [("down", 2), ("up", 6), ("head", 1)]]
     >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], samples=2)
     >>> partition.slowest_ms, round(partition.bound(micro_batches=8), 2)
-    (7, 1.14)
+    (7.0, 1.14)
     >>> partition.heaviest.modules
     ('up',)
     """
@@ -120,7 +120,10 @@ class Partition:
         return max((layer for stage in self.stages for layer in stage.layers), key=lambda layer: layer.ms)
 
     def bound(self, micro_batches: int) -> float:
-        """Largest gain over one device: ``m T / ((m + p - 1) max stage)``, p stages, T all layers of one micro-batch."""
+        """Return the largest gain over one device: ``m T / ((m + p - 1) max stage)``.
+
+        p stages, m micro-batches; T is the time of all layers for one micro-batch.
+        """
         slots = micro_batches + len(self.stages) - 1
         return micro_batches * self.total_ms / (slots * self.slowest_ms) if self.slowest_ms else 1.0
 
@@ -143,12 +146,14 @@ class Partition:
             return [f"costs not measured (cut by hand); {self.samples} samples per micro-batch"]
         heavy, even = self.heaviest, self.total_ms / len(self.stages)
         lines = [
-            f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage {self.slowest_ms:.3f} ms; "
+            f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
+            f"{self.slowest_ms:.3f} ms; "
             f"at most {self.total_ms / self.slowest_ms:.2f}x of one device however many micro-batches"
         ]
         if heavy.ms > even:
             lines.append(
-                f"{_name(heavy)} alone takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot bring more than "
+                f"{_name(heavy)} alone takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot bring "
+                f"more than "
                 f"{self.total_ms / heavy.ms:.2f}x"
             )
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -215,7 +220,8 @@ def balance(
         assert least is not None  # without limits there is always a cut
         peak = max(_sums(held, least))
         raise PartitionError(
-            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one device, and the "
+            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
+            f"device, and the "
             f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
             f"use more devices, a smaller batch or smaller volumes"
         )
@@ -259,8 +265,8 @@ def _sums(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
 def pipeline_ms(stage_ms: Sequence[float], micro_batches: int, launch_ms: float = 0.0) -> float:
     """Return the time of ``micro_batches`` equal micro-batches over stages of ``stage_ms``.
 
-    The first flows through all stages, each further one adds the slowest stage, or the time ``launch_ms`` in which the
-    host launches one micro-batch where that is longer.
+    The first flows through all stages, each further one adds the slowest stage, or the time ``launch_ms`` in
+    which the host launches one micro-batch where that is longer.
 
     Examples
     --------
@@ -271,12 +277,12 @@ def pipeline_ms(stage_ms: Sequence[float], micro_batches: int, launch_ms: float 
 
 
 def quickest_split(candidates: dict[int, float]) -> int:
-    """Return the split size of the least predicted time; of equals within 2 %, the smallest, which keeps devices evener.
+    """Return the split size of the least predicted time; of equals within 2 %, the largest, which launches least.
 
     Examples
     --------
-    >>> quickest_split({1: 9.0, 2: 5.0, 4: 4.95, 8: 7.0})
-    2
+    >>> quickest_split({1: 9.0, 2: 5.0, 4: 5.05, 8: 7.0})
+    4
     """
     quickest = min(candidates.values())
-    return min(size for size, ms in candidates.items() if ms <= quickest * 1.02)
+    return max(size for size, ms in candidates.items() if ms <= quickest * 1.02)

@@ -58,8 +58,8 @@ class Placement:
 def place(net: nn.Module, segments: list[Segment], lengths: list[int], devices: Iterable[torch.device]) -> Placement:
     """Give consecutive ``segments`` to ``devices``; move each parameter and buffer to the first stage that uses it.
 
-    Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold. What the trace
-    never saw goes with the layer registered before it.
+    Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold.
+    What the trace never saw goes with the layer registered before it.
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
     stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
@@ -184,7 +184,8 @@ class PlacedRun(runs.Run):
         at = getattr(tensor, "_volseg_location", None) or self.placement.owners.get(id(tensor))
         if at is not None:
             return at is self.here
-        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA tensors.
+        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA
+        # tensors.
         return tensor.device == self.here.device or tensor.device not in self.placement.devices
 
     def bring(self, tensor: Tensor) -> Tensor:
@@ -244,8 +245,10 @@ class PlacedRun(runs.Run):
         if runs.changes_in_place(self._received):
             name = getattr(function, "__name__", repr(function))
             raise PartitionError(
-                f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which the partition did not "
-                f"foresee: forward took another way than in the call that was measured. Use the function that is not in "
+                f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which "
+                f"the partition did not "
+                f"foresee: forward took another way than in the call that was measured. Use the function that "
+                f"is not in "
                 f"place, or give the cuts by hand (cuts=[...]) so that both ends are on one device"
             )
         self._received.clear()

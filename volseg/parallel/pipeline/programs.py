@@ -1,7 +1,7 @@
 """Record the kernels that a stage launches, to launch them again as one: CUDA graphs, and their stand-in on hosts.
 
-``HostProgram`` exists so that everything built on programs is exercised by tests without a GPU: it records ATen functions
-and repeats them into the same memory. It is no faster than running them.
+``HostProgram`` exists so that everything built on programs is exercised by tests without a GPU: it records
+ATen functions and repeats them into the same memory. It is no faster than running them.
 """
 
 from typing import Any, Protocol

@@ -133,7 +133,7 @@ class Recording(runs.Run):
         return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
 
     def _guard(self) -> int:
-        """Number the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
+        """Return a number for the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
         for number, (known, mode) in enumerate(self._guards):

@@ -1,8 +1,9 @@
 """Run a batch by launching its recorded programs: a few hundred launches instead of a few ten thousand.
 
-One autograd node stands for the whole network. Its forward copies the batch into the recorded inputs, then launches the
-micro-batches one after another, each stage's program as soon as its tensors have arrived; backward goes the other
-way round. The memory of a recording holds one batch: ``Replay.is_free`` says whether a backward still needs it.
+One autograd node stands for the whole network. Its forward copies the batch into the recorded inputs, then
+launches the micro-batches one after another, each stage's program as soon as its tensors have arrived;
+backward goes the other way round. The memory of a recording holds one batch: ``Replay.is_free`` says whether a
+backward still needs it.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.capture import Capture, Edge, Output
 from volseg.parallel.pipeline.micro_batch import Call
+from volseg.parallel.pipeline.recording import Capture, Edge, Output
 from volseg.parallel.pipeline.transfer import copy_into, wait_for_departures
 
 __all__ = ["Replay"]
@@ -130,7 +131,7 @@ class Replay:
         return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
 
     def _gradient(self, parameter: Tensor, reached: set[int]) -> Tensor | None:
-        """Sum over the stages that use ``parameter``; ``None`` where no gradient reaches it: optimizers pass over it then."""
+        """Sum over the stages that use ``parameter``; ``None``, as from autograd, where no gradient reaches it."""
         found = [
             self.captured.gradients[key]
             for key, loan in self._by_leaf.items()

@@ -1,4 +1,4 @@
-"""Follow a network's own ``forward`` from outside: every torch function and every module call passes through a ``Run``.
+"""Follow a network's own ``forward`` from outside: its torch functions and module calls pass through a ``Run``.
 
 A ``Run`` is a torch-function mode (it sees the functions that ``forward`` calls, above autograd) and the receiver of
 the module hooks that ``watch`` installs (it sees which module is being called). Subclasses record the calls, measure
@@ -42,12 +42,15 @@ latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
 
 # Asking these of a tensor needs no data, so the tensor may stay where it is.
 _QUESTIONS = frozenset(
-    """size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed get_device data_ptr untyped_storage is_pinned is_shared is_inference record_stream requires_grad_
-    register_hook register_post_accumulate_grad_hook retain_grad __len__ __hash__ __repr__ __format__ __bool__ __int__
-    __float__ __index__ __contains__ item tolist numpy is_same_size is_tensor is_storage result_type can_cast
-    __dir__ __reduce_ex__ __deepcopy__ get_default_dtype is_grad_enabled detach_ backward is_set_to
-    dim_order is_nonzero""".split()
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "dim_order"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
+        *("is_tensor", "is_storage", "is_same_size", "is_set_to", "is_nonzero", "is_grad_enabled", "get_device"),
+        *("data_ptr", "untyped_storage", "record_stream", "requires_grad_", "retain_grad", "register_hook"),
+        *("register_post_accumulate_grad_hook", "backward", "detach_", "result_type", "can_cast", "item", "tolist"),
+        *("numpy", "get_default_dtype", "__len__", "__hash__", "__repr__", "__format__", "__bool__", "__int__"),
+        *("__float__", "__index__", "__contains__", "__dir__", "__reduce_ex__", "__deepcopy__"),
+    )
 )
 
 

@@ -1,11 +1,11 @@
 """Running statistics of the whole batch from a batch that was normalised in micro-batches.
 
-Batch norm in training normalises each micro-batch with its own mean and variance (waiting for the whole batch at every
-layer would leave no pipeline). Its *running* statistics, which evaluation uses, are updated once per batch with
-the statistics of the whole batch, as if it had not been cut: "deferred batch norm".
+Batch norm in training normalises each micro-batch with its own mean and variance (waiting for the whole batch
+at every layer would leave no pipeline). Its *running* statistics, which evaluation uses, are updated once per
+batch with the statistics of the whole batch, as if it had not been cut: "deferred batch norm".
 
-The statistics of a micro-batch cost no extra pass over the activations: batch norm is given blank running buffers and a
-momentum of one, so that it leaves its batch statistics there.
+The statistics of a micro-batch cost no extra pass over the activations: batch norm is given blank running
+buffers and a momentum of one, so that it leaves its batch statistics there.
 
 References
 ----------

@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ MOST_KINDS = 64
 class PipelineStrategy:
     """Cut a network into stages and let micro-batches flow through them.
 
-    On the first call the network is measured, cut, and its parameters are moved to their devices; they stay there, since
-    an optimizer keeps its state beside them. Later batches may have other sizes.
+    On the first call the network is measured, cut, and its parameters are moved to their devices; they stay
+    there, since an optimizer keeps its state beside them. Later batches may have other sizes.
 
     Parameters
     ----------
@@ -53,10 +53,10 @@ class PipelineStrategy:
     cuts
         Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
     launch
-        ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA graph per stage
-        and micro-batch, and replays it for batches of the same kind, after three eager ones and where ``forward`` is found to do
-        the same each time; it keeps the activations of one batch allocated for each kind. ``"auto"`` takes graphs where all
-        devices are GPUs.
+        ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA
+        graph per stage and micro-batch, and replays it for batches of the same kind, after three eager ones
+        and where ``forward`` is found to do the same each time; it keeps the activations of one batch
+        allocated for each kind. ``"auto"`` takes graphs where all devices are GPUs.
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
@@ -68,8 +68,8 @@ class PipelineStrategy:
     Notes
     -----
     Batch norm in training normalises each micro-batch with the micro-batch's own statistics, as every pipeline does;
-    running statistics are updated once per batch with those of the whole batch (see ``statistics``). Any other state that
-    ``forward`` changes is changed once per micro-batch, and forward hooks see micro-batches.
+    running statistics are updated once per batch with those of the whole batch (see ``statistics``). Any other
+    state that ``forward`` changes is changed once per micro-batch, and forward hooks see micro-batches.
     """
 
     def __init__(
@@ -118,7 +118,8 @@ class PipelineStrategy:
         """
         if self._partition is None:
             raise ParallelError(
-                "the network has not been cut yet: call the model once, or model.strategy.plan(batch), then ask for its partition"
+                "the network has not been cut yet: call the model once, or model.strategy.plan(batch), then ask "
+                "for its partition"
             )
         return self._partition
 
@@ -163,7 +164,7 @@ class PipelineStrategy:
         return self._recorded[key]
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
-        """Measure, cut and place without running; wanted before ``DistributedDataParallel`` or an optimizer's state."""
+        """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
         self._prepare(*self._on_first_stage((args, kwargs)))
         return self.partition
 
@@ -235,7 +236,7 @@ class PipelineStrategy:
         stages = min(len(self.devices), len(measured.layers))
         times = [layer.ms for layer in measured.layers]
         ends = [0, *accumulate(balance(times, stages))]
-        stage_ms = [sum(times[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+        stage_ms = [sum(times[start:end]) for start, end in pairwise(ends)]
         return pipeline_ms(stage_ms, micro_batches, 0.0 if self.replays else measured.launch_ms)
 
     def _place_measured(self, measured: Measured, split_size: int, batch: int) -> None:
@@ -282,7 +283,7 @@ class PipelineStrategy:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
-        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(ends)]
         self._place(found, layers, lengths, samples)
 
     def _place(self, found: list[Any], layers: list[LayerCost], lengths: list[int], samples: int) -> None:
@@ -345,7 +346,8 @@ def _start_of(cut: str, starts: Sequence[str]) -> int:
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place of a tensor. "
+        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place "
+        f"of a tensor. "
         f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
     )
 

@@ -7,8 +7,8 @@ module during whose call no other module is called), and not everywhere:
   keep its old value. No cut falls between the making of such memory and its last change.
 * ``torch.utils.checkpoint`` runs a function again during backward, from the inputs it was given. The module whose
   ``forward`` calls it stays whole, so those inputs are on one device. Where the outermost network itself
-  checkpoints its children, each child stays whole; and no cut falls just before one that draws random numbers, because
-  checkpoint restores the generators of its inputs' devices only.
+  checkpoints its children, each child stays whole; and no cut falls just before one that draws random numbers,
+  because checkpoint restores the generators of its inputs' devices only.
 """
 
 from collections.abc import Sequence
@@ -178,7 +178,8 @@ def _described(
         for uses in [*(operations[i].uses for i in span), *(anchor.uses for anchor in anchors)]
         for used in uses
     ] + [(used, len(runs)) for used in trace.outputs]
-    found, seen = [], set()
+    found: list[Segment] = []
+    seen: set[str] = set()
     for number, (anchors, span) in enumerate(runs):
         states = dict.fromkeys(name for i in span for name in operations[i].states if name not in seen)
         seen.update(states)
