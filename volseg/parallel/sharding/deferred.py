@@ -8,8 +8,8 @@ The next operator decides what is computed: an activation is taken along, a conv
 still being written, anything else gets the slabs. What is deferred is computed before any tensor is changed in place.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.halo import DIM, Halo, extended, fill, roomy
+from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.recipes import Normalized, Recipe
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["Deferred", "Pooled", "Statistics", "statistics"]
+__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,40 @@ def saved_tensors_frame() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+class Moment:
+    """When something was deferred: the modes it must be computed in, and the state its inputs must be in."""
+
+    def __init__(self) -> None:
+        self.grad_enabled = torch.is_grad_enabled()
+        self.frame = saved_tensors_frame()
+        self.versions: list[int] | None = None
+
+    def note(self, slabs: Sequence[Tensor]) -> None:
+        """Remember the inputs' versions, the first time."""
+        if self.versions is None:
+            self.versions = [slab._version for slab in slabs]
+
+    def check(self, slabs: Sequence[Tensor]) -> None:
+        """Refuse inputs that were changed in place since."""
+        if [slab._version for slab in slabs] != self.versions:
+            raise UnsupportedOperatorError(
+                "the input of a norm or of a join was changed in place before the result was used; do that out of place"
+            )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Compute as if then: the next operator may run under no_grad, or inside a checkpointed block that must not count this."""
+        now = saved_tensors_frame()
+        own = now is None or now == self.frame
+        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with torch.set_grad_enabled(self.grad_enabled), hooks:
+            yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass
 class Deferred:
     """A norm, and perhaps an activation, to be applied to ``slabs``."""
@@ -105,13 +139,10 @@ class Deferred:
     weight: Tensor | None
     bias: Tensor | None
     activation: kernels.Activation = kernels.IDENTITY
-    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
-    frame: Any = field(default_factory=lambda: saved_tensors_frame())
-    versions: list[int] = field(default_factory=list)
+    moment: Moment = field(default_factory=lambda: Moment())
 
     def __post_init__(self) -> None:
-        if not self.versions:
-            self.versions = [slab._version for slab in self.slabs]
+        self.moment.note(self.slabs)
 
     def activated(self, activation: kernels.Activation) -> "Deferred | None":
         """Return this with an activation behind, or None where there is one already."""
@@ -123,22 +154,11 @@ class Deferred:
         single = len(self.slabs) == 1 and self.context.communicator.shards > 1
         return self.context.room if single and self.dims == (DIM,) and self.slabs[0].ndim == 5 else 0
 
-    def _own_frame(self) -> AbstractContextManager[Any]:
-        """Keep a checkpointed block, in which this happens to be computed, from counting what belongs in front of it."""
-        now = saved_tensors_frame()
-        if now is not None and now != self.frame:
-            return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        return nullcontext()
-
     def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
         """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
-        if [slab._version for slab in self.slabs] != self.versions:
-            raise UnsupportedOperatorError(
-                "the input of a norm was changed in place before the norm's result was used; do that out of place"
-            )
+        self.moment.check(self.slabs)
         work = _Work(self, halo if halo is not None and max(halo.own) <= self.room else None)
-        # The next operator may run under no_grad; the norm did not.
-        with torch.set_grad_enabled(self.grad_enabled), self._own_frame():
+        with self.moment.restored():
             results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
         recipe = None
         if len(self.slabs) == 1:
@@ -158,26 +178,16 @@ class _Work:
 
     def write(self, slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Apply scale, shift and activation; with a halo to send, to the outermost planes first."""
-        norm, room = self.norm, self.norm.room
-        apply = partial(kernels.affine, scale=scale, shift=shift, activation=norm.activation)
+        room = self.norm.room
+        apply = partial(kernels.affine, scale=scale, shift=shift, activation=self.norm.activation)
         if not room:
             return apply(slab)
         out = roomy(slab, room)
-        if self.halo is None:
-            return apply(slab, out=out)
-        rank, each, planes = self.halo.shards.rank, self.halo.planes, slab.shape[DIM]
-        front = each[rank - 1][1] if rank > 0 else 0
-        back = each[rank + 1][0] if rank + 1 < len(each) else 0
-        if front + back >= planes:
-            apply(slab, out=out)
-            self.wait = fill(extended(out, room, self.halo.own), self.halo)
-            return out
-        for start, count in ((0, front), (planes - back, back)):
-            if count:
-                apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
-        self.wait = fill(extended(out, room, self.halo.own), self.halo)
-        count = planes - front - back
-        apply(slab.narrow(DIM, front, count), out=out.narrow(DIM, front, count))
+
+        def planes(start: int, count: int) -> None:
+            apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
+
+        self.wait = write_outer_first(out, room, self.halo, planes)
         return out
 
 

@@ -19,7 +19,7 @@ from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.windows import Window
 
-__all__ = ["DIM", "Halo", "add_returned", "extended", "fill", "halo_of_each", "inner", "roomy"]
+__all__ = ["DIM", "Halo", "add_returned", "extended", "fill", "halo_of_each", "inner", "roomy", "write_outer_first"]
 
 DIM = 2
 """The tensor dim that such slabs are cut along (D); other cuts use the general exchange."""
@@ -128,6 +128,29 @@ def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
     else:
         back.zero_()
     return _exchange(halo, sends, receives)
+
+
+def write_outer_first(
+    out: Tensor, room: int, halo: Halo | None, write: Callable[[int, int], None]
+) -> Callable[[], None] | None:
+    """Write a slab with ``write(first plane, count)``; with a halo to exchange, the planes that the neighbours wait for first."""
+    planes = out.shape[DIM]
+    if halo is None:
+        write(0, planes)
+        return None
+    rank, each = halo.shards.rank, halo.planes
+    front = each[rank - 1][1] if rank > 0 else 0
+    back = each[rank + 1][0] if rank + 1 < len(each) else 0
+    if front + back >= planes:
+        write(0, planes)
+        return fill(extended(out, room, halo.own), halo)
+    if front:
+        write(0, front)
+    if back:
+        write(planes - back, back)
+    wait = fill(extended(out, room, halo.own), halo)
+    write(front, planes - front - back)
+    return wait
 
 
 def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:

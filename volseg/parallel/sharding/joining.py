@@ -1,15 +1,18 @@
 """Channels of several volumes side by side, in a slab with room for its halo that need not be kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding.halo import DIM, roomy
-from volseg.parallel.sharding.recipes import Joined, Kept
-from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding import kernels
+from volseg.parallel.sharding.deferred import Moment
+from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
+from volseg.parallel.sharding.recipes import Joined, Kept, Recipe
+from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["join_channels"]
 
@@ -17,31 +20,71 @@ __all__ = ["join_channels"]
 def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     """Join volumes that are cut alike, this process holding one slab of each, along the channels.
 
-    The result's recipe are the parts' recipes: a convolution behind an encoder's skip keeps neither the join nor the activated skip.
+    The copy is deferred like a norm (see ``deferred``). The result's recipe are the parts' recipes: a convolution behind an
+    encoder's skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    context = like.context
     slabs = [part.slabs[0] for part in parts]
-    alike = len({slab.dtype for slab in slabs}) == 1
-    room = context.room if context.communicator.shards > 1 and like.dims == (DIM,) and alike else 0
-    joined = _Join.apply(room, *slabs) if alike else torch.cat(slabs, 1)
-    result = wrap(like, [joined])
-    recipes = [part.current_recipe() or Kept((slab,)) for part, slab in zip(parts, slabs, strict=True)]
-    recipe = Joined(tuple(recipes), tuple(slab.shape[1] for slab in slabs)) if alike else None
-    return result.with_recipe(recipe, room)
+    shape = list(like.shape)
+    shape[1] = sum(slab.shape[1] for slab in slabs)
+    if len({slab.dtype for slab in slabs}) > 1:
+        return ShardedVolume([torch.cat(slabs, 1)], like.dims, shape, like.context)
+    recipes = tuple(part.current_recipe() or Kept((slab,)) for part, slab in zip(parts, slabs, strict=True))
+    recipe = Joined(recipes, tuple(slab.shape[1] for slab in slabs))
+    cut_along_depth = like.context.communicator.shards > 1 and like.dims == (DIM,)
+    deferred = DeferredJoin(slabs, recipe, like.context.room if cut_along_depth else 0)
+    result = ShardedVolume(slabs[:1], like.dims, shape, like.context, deferred)
+    like.context.defer(result)
+    return result
+
+
+@dataclass
+class DeferredJoin:
+    """A join that waits for the next operator, whose halo it can send early."""
+
+    slabs: list[Tensor]
+    recipe: Joined
+    room: int
+    halo: Halo | None = None
+    wait: Callable[[], None] | None = None
+    moment: Moment = field(default_factory=Moment)
+
+    def __post_init__(self) -> None:
+        self.moment.note(self._inputs)
+
+    @property
+    def _inputs(self) -> list[Tensor]:
+        return [*self.slabs, *self.recipe.tensors]
+
+    def activated(self, activation: kernels.Activation) -> None:
+        """Take no activation along."""
+        del activation
+
+    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
+        """Join: see ``Deferred.run``."""
+        self.moment.check(self._inputs)
+        self.halo = halo if halo is not None and max(halo.own) <= self.room else None
+        with self.moment.restored():
+            joined = _Join.apply(self, *self.slabs)
+        return [joined], self.recipe, self.room, self.wait
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, room: int, *slabs: Tensor) -> Tensor:
+    def forward(ctx: Any, join: DeferredJoin, *slabs: Tensor) -> Tensor:
         ctx.channels = [slab.shape[1] for slab in slabs]
-        if not room:
+        if not join.room:
             return torch.cat(slabs, 1)
-        out = roomy(slabs[0], room, sum(ctx.channels))
-        first = 0
-        for slab, count in zip(slabs, ctx.channels, strict=True):
-            out.narrow(1, first, count).copy_(slab)
-            first += count
+        out = roomy(slabs[0], join.room, sum(ctx.channels))
+
+        def planes(start: int, count: int) -> None:
+            first = 0
+            for slab, channels in zip(slabs, ctx.channels, strict=True):
+                target = out.narrow(1, first, channels).narrow(DIM, start, count)
+                kernels.copy(slab.narrow(DIM, start, count), target)
+                first += channels
+
+        join.wait = write_outer_first(out, join.room, join.halo, planes)
         return out
 
     @staticmethod

@@ -16,6 +16,7 @@ from volseg.parallel.sharding.context import Context
 
 if TYPE_CHECKING:
     from volseg.parallel.sharding.deferred import Deferred
+    from volseg.parallel.sharding.joining import DeferredJoin
     from volseg.parallel.sharding.halo import Halo
     from volseg.parallel.sharding.recipes import Recipe
 
@@ -43,7 +44,7 @@ class ShardedVolume(Tensor):
     context: Context
     recipe: "Recipe | None"
     room: int
-    deferred: "Deferred | None"
+    deferred: "Deferred | DeferredJoin | None"
     _slabs: list[Tensor]
     _shape: torch.Size
     _versions_of_recipe: list[int]
@@ -55,7 +56,7 @@ class ShardedVolume(Tensor):
         dims: Sequence[int],
         shape: Sequence[int],
         context: Context,
-        deferred: "Deferred | None" = None,
+        deferred: "Deferred | DeferredJoin | None" = None,
     ) -> "ShardedVolume":
         """Wrap slabs, or a norm that is still to be applied to ``slabs``."""
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
