@@ -1,0 +1,133 @@
+"""How far the mean over cases could lie elsewhere, had the cases been others: percentile bootstrap intervals.
+
+Why not ``scipy.stats.bootstrap``: a case that lacks a label has no Dice there and must not count, and the foreground
+mean is a mean of means whose cases have to be drawn together over the labels. Where neither matters the two agree to
+rounding, draw for draw (a test holds them against each other).
+
+The cases are what is drawn; the trained networks are taken as given. How much a training of another seed would differ
+is not in the interval.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from volseg.errors import DataError
+
+__all__ = ["CONFIDENCE", "NUM_RESAMPLES", "SEED", "MeanInterval", "mean_intervals"]
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 10_000
+SEED = 12345
+
+# Draws held at once: bounds the memory to some 10 MB per label, whatever the number of cases.
+_MOST_DRAWS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeanInterval:
+    """A mean over cases, its spread and its interval; NaN where there is nothing to compute it from."""
+
+    num_cases: int
+    """Cases that have a value."""
+    mean: float
+    std: float
+    """Standard deviation over cases, with ``num_cases - 1`` in the denominator."""
+    low: float
+    high: float
+
+
+def mean_intervals(
+    scores: ArrayLike,
+    *,
+    confidence: float = CONFIDENCE,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = SEED,
+) -> tuple[list[MeanInterval], MeanInterval]:
+    """Return the mean with its interval for each label, and for the mean over the labels.
+
+    Parameters
+    ----------
+    scores
+        ``(cases, labels)``; NaN where a case has no value for a label, which then does not count in the label's mean.
+    confidence
+        Share of the resampled means that the interval covers, in (0, 1).
+    num_resamples
+        How often as many cases as there are are drawn with replacement.
+    seed
+        The same seed gives the same interval.
+
+    Returns
+    -------
+    labels : list of MeanInterval
+        In the order of the columns. A resample without any case of a label does not count in that label's interval.
+    overall : MeanInterval
+        Of the mean over labels of the mean over cases, as `volseg.evaluation.summary` defines it; its standard
+        deviation is that of each case's mean over its labels.
+
+    Raises
+    ------
+    DataError
+        If there is no case or no label, or a confidence that is no share.
+
+    References
+    ----------
+    .. [1] Efron, Bootstrap methods: another look at the jackknife, Ann. Statist. 7 (1979), 1-26,
+       doi:10.1214/aos/1176344552.
+
+    Examples
+    --------
+    >>> (label,), overall = mean_intervals([[0.8], [0.9], [1.0]])
+    >>> round(label.mean, 3), round(label.std, 3), label.low <= label.mean <= label.high
+    (0.9, 0.1, True)
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 2 or 0 in values.shape:
+        raise DataError(f"intervals need scores of (cases, labels), at least one of each, got shape {values.shape}")
+    if not 0 < confidence < 1 or num_resamples < 1:
+        raise DataError(
+            f"intervals need 0 < confidence < 1 and num_resamples >= 1, got {confidence} and {num_resamples}"
+        )
+    resampled = _resampled_means(values, num_resamples, np.random.default_rng(seed))
+    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
+    per_case = _nan_mean(values, axis=1)
+    labels = [
+        _interval(column, float(mean), means, tails)
+        for column, mean, means in zip(values.T, _nan_mean(values, axis=0), resampled.T, strict=True)
+    ]
+    overall_mean = float(_nan_mean(_nan_mean(values, axis=0), axis=0))
+    return labels, _interval(per_case, overall_mean, _nan_mean(resampled, axis=1), tails)
+
+
+def _interval(values: NDArray[np.float64], mean: float, means: NDArray[np.float64], tails: list[float]) -> MeanInterval:
+    known, means = values[~np.isnan(values)], means[~np.isnan(means)]
+    low, high = np.percentile(means, tails) if means.size else (math.nan, math.nan)
+    return MeanInterval(
+        num_cases=known.size,
+        mean=mean,
+        std=float(known.std(ddof=1)) if known.size > 1 else math.nan,
+        low=float(low),
+        high=float(high),
+    )
+
+
+def _resampled_means(
+    values: NDArray[np.float64], num_resamples: int, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return the mean over drawn cases, ``(resamples, labels)``; a case is drawn with all its labels."""
+    num_cases = len(values)
+    step = max(1, _MOST_DRAWS // num_cases)
+    means = []
+    for done in range(0, num_resamples, step):
+        drawn = generator.integers(0, num_cases, (min(step, num_resamples - done), num_cases))
+        means.append(_nan_mean(values[drawn], axis=1))
+    return np.concatenate(means)
+
+
+def _nan_mean(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN is the answer then
+        return np.asarray(np.nanmean(values, axis=axis))
