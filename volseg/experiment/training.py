@@ -66,6 +66,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     resume = _may_begin(folder, config, resume)
     seed_everything(config.seed)
     chosen = choose_cases(config) if is_main_process() else choose_names(config)
+    if resume:
+        folder.require_same_split(chosen.split)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
     held_out = _prepared(config, chosen.validation, "preparing validation", keep_reference=True)
@@ -102,7 +104,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
 def _may_begin(folder: RunFolder, config: ExperimentConfig, resume: bool) -> bool:
     """Return whether the training goes on from a checkpoint; raise if it may neither go on nor begin."""
     # The main process looks, and tells: the others may come when it has begun the folder already.
-    resume = bool(largest_over_processes(int(is_main_process() and resume and folder.exists), choose_device(config)))
+    goes_on = is_main_process() and resume and folder.may_go_on()
+    resume = bool(largest_over_processes(int(goes_on), choose_device(config)))
     if resume:
         folder.require_same(config)
     elif is_main_process():
@@ -168,5 +171,6 @@ def _own_hooks(config: ExperimentConfig, folder: RunFolder) -> list[Hook]:
         every_minutes=settings.checkpoint_minutes,
         metadata=lambda: {"config": config.model_dump(mode="json")},
     )
-    hooks: list[Hook] = [Progress(), TensorBoard(folder.tensorboard), checkpoints]
-    return [*hooks, Patience(settings.patience)] if settings.patience else hooks
+    # Before the checkpoints, which write the latest state when they find the training finished.
+    stopping = [Patience(settings.patience)] if settings.patience else []
+    return [Progress(), TensorBoard(folder.tensorboard), *stopping, checkpoints]
