@@ -122,3 +122,19 @@ def test_latest_and_best_are_written_with_the_metadata(make_training, tmp_path):
     assert load_checkpoint(tmp_path / BEST)["epoch"] == 1
     latest = load_checkpoint(tmp_path / LATEST)
     assert (latest["epoch"], latest["config"]) == (3, {"name": "x"})
+
+
+class StopAfter(Hook):
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_epoch_end(self, training, record):
+        if training.epoch == self.epochs:
+            training.stop("enough")
+
+
+@pytest.mark.parametrize("checkpoints_first", [True, False])
+def test_the_last_epoch_is_written_whoever_stopped_the_training(make_training, tmp_path, checkpoints_first):
+    hooks = [Checkpoints(tmp_path, every_minutes=60), StopAfter(2)]
+    make_training(epochs=5, hooks=hooks if checkpoints_first else hooks[::-1]).run()
+    assert load_checkpoint(tmp_path / LATEST)["epoch"] == 2

@@ -80,7 +80,8 @@ class Checkpoints(Hook):
         Where the checkpoints lie; made when the first one is written.
     every_minutes : float
         ``latest.pt`` is written at the end of an epoch when this much time has passed since the last one, and always
-        at the last epoch, at an interrupt, and with ``best.pt``. Time, not epochs: what a crash can cost is time.
+        after the last epoch, also where a hook ended the training, and at an interrupt. Time, not epochs: what a crash
+        can cost is time.
     metadata : callable, optional
         Returns plain values to store beside the state (the config).
     """
@@ -92,6 +93,7 @@ class Checkpoints(Hook):
         self.every_seconds = 60 * every_minutes
         self.metadata = metadata or dict
         self._written_at = time.monotonic()
+        self._written_epoch: int | None = None
 
     def on_best(self, training: "Training", record: EpochRecord) -> None:
         """Keep the weights of the best epoch."""
@@ -105,10 +107,16 @@ class Checkpoints(Hook):
         if due or training.finished:
             self._write(training, LATEST)
             self._written_at = time.monotonic()
+            self._written_epoch = training.epoch
 
     def on_interrupt(self, training: "Training") -> None:
         """Keep the state between two batches, from which the training goes on as if nothing had happened."""
         self._write(training, LATEST)
+
+    def on_training_end(self, training: "Training") -> None:
+        """Keep the last epoch where a hook that was called after this one stopped the training there."""
+        if training.finished and training.position == 0 and self._written_epoch != training.epoch:
+            self._write(training, LATEST)
 
     def _write(self, training: "Training", name: str) -> None:
         state = training.state_dict()  # on every process: a placed model may gather

@@ -1,7 +1,7 @@
 """Losses, metrics and optimizers that a config may name: MONAI's and torch's own."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +9,7 @@ import monai.losses
 import monai.metrics
 import torch
 from monai.losses import DeepSupervisionLoss
-from monai.metrics import CumulativeIterationMetric
+from monai.networks import one_hot
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
@@ -26,12 +26,34 @@ def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
     return {name: member for name, member in members if issubclass(member, base) and member is not base}
 
 
-LOSSES = Registry("loss", _classes(monai.losses, _Loss))
-METRICS = Registry("metric", _classes(monai.metrics, CumulativeIterationMetric))
-OPTIMIZERS = Registry("optimizer", _classes(torch.optim, Optimizer))
-
 # Logits and a label map (B, 1, D, H, W) are what a segmentation loss of ours gets, so this is what it must be told.
 SEGMENTATION = {"to_onehot_y": True, "softmax": True, "use_softmax": True}
+
+SOFTMAX_INSIDE = ("GeneralizedWassersteinDiceLoss",)
+
+OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
+DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
+"""Metrics in mm: they are told the spacing."""
+
+OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
+"""Optimizers for closures, for matrices, and for sparse gradients."""
+
+
+def _losses() -> dict[str, Callable[..., Any]]:
+    """Return MONAI's losses that take logits; others (of registration, of probabilities) would be silently wrong."""
+    registry = Registry("loss", _classes(monai.losses, _Loss))
+    takes_logits = [
+        name for name in registry if registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax")
+    ]
+    # Aliases (`dice_ce`) are classes of another name.
+    return {name: registry[name] for name in (*takes_logits, *SOFTMAX_INSIDE) if registry[name].__name__ == name}
+
+
+LOSSES = Registry("loss", _losses())
+METRICS = Registry("metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)})
+OPTIMIZERS = Registry(
+    "optimizer", {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS}
+)
 
 FUSED = ("Adam", "AdamW", "SGD")
 
@@ -53,10 +75,36 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str) -
 
 
 def build_metric(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, num_classes: int) -> Named:
-    """Return a MONAI metric of label maps ``(1, 1, D, H, W)``; it is told the number of classes where it asks."""
+    """Return a MONAI metric of label maps ``(1, 1, D, H, W)``, over the foreground unless the spec says otherwise.
+
+    Its inputs end with the field ``spacing`` (mm along D, H, W) where it measures distances.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter.
+    """
     METRICS.check(spec)
-    known = {"num_classes": num_classes} if METRICS.accepts(spec["name"], "num_classes") else {}
-    return Named(METRICS.build({**known, **spec}), list(inputs), [output])
+    defaults = {"include_background": False} if METRICS.accepts(spec["name"], "include_background") else {}
+    metric = OneHot(METRICS.build({**defaults, **spec}), num_classes)
+    return Named(metric, [*inputs, *(["spacing"] if spec["name"] in DISTANCES else [])], [output])
+
+
+class OneHot(nn.Module):
+    """A metric of one-hot volumes, asked about label maps."""
+
+    def __init__(self, metric: Callable[..., Any], num_classes: int) -> None:
+        super().__init__()
+        self.metric = metric
+        self.num_classes = num_classes
+
+    def forward(self, prediction: Tensor, label: Tensor, spacing: Sequence[float] | None = None) -> Tensor:
+        """Return what the metric gives for ``(B, 1, D, H, W)`` label maps, per case and class."""
+        # A label map itself would pass: MONAI's MeanIoU of one is not an error but a number above 1.
+        volumes = [one_hot(volume.as_subclass(Tensor), self.num_classes) for volume in (prediction, label)]
+        result = self.metric(*volumes, **({} if spacing is None else {"spacing": tuple(spacing)}))
+        assert isinstance(result, Tensor)
+        return result
 
 
 class AnyDepth(nn.Module):
@@ -69,7 +117,14 @@ class AnyDepth(nn.Module):
 
     def forward(self, logits: Tensor | list[Tensor], label: Tensor) -> Tensor:
         """Return the scalar loss of ``logits`` against ``label``."""
-        return self.deep(list(logits), label) if isinstance(logits, list | tuple) else self.plain(logits, label)
+        if not isinstance(logits, list | tuple):
+            return self.plain(logits, label)
+        # DeepSupervisionLoss.forward begins its sum with a number from the host, which a CUDA graph cannot hold.
+        if label.dtype == torch.int64:  # which torch cannot resize; the values are exact in float32
+            label = label.float()
+        weights = self.deep.get_weights(levels=len(logits))
+        terms = (weight * self.deep.get_loss(head, label) for weight, head in zip(weights, logits, strict=True))
+        return sum(terms, start=0.0)
 
 
 def build_optimizer(spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool) -> Optimizer:

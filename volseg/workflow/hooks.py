@@ -4,6 +4,7 @@ A workflow calls each of its hooks in the order they were given, passing itself:
 registration by name, so what happens at an event is what the list of hooks says.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,20 @@ class Patience(Hook):
             raise ValueError(f"patience must be at least one validation, got {validations}")
         self.validations = validations
 
+    def on_training_begin(self, training: "Training") -> None:
+        """Stop a resumed training where it had been stopped before."""
+        self._judge(training)
+
     def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
         """Count the validations since the best one."""
+        if record.score is not None:
+            self._judge(training)
+
+    def _judge(self, training: "Training") -> None:
         scores = [past.score for past in training.history if past.score is not None]
-        if record.score is None:
+        if not scores:
             return
+        scores = [-math.inf if math.isnan(score) else score for score in scores]
         since_best = len(scores) - 1 - max(range(len(scores)), key=scores.__getitem__)
         if since_best >= self.validations:
             training.stop(f"no better score in {since_best} validations")

@@ -31,7 +31,8 @@ class Objective:
         is_alone = parts == ["loss"] and self.weights == [1.0]
         if len(set(parts)) != len(parts) or ("loss" in parts and not is_alone):
             raise ConfigError(
-                f"losses need different names, and 'loss' names their weighted sum; got {parts} with {weights=}"
+                f"losses need different names, and 'loss' names their weighted sum; got {parts} with {weights=}; "
+                "name each one's output, such as output: dice"
             )
         self.names = ("loss",) if is_alone else (*parts, "loss")
 

@@ -258,7 +258,8 @@ class Training:
         losses = {name: fields[name].detach() for name in self.objective.names}
         if self.device.type == "cpu":  # before the step, so that a bad loss never reaches the weights
             self._refuse_not_finite(len(self._losses), losses)
-        self.scaler.scale(fields["loss"] / self.accumulate).backward()
+        first = self.position - self.position % self.accumulate  # the last group of an epoch may be a short one
+        self.scaler.scale(fields["loss"] / min(self.accumulate, self.num_batches - first)).backward()
         if (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches:
             if self.clip:
                 self.scaler.unscale_(self.optimizer)
@@ -287,7 +288,8 @@ class Training:
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
         self._losses, self._cases, self._num_checked = [], [], 0
-        if record.score is not None and (self.best is None or record.score > (self.best.score or 0.0)):
+        best = -math.inf if self.best is None or self.best.score is None else self.best.score
+        if record.score is not None and record.score > best:  # a score of NaN is never the best
             self.best = record
             self._emit("on_best", record)
         self._emit("on_epoch_end", record)

@@ -59,8 +59,8 @@ class Validation:
     labels : mapping
         Label value to name; 0 is the background.
     metrics : sequence of Named
-        Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid. Their
-        results are averaged over labels and cases, without NaN.
+        Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid, and
+        ``spacing``, its voxels' sides in mm. Their results are averaged over labels and cases, without NaN.
     folder : Path, optional
         Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
@@ -111,7 +111,13 @@ class Validation:
         for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
             prediction = labels.cpu()
             evaluated[case["case"]] = self._evaluated(case, prediction)
-            fields = {**case, "pred": prediction.as_tensor()[None], "label": case["reference"].as_tensor()[None]}
+            reference = case["reference"]
+            fields = {
+                **case,
+                "pred": prediction.as_tensor()[None],
+                "label": reference.as_tensor()[None],
+                "spacing": reference.affine[:3, :3].norm(dim=0).tolist(),
+            }
             for metric in self.metrics:
                 for name, value in metric(fields).items():
                     further[name].append(float(torch.as_tensor(value).float().nanmean()))
