@@ -54,6 +54,35 @@ def train(
         typer.echo(experiment.closing_words(outcome))
 
 
+@app.command("cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2")
+def cross_validate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run folders fold_0 ...; default runs/NAME.")
+    ] = None,
+    folds: Annotated[
+        list[int] | None, typer.Option("--folds", metavar="K...", help="Which folds to train; default all.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+) -> None:
+    """Train every fold that is not finished, and write one table of all their cases."""
+    from volseg import experiment
+
+    if more_folds and not folds:
+        raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
+    overrides = [*(overrides or ()), *([f"output={output}"] if output else ())]
+    # Numbers after `--folds 0` are arguments to click, which gives an option one value.
+    chosen = [*folds, *(more_folds or ())] if folds else None
+    loaded = experiment.load_config(config, overrides)
+    crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
+    typer.echo(experiment.cross_validation_words(crossed))
+    if crossed.failures:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
 def validate(run: RunArgument, checkpoint: Checkpoint = "latest") -> None:
     """Predict the run's validation cases and write their summary.json."""

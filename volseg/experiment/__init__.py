@@ -1,6 +1,8 @@
 """Whole experiments: what the command line does, as functions."""
 
 from volseg.config.loading import load_config
+from volseg.experiment.cross_validation import cross_validate
+from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
 from volseg.experiment.launching import train_on
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
@@ -11,9 +13,12 @@ from volseg.experiment.validating import validate
 from volseg.workflow.processes import is_main_process
 
 __all__ = [
+    "CrossValidated",
     "Outcome",
     "RunFolder",
     "closing_words",
+    "cross_validate",
+    "cross_validation_words",
     "dice_table",
     "is_main_process",
     "load_config",

@@ -8,57 +8,60 @@ import argparse
 import json
 import shlex
 import sys
-import time
+from dataclasses import asdict
 from pathlib import Path
 
 from volseg import experiment
-from volseg.experiment.report import Outcome
+from volseg.experiment.folds import FoldResult
 from volseg.monitoring.environment import environment
 
 
 def main() -> None:
-    """Train the folds one after another; write the result after each."""
+    """Train the folds that are not finished, one after another; write what all of them came to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--folds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="where the run folders go")
+    parser.add_argument("--gpus", type=int, default=1, help="folds at a time, each on a GPU of its own")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
 
-    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "folds": []}
-    for fold in chosen.folds:
-        output = chosen.runs / f"{chosen.config.stem}_fold{fold}"
-        overrides = [*chosen.overrides, f"data.root={chosen.root}", f"split.fold={fold}", f"output={output}"]
-        config = experiment.load_config(chosen.config, overrides)
-        begin = time.perf_counter()
-        outcome = experiment.train(config)
-        result["folds"].append(described(outcome, fold, time.perf_counter() - begin))
-        result["config"] = config.model_dump(mode="json")
-        result["mean_dice"] = sum(f["mean_dice"] for f in result["folds"]) / len(result["folds"])
-        chosen.result.parent.mkdir(parents=True, exist_ok=True)
-        chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        print(f"fold {fold}: {result['folds'][-1]['mean_dice']:.4f} in {result['folds'][-1]['seconds']:.0f} s")
+    overrides = [*chosen.overrides, f"data.root={chosen.root}", f"output={chosen.runs / chosen.config.stem}"]
+    config = experiment.load_config(chosen.config, overrides)
+    crossed = experiment.cross_validate(config, folds=chosen.folds, gpus=chosen.gpus)
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": environment(),
+        "folds": [
+            {"fold": fold.number, "seconds": crossed.seconds.get(fold.number), **described(fold)}
+            for fold in crossed.folds
+        ],
+        "config": config.model_dump(mode="json"),
+        "mean_dice": sum(fold.mean_dice for fold in crossed.folds) / len(crossed.folds),
+        "over_cases": {label.name: asdict(label.over_cases) for label in crossed.labels},
+    }
+    chosen.result.parent.mkdir(parents=True, exist_ok=True)
+    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(experiment.cross_validation_words(crossed))
 
 
-def described(outcome: Outcome, fold: int, seconds: float) -> dict:
+def described(fold: FoldResult) -> dict:
     """Return one fold's numbers."""
-    assert outcome.validated is not None
-    training = [record.seconds for record in outcome.history]
+    training = [record.seconds for record in fold.history]
+    labels = fold.folder.task().labels
     return {
-        "fold": fold,
-        "seconds": seconds,
-        "seconds_training": sum(training),
-        "milliseconds_per_iteration": 1000 * training[-1] / outcome.iterations,
-        "seconds_waited_for_data": sum(record.seconds_waited for record in outcome.history),
-        "peak_gib": (outcome.history[-1].peak_bytes or 0) / 2**30,
-        "num_validation_cases": len(outcome.validated.summary["metric_per_case"]),
-        "mean_dice": outcome.validated.score,
-        "dice": dict(outcome.validated.scores),
+        "seconds_training": fold.seconds_training,
+        "milliseconds_per_iteration": 1000 * training[-1] / fold.folder.config().training.iterations,
+        "seconds_waited_for_data": sum(record.seconds_waited for record in fold.history),
+        "peak_gib": (fold.history[-1].peak_bytes or 0) / 2**30,
+        "num_validation_cases": len(fold.summary["metric_per_case"]),
+        "mean_dice": fold.mean_dice,
+        "dice": {f"dice/{labels[int(label)]}": mean["Dice"] for label, mean in fold.summary["mean"].items()},
         "curve": [
             {"epoch": record.epoch, "seconds_training": sum(training[: record.epoch + 1]), "mean_dice": record.score}
-            for record in outcome.history
+            for record in fold.history
             if record.score is not None
         ],
     }

@@ -1,0 +1,310 @@
+"""Folds are ordinary runs; what is gathered is what each of them says; nothing is trained twice."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from volseg import Hook
+from volseg.cli import app
+from volseg.data.msd import load_task
+from volseg.errors import ConfigError, DataError, NonFiniteLossError
+from volseg.evaluation.intervals import mean_intervals
+from volseg.evaluation.summary import read_summary, write_summary
+from volseg.experiment import RunFolder, cross_validate, train
+from volseg.experiment.cross_validation_report import cross_validation_report
+from volseg.experiment.fold_processes import choose_gpus, train_in_processes
+from volseg.experiment.folds import plan_folds
+from volseg.workflow import load_checkpoint
+
+SHORT = ("training.epochs=1", "training.iterations=2")
+
+
+@pytest.fixture
+def quick(configured):
+    """Return a config whose folds take less than a second."""
+    return lambda *overrides: configured(*SHORT, *overrides)
+
+
+@pytest.fixture
+def planned(quick, task):
+    """Return the folds of the quick config."""
+    return lambda *overrides: plan_folds(quick(*overrides), load_task(task))
+
+
+def weights(folder):
+    return load_checkpoint(folder.checkpoints / "latest.pt")["model"]
+
+
+def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
+    crossed = cross_validate(quick())
+    folder = tmp_path / "run"
+    ids = [case["case"] for case in load_task(task).training]
+    gathered = read_summary(folder / "summary.json")
+    files = [case["prediction_file"] for case in gathered["metric_per_case"]]
+    assert [os.path.basename(file) for file in files] == [f"{name}.nii.gz" for name in ids]
+    assert all(os.path.exists(file) for file in files)
+
+    of_folds = [read_summary(folder / f"fold_{k}" / "validation" / "summary.json") for k in range(3)]
+    dice = {
+        case["prediction_file"]: [case["metrics"][label]["Dice"] for label in "12"]
+        for summary in of_folds
+        for case in summary["metric_per_case"]
+    }
+    assert len(dice) == len(ids)
+    table = np.array([dice[file] for file in files])
+    labels, overall = mean_intervals(table)
+    written = json.loads((folder / "cross_validation.json").read_text())
+    assert list(written["labels"]) == ["Anterior", "Posterior", "mean"]
+    for name, interval in zip(written["labels"], [*labels, overall], strict=True):
+        result = written["labels"][name]
+        assert (result["mean"], result["std"]) == pytest.approx((interval.mean, interval.std))
+        assert (result["low"], result["high"]) == (interval.low, interval.high)
+    assert written["labels"]["Anterior"]["of_folds"] == [summary["mean"]["1"]["Dice"] for summary in of_folds]
+    mean = sum(summary["foreground_mean"]["Dice"] for summary in of_folds) / 3
+    assert written["labels"]["mean"]["mean_of_folds"] == pytest.approx(mean)
+    assert crossed.mean_dice == written["mean_dice"] == pytest.approx(gathered["foreground_mean"]["Dice"])
+    assert all(fold["seconds"] > fold["seconds_training"] > 0 for fold in written["folds"])
+    assert written["config"]["training"]["iterations"] == 2
+    assert written["environment"]["libraries"]["torch"] == torch.__version__
+    assert (folder / "report.md").read_text() == cross_validation_report(crossed)
+
+
+def test_a_fold_is_the_run_that_train_makes(quick, tmp_path):
+    crossed = cross_validate(quick(), folds=[1])
+    alone = train(quick("split.fold=1", f"output={tmp_path / 'alone'}"))
+    (fold,) = crossed.folds
+    assert fold.split == alone.folder.split()
+    one, other = weights(fold.folder), weights(alone.folder)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert fold.summary["mean"] == alone.validated.summary["mean"]
+
+
+def test_finished_folds_are_kept_and_the_rest_joins_them(quick, tmp_path, caplog):
+    first = cross_validate(quick(), folds=[2])
+    assert [fold.number for fold in first.folds] == [2]
+    assert "Incomplete: fold(s) 2 of 3." in (tmp_path / "run" / "report.md").read_text()
+    checkpoint = tmp_path / "run" / "fold_2" / "checkpoints" / "latest.pt"
+    written_at = checkpoint.stat().st_mtime_ns
+    caplog.set_level("INFO")
+    second = cross_validate(quick("data.keep=memory"), folds=[2, 0])  # where the data lie is no other experiment
+    assert "fold 2 is finished already" in caplog.text
+    assert [fold.number for fold in second.folds] == [0, 2]
+    assert checkpoint.stat().st_mtime_ns == written_at
+    assert second.seconds[2] == first.seconds[2]  # known from the file of the first
+
+
+class InterruptAt(Hook):
+    def __init__(self, epoch, position):
+        self.at = (epoch, position)
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path):
+    fold = planned("training.epochs=2")[1]
+    with pytest.raises(KeyboardInterrupt):
+        train(fold.config, hooks=[InterruptAt(1, 1)])
+    config = quick("training.epochs=2")
+    with pytest.raises(ConfigError, match=r"fold_1 was begun and not finished; go on by --resume"):
+        cross_validate(config)
+    assert not (tmp_path / "run" / "fold_0").exists()  # refused before anything is trained
+    crossed = cross_validate(config, folds=[1], resume=True)
+    assert [record.epoch for record in crossed.folds[0].history] == [0, 1]
+    assert crossed.seconds == {}  # two sittings: the last one's time would be too short
+
+
+def test_a_fold_without_a_checkpoint_begins_anew(planned, quick, task):
+    fold = planned()[0]
+    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    assert [f.number for f in cross_validate(quick(), folds=[0], resume=True).folds] == [0]
+
+
+def test_the_same_data_by_another_path_are_the_same(planned, quick, task, monkeypatch):
+    fold = planned()[0]
+    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    monkeypatch.chdir(task.parent)
+    plan_folds(quick(f"data.root={task.name}"), load_task(task))[0].require_same()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=0.5", r"fold_0 was begun with another config: optimizer\.lr: 0\.01 -> 0\.5"),
+        # `train --resume` may extend a run; folds of different lengths are no cross-validation.
+        ("training.epochs=2", r"fold_0 was begun with another config: training\.epochs: 1 -> 2"),
+    ],
+)
+def test_folds_of_another_config_are_refused(override, message, planned, quick, task):
+    fold = planned()[0]
+    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    with pytest.raises(ConfigError, match=message):
+        cross_validate(quick(override), folds=[1], resume=True)
+    assert not planned()[1].folder.path.exists()
+
+
+def test_folds_of_other_cases_are_refused(planned, quick, task, tmp_path):
+    fold = planned()[0]
+    fold.folder.begin(fold.config, load_task(task), planned()[1].split, {})
+    with pytest.raises(DataError, match=r"the cases are no longer those of .*fold_0/split\.json"):
+        cross_validate(quick())
+
+
+def test_a_fold_that_was_trained_on_is_refused(planned, quick):
+    cross_validate(quick(), folds=[0])
+    train(quick("training.epochs=2", f"output={planned()[0].folder.path}"), resume=True)
+    with pytest.raises(ConfigError, match=r"fold_0 was trained for 2 epochs, .* config asks for 1"):
+        cross_validate(quick(), folds=[0])
+
+
+def test_a_fold_that_patience_ended_is_finished(quick, planned):
+    # No learning: no validation is better than the first.
+    overrides = ("training.epochs=9", "training.patience=1", "optimizer.lr=0", "training.ema=null")
+    train(planned(*overrides)[0].config)
+    result = planned(*overrides)[0].result()
+    assert result is not None
+    assert len(result.history) < 9
+
+
+def test_a_summary_of_other_cases_is_refused(planned, quick):
+    cross_validate(quick(), folds=[0])
+    file = planned()[0].folder.validation / "summary.json"
+    summary = read_summary(file)
+    name = os.path.basename(summary["metric_per_case"].pop()["prediction_file"]).removesuffix(".nii.gz")
+    write_summary(summary, file)
+    with pytest.raises(DataError, match=rf"holds 1 cases where fold 0 validates 2; .* is {name}\. Write it anew"):
+        cross_validate(quick(), folds=[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["split.validation=none"], {}, "needs cases to validate on; split.validation is none"),
+        ([], {"folds": [0, 3]}, "the split has folds 0 to 2, got 3"),
+        (["network.name=UNett"], {}, "did you mean 'UNet'"),
+        (["parallel={strategy: spatial, devices: 2}"], {"gpus": 2}, "trains each fold on one GPU, but .* is spatial"),
+        (["device=cuda"], {"gpus": 999}, "--gpus 999 asks for more than the"),
+    ],
+)
+def test_what_cannot_be_cross_validated_is_refused(quick, tmp_path, overrides, options, message):
+    with pytest.raises(ConfigError, match=message):
+        cross_validate(quick(*overrides), **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_folds_of_a_split_file(quick, task, tmp_path):
+    names = [case["case"] for case in load_task(task).training]
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[:4], "val": names[4:]}]))
+    assert [fold.split.validation for fold in plan_folds(quick(f"split.file={path}"), load_task(task))] == [
+        tuple(names[:2]),
+        tuple(names[4:]),
+    ]
+    path.write_text(json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[2:], "val": names[1:2]}]))
+    with pytest.raises(ConfigError, match=rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"):
+        cross_validate(quick(f"split.file={path}"))
+    path.write_text(json.dumps([{"train": names, "val": []}]))
+    with pytest.raises(ConfigError, match=r"fold 0 of .*splits\.json validates no case"):
+        cross_validate(quick(f"split.file={path}"))
+
+
+def test_the_folder_of_a_plain_run_is_left_alone(quick, tmp_path):
+    RunFolder(tmp_path / "run").path.mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="holds a run of one training; choose another folder"):
+        cross_validate(quick())
+
+
+def test_a_fold_that_diverges_does_not_keep_the_others(quick, planned, caplog):
+    diverging = quick("optimizer.lr=1.0e+30", "training.clip=null", "training.iterations=9")
+    with pytest.raises(NonFiniteLossError):
+        cross_validate(diverging, folds=[0, 1])
+    assert [f"fold {k} failed" in caplog.text for k in (0, 1)] == [True, True]
+
+
+def test_published_results_stand_beside_ones_own(quick, task, tmp_path):
+    root = tmp_path / "Task04_Hippocampus"
+    shutil.copytree(task, root)
+    crossed = cross_validate(quick(f"data.root={root}"), folds=[0])
+    report = cross_validation_report(crossed)
+    (row,) = [line for line in report.splitlines() if "nnU-Net 3d_fullres" in line]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    source = "Project-MONAI/tutorials, modules/dynunet_pipeline/README.md"
+    assert cells == ["nnU-Net 3d_fullres", "5-fold cross-validation", "260", "0.8975", "0.8807", "0.8891", source]
+    assert "0.90 " in report  # the test set's two digits stay two
+    assert "0.895 " in report
+    assert "trained and validated on 260 cases, this one has 2." in report
+    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text())
+    assert written["published"][0]["dice"] == {"1": 0.8975, "2": 0.8807}
+
+
+def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned, task, tmp_path):
+    broken = planned()[1]
+    broken.folder.begin(broken.config, load_task(task), broken.split, {})
+    broken.folder.checkpoints.mkdir()
+    (broken.folder.checkpoints / "latest.pt").write_bytes(b"")
+    arguments = [part for value in SHORT for part in ("--set", value)]
+    arguments += ["--folds", "0", "1", "--gpus", "2", "--resume"]
+    result = CliRunner().invoke(app, ["cross-validate", str(config_file), *arguments], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "Incomplete: fold(s) 0 of 3." in result.output
+    log = tmp_path / "run" / "fold_1.log"
+    assert f"fold 1 failed with exit code 1; the last lines of {log}:" in result.output
+    assert "latest.pt is damaged or not a volseg checkpoint" in result.output
+    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text())
+    assert [fold["fold"] for fold in written["folds"]] == [0]
+    assert list(written["failures"]) == ["1"]
+    # The process was given the very fold, and its time is all included.
+    assert planned()[0].result() is not None
+    assert written["folds"][0]["seconds"] > written["folds"][0]["seconds_training"]
+
+
+def test_ctrl_c_reaches_the_processes_which_save(planned):
+    (fold, *_) = planned("training.epochs=100000", "training.validate_every=100000")
+
+    def interrupt():
+        while not fold.folder.exists:
+            time.sleep(0.05)
+        time.sleep(0.3)  # into the training
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        train_in_processes([fold], [None], lambda fold, seconds: pytest.fail("it cannot be finished"))
+    thread.join()
+    saved = load_checkpoint(fold.folder.checkpoints / "latest.pt")
+    assert saved["epoch"] + saved["position"] > 0
+
+
+def test_without_gpus_processes_share_the_cpu(quick):
+    assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
+
+
+def test_numbers_after_config_without_folds_are_refused(config_file):
+    result = CliRunner().invoke(app, ["cross-validate", str(config_file), "0", "1"])
+    assert result.exit_code == 2
+    assert "what does 0 mean after CONFIG?" in result.output
+
+
+def test_a_label_that_is_nowhere_is_null_in_json(quick, tmp_path, task):
+    crossed = cross_validate(quick(), folds=[0])
+    summary = crossed.folds[0].summary
+    for case in [*summary["metric_per_case"]]:
+        case["metrics"]["2"]["Dice"] = math.nan
+    summary["mean"]["2"]["Dice"] = math.nan
+    write_summary(summary, crossed.folds[0].folder.validation / "summary.json")
+    cross_validate(quick(), folds=[0])
+    text = (tmp_path / "run" / "cross_validation.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["labels"]["Posterior"]["low"] is None

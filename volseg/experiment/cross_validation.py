@@ -1,0 +1,186 @@
+"""Cross-validation: every fold an ordinary run, and one page about all of them.
+
+::
+
+    runs/task04_unet/
+        fold_0/ ... fold_4/      run folders; validation/ in each holds the out-of-fold predictions
+        fold_0.yaml, fold_0.log  with --gpus: what its process was given, and what it said
+        summary.json             all cases, in nnU-Net's shape
+        cross_validation.json    folds, times, means with intervals, published results, config, environment
+        report.md                the same for reading
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.msd import load_task
+from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
+from volseg.evaluation.summary import write_summary
+from volseg.experiment.building import check_components
+from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated, as_json, cross_validation_report
+from volseg.experiment.fold_processes import choose_gpus, train_in_processes
+from volseg.experiment.folds import Fold, FoldResult, plan_folds
+from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.training import train
+from volseg.monitoring.environment import environment
+from volseg.parallel.launch import is_worker
+
+__all__ = ["cross_validate"]
+
+logger = logging.getLogger(__name__)
+
+
+def cross_validate(
+    config: ExperimentConfig, *, folds: Sequence[int] | None = None, gpus: int = 1, resume: bool = False
+) -> CrossValidated:
+    """Train the folds of a config's split, gather their out-of-fold results, and write them.
+
+    A fold that is finished is not trained again. The results are those of every finished fold in the folder, also of
+    those that other calls trained, and are written anew after each.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of one fold, whichever; ``split.fold`` and ``output`` are set for each (``OUTPUT/fold_K``).
+    folds : sequence of int, optional
+        Which to train; all by default.
+    gpus : int
+        With 1, one fold after another in this process. With more, a process for each fold, that many at a time.
+    resume : bool
+        Let folds that were begun go on.
+
+    Raises
+    ------
+    ConfigError, DataError
+        Before anything is trained, if the config cannot be run, or a fold in the folder is of another config or of
+        other cases, or is unfinished and ``resume`` is off.
+    ParallelError, NonFiniteLossError, NonFinitePredictionError
+        If folds failed and none is finished. As long as one is, failures are in the result.
+    """
+    check_components(config)
+    _require_own_folder(config)
+    task = load_task(config.data.root, require_files=False)
+    plan = plan_folds(config, task)
+    chosen = _chosen(plan, folds)
+    for fold in plan:
+        fold.require_same()
+    results = {fold.number: result for fold in plan if (result := fold.result())}
+    waiting = [fold for fold in chosen if fold.number not in results]
+    _require_may_begin(waiting, resume)
+    for fold in chosen:
+        if fold.number in results:
+            logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
+    begun_before = {fold.number for fold in waiting if fold.has_checkpoint}
+    seconds = _seconds_recorded(config.folder)
+
+    def finished(fold: Fold, fold_seconds: float) -> None:
+        result = fold.result()
+        assert result is not None, f"{fold.folder.path} ended well and is not finished"
+        results[fold.number] = result
+        # Of a fold trained in several sittings, only the last would be known.
+        seconds.pop(fold.number, None)
+        if fold.number not in begun_before:
+            seconds[fold.number] = fold_seconds
+        logger.info("fold %d: Dice %.4f in %.0f s", fold.number, result.mean_dice, fold_seconds)
+        if len(results) < len(plan):
+            _write(_gathered(config, task, plan, results, seconds, {}))
+
+    failures = _trained(waiting, choose_gpus(config, gpus) if gpus > 1 else None, finished)
+    if not results:
+        raise next(iter(failures.values()))
+    gathered = _gathered(config, task, plan, results, seconds, failures)
+    _write(gathered)
+    return gathered
+
+
+def _trained(
+    waiting: Sequence[Fold], gpus: Sequence[str | None] | None, finished: Callable[[Fold, float], None]
+) -> dict[int, VolsegError]:
+    """Train folds; return the faults of those that failed by themselves and not all for the same reason."""
+    if gpus is not None:
+        return dict(train_in_processes(waiting, gpus, finished))
+    failures: dict[int, VolsegError] = {}
+    for place, fold in enumerate(waiting, start=1):
+        logger.info("fold %d (%d of %d): %s", fold.number, place, len(waiting), fold.folder.path)
+        begin = time.perf_counter()
+        try:
+            train(fold.config, resume=fold.folder.exists)
+        except (NonFiniteLossError, NonFinitePredictionError) as fault:
+            logger.error("%s", _told(fold.number, fault))
+            failures[fold.number] = fault
+        else:
+            finished(fold, time.perf_counter() - begin)
+    return failures
+
+
+def _told(number: int, fault: VolsegError) -> str:
+    # The fault of a process names its fold already.
+    return str(fault) if isinstance(fault, ParallelError) else f"fold {number} failed: {fault}"
+
+
+def _gathered(
+    config: ExperimentConfig,
+    task: Task,
+    plan: Sequence[Fold],
+    results: dict[int, FoldResult],
+    seconds: dict[int, float],
+    failures: dict[int, VolsegError],
+) -> CrossValidated:
+    return CrossValidated(
+        config=config,
+        task=task,
+        num_folds=len(plan),
+        folds=tuple(results[number] for number in sorted(results)),
+        seconds=dict(seconds),
+        failures={number: _told(number, fault) for number, fault in sorted(failures.items())},
+    )
+
+
+def _write(gathered: CrossValidated) -> None:
+    folder = RunFolder(gathered.folder)
+    write_summary(gathered.summary, gathered.folder / "summary.json")
+    folder.write_json(JSON_FILE, as_json(gathered, environment()))
+    folder.write_text("report.md", cross_validation_report(gathered))
+
+
+def _require_own_folder(config: ExperimentConfig) -> None:
+    if is_worker():
+        raise ConfigError(
+            "a cross-validation starts its own processes (--gpus) and cannot run under torchrun; there train fold by "
+            "fold with `volseg train --set split.fold=K`"
+        )
+    if RunFolder(config.folder).exists:
+        raise ConfigError(
+            f"{config.folder} holds a run of one training; choose another folder for the cross-validation by --output"
+        )
+
+
+def _chosen(plan: Sequence[Fold], numbers: Sequence[int] | None) -> list[Fold]:
+    if numbers is None:
+        return list(plan)
+    if unknown := sorted(set(numbers) - set(range(len(plan)))):
+        raise ConfigError(f"the split has folds 0 to {len(plan) - 1}, got {unknown[0]}")
+    return [plan[number] for number in dict.fromkeys(numbers)]
+
+
+def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
+    begun = [str(fold.folder.path) for fold in waiting if fold.folder.exists]
+    if begun and not resume:
+        raise ConfigError(
+            f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} begun and not finished; go on by --resume, or "
+            "choose another folder by --output"
+        )
+
+
+def _seconds_recorded(folder: Path) -> dict[int, float]:
+    """Return the seconds of folds that earlier calls wrote down."""
+    path = folder / JSON_FILE
+    if not path.exists():
+        return {}
+    recorded = json.loads(path.read_text(encoding="utf-8"))["folds"]
+    return {fold["fold"]: fold["seconds"] for fold in recorded if fold["seconds"] is not None}

@@ -1,0 +1,182 @@
+"""The folds of a cross-validation: which runs there are to be, and which of them are done.
+
+Each is an ordinary run in a folder of its own. Nothing but these folders says what is done, so a cross-validation can
+be stopped anywhere, its folds trained on several machines, or one of them by `volseg train`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from volseg.config.loading import differences
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.readers import stem
+from volseg.data.splits import Split, read_splits
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.evaluation.summary import Summary, read_summary
+from volseg.experiment.cases import choose_split
+from volseg.experiment.run_folder import RunFolder
+from volseg.workflow.checkpoints import LATEST, load_checkpoint
+from volseg.workflow.records import EpochRecord
+
+__all__ = ["Fold", "FoldResult", "plan_folds"]
+
+FREE = ("output:", "device:", "data.root:", "data.keep:", "split.file:", "training.checkpoint_minutes:")
+"""What may differ between the folds of a cross-validation: where things are. The cases are compared by id; a longer
+fold is another experiment, though a single run may be extended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldResult:
+    """What a finished fold left in its folder."""
+
+    number: int
+    split: Split
+    folder: RunFolder
+    summary: Summary
+    """Of the fold's validation cases, on their original grids."""
+    history: tuple[EpochRecord, ...]
+
+    @property
+    def mean_dice(self) -> float:
+        """Mean over cases and foreground labels."""
+        return float(self.summary["foreground_mean"]["Dice"])
+
+    @property
+    def seconds_training(self) -> float:
+        """Wall-clock time of all batches, without validations and preparation."""
+        return sum(record.seconds for record in self.history)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """One run that a cross-validation consists of."""
+
+    number: int
+    split: Split
+    config: ExperimentConfig
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of the run."""
+        return RunFolder(self.config.folder)
+
+    def require_same(self) -> None:
+        """Raise if the run was begun with another config or other cases.
+
+        Raises
+        ------
+        ConfigError
+            Names every key that differs.
+        DataError
+            If the task's cases are others than when the run was begun.
+        """
+        if not self.folder.exists:
+            return
+        lines = differences(self.folder.config(), self.config)
+        if changed := [line for line in lines if not line.startswith(FREE)]:
+            raise ConfigError(
+                f"{self.folder.path} was begun with another config: {'; '.join(changed)}. "
+                "Restore these values, or start a new cross-validation with another --output"
+            )
+        self.folder.require_same_split(self.split)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from; else `train` begins anew."""
+        return any(self.folder.checkpoints.glob("*.pt"))
+
+    def result(self) -> FoldResult | None:
+        """Return what the run left; None unless it was trained to its end and validated.
+
+        Raises
+        ------
+        DataError
+            If the run's summary is about other cases than the fold's.
+        """
+        summary_file = self.folder.validation / "summary.json"
+        if not (self.folder.exists and summary_file.exists()):
+            return None
+        try:
+            state = load_checkpoint(self.folder.checkpoints / LATEST)
+        except CheckpointError:
+            return None  # what is left of the run may still be resumed
+        if not _trained_to_its_end(state, self.config):
+            return None
+        summary = read_summary(summary_file)
+        self._require_own_cases(summary, summary_file)
+        return FoldResult(
+            number=self.number,
+            split=self.split,
+            folder=self.folder,
+            summary=summary,
+            history=tuple(EpochRecord(**record) for record in state["history"]),
+        )
+
+    def _require_own_cases(self, summary: Summary, path: Path) -> None:
+        found = {stem(Path(case["prediction_file"])) for case in summary["metric_per_case"]}
+        expected = set(self.split.validation)
+        missing = set() if self.config.data.skip_bad else expected - found
+        if wrong := sorted(found - expected | missing):
+            raise DataError(
+                f"{path} holds {len(found)} cases where fold {self.number} validates {len(expected)}; the first that "
+                f"is in one of them only is {wrong[0]}. Write it anew: volseg validate {self.folder.path}"
+            )
+
+
+def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
+    """Return every fold of a config's split, in ``fold_K`` of the config's folder.
+
+    Raises
+    ------
+    ConfigError
+        If the folds are no cross-validation: one validates nothing, or two validate the same case, which would count
+        it twice.
+    """
+    wanted = config.split
+    if wanted.validation == "none":
+        raise ConfigError("a cross-validation needs cases to validate on; split.validation is none, set it to fold")
+    ids = [case["case"] for case in task.training]
+    count = wanted.num_folds if wanted.file is None else len(read_splits(wanted.file, ids))
+    plan = []
+    for number in range(count):
+        update = {
+            "output": config.folder / f"fold_{number}",
+            "split": wanted.model_copy(update={"fold": number}),
+        }
+        own = config.model_copy(update=update)
+        plan.append(Fold(number=number, split=choose_split(own, ids), config=own))
+    _require_disjoint(plan)
+    return plan
+
+
+def _require_disjoint(plan: Sequence[Fold]) -> None:
+    validated_in: dict[str, int] = {}
+    for fold in plan:
+        source = fold.config.split.file
+        if not fold.split.validation:
+            raise ConfigError(f"fold {fold.number} of {source} validates no case; give it some, or take it out")
+        for case in fold.split.validation:
+            if case in validated_in:
+                raise ConfigError(
+                    f"{case} validates in folds {validated_in[case]} and {fold.number} of {source}; "
+                    "a cross-validation predicts each case once"
+                )
+            validated_in[case] = fold.number
+
+
+def _trained_to_its_end(state: Mapping[str, Any], config: ExperimentConfig) -> bool:
+    settings = config.training
+    if state["epoch"] > settings.epochs:
+        raise ConfigError(
+            f"{config.folder} was trained for {state['epoch']} epochs, the cross-validation's config asks for "
+            f"{settings.epochs}: its folds would not be of one experiment. Move that folder away, or choose another "
+            "--output"
+        )
+    if state["epoch"] == settings.epochs or settings.patience is None:
+        return bool(state["epoch"] == settings.epochs)
+    # `workflow.Patience` ended it early: so many validations have passed since the best one.
+    scores = [record["score"] for record in state["history"] if record["score"] is not None]
+    return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= settings.patience
