@@ -48,7 +48,7 @@ def on_fake_devices(net: nn.Module, placement: Placement, fake: FakeTensorMode) 
                 registry[name] = exchanged[id(state)]
                 owners[id(registry[name])] = locations[stage]
     anchors = {module: [locations[at.stage] for at in calls] for module, calls in placement.anchors.items()}
-    return Placement(locations, anchors, owners, tuple(exchanged.values()))
+    return Placement(locations, anchors, owners, tuple(exchanged.values()), quiet=placement.quiet)
 
 
 def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
@@ -56,7 +56,7 @@ def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
     x, weight = torch.randn(2, 2, 4, 4, 4), torch.randn(())
     _, trace, _ = observe(net, (x, weight), {}, torch.device("cpu"))
     found = segments(trace)
-    placement = place(net, found, [1] * len(found), [torch.device("cpu")] * len(found))
+    placement = place(net, trace, [1] * len(found), [torch.device("cpu")] * len(found))
     # Selecting a device and its streams needs a driver.
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

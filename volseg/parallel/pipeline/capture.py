@@ -41,6 +41,8 @@ INPUT = Location(-1, torch.device("cpu"))
 class CaptureRun(PlacedRun):
     """Run one micro-batch while recording it."""
 
+    skips_quiet = False
+
     def __init__(
         self,
         placement: Placement,

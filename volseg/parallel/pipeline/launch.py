@@ -40,7 +40,7 @@ def situation(net: nn.Module, call: Call, target: torch.device) -> Hashable | No
             described.append((leaf,))
         else:
             return None
-    if runs.has_foreign_hooks(net):
+    if any(map(runs.has_foreign_hooks, net.modules())):
         return None
     cast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, target)
@@ -77,6 +77,7 @@ class Watch:
 class WatchedRun(PlacedRun):
     """A placed run that sums up what it did in ``signature``."""
 
+    skips_quiet = False
     signature = 0
     _number = 0
 

@@ -7,7 +7,7 @@ device, and the micro-batches flow back as they came.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.statistics import FrozenStatistics, Statistics, batch_counters, norm_with
-from volseg.parallel.pipeline.trace import Segment
+from volseg.parallel.pipeline.trace import Trace, segments, self_contained
 from volseg.parallel.pipeline.transfer import send
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
@@ -45,6 +45,9 @@ class Placement:
     states: tuple[Tensor, ...]
     """Those parameters and buffers, held so that no other tensor can take an identity over."""
     counters: frozenset[int] = frozenset()
+    """Identities of the ``num_batches_tracked`` buffers."""
+    quiet: frozenset[nn.Module] = frozenset()
+    """Leaves inside of which nothing needs to be brought: their functions are not looked at."""
     devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,10 +58,10 @@ class Placement:
         return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
 
 
-def place(net: nn.Module, segments: list[Segment], lengths: list[int], devices: Iterable[torch.device]) -> Placement:
-    """Give consecutive ``segments`` to ``devices``; move each parameter and buffer to the first stage that uses it.
+def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
+    """Give the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
 
-    Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold.
+    Each goes to the first stage that uses it. Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold.
     What the trace never saw goes with the layer registered before it.
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
@@ -66,7 +69,7 @@ def place(net: nn.Module, segments: list[Segment], lengths: list[int], devices: 
     modules, states = dict(net.named_modules(remove_duplicate=False)), _states(net)
     anchors: dict[nn.Module, list[Location]] = defaultdict(list)
     owners: dict[int, Location] = {}
-    for segment, location in zip(segments, stage_of, strict=True):
+    for segment, location in zip(segments(trace), stage_of, strict=True):
         for call in segment.calls:
             anchors[modules[call.path]].append(location)
         for name in segment.states:
@@ -85,12 +88,28 @@ def place(net: nn.Module, segments: list[Segment], lengths: list[int], devices: 
         gradient, state.grad = state.grad, None
         state.data = state.data.to(owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
-    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net))
+    quiet = frozenset(modules[path] for path in _quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
+    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet)
     runs.watch(net)
     weak = ref(placement)
     for module in net.modules():
         runs.latecomers[module] = weak
     return placement
+
+
+def _quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
+    """Yield the paths of self-contained leaves without running statistics."""
+    buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
+    for path, operations in self_contained(trace).items():
+        norms = (operation for operation in operations if operation.name in ("batch_norm", "instance_norm"))
+        if not any(buffers.intersection(norm.states) for norm in norms):
+            yield path
+
+
+def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], owners: Mapping[int, Location]) -> bool:
+    """Whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
+    owned = {owners[id(state)] for state in (*module.parameters(), *module.buffers())}
+    return len(owned.union(anchors.get(module, ()))) == 1
 
 
 def _states(net: nn.Module) -> Mapping[str, Tensor]:
@@ -101,6 +120,9 @@ def _states(net: nn.Module) -> Mapping[str, Tensor]:
 class PlacedRun(runs.Run):
     """One micro-batch's passage over the stages.
 
+    Inside of leaves that the trace found self-contained, functions run unseen: looking at each costs several
+    microseconds, which launching kernels cannot spare.
+
     Parameters
     ----------
     placement
@@ -110,6 +132,8 @@ class PlacedRun(runs.Run):
     borrowed
         Copies of parameters for stages that use, but do not own them; shared by the micro-batches of one batch.
     """
+
+    skips_quiet = True
 
     def __init__(
         self,
@@ -125,6 +149,7 @@ class PlacedRun(runs.Run):
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._received: list[tuple[Tensor, int]] = []
         self._device_before: int | None = None
+        self._quiet: nn.Module | None = None
 
     def __enter__(self) -> "PlacedRun":
         super().__enter__()
@@ -146,9 +171,21 @@ class PlacedRun(runs.Run):
         index = self._calls[module]
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
-        if all(map(self.is_here, runs.tensors_of((args, kwargs)))):
-            return None
-        return runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        brought = None
+        if not self._all_here(args, kwargs):
+            brought = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        if self.skips_quiet and module in self.placement.quiet and not runs.has_foreign_hooks(module):
+            self._quiet, self._silence = module, torch._C.DisableTorchFunction()
+            self._silence.__enter__()
+        return brought
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Look at functions again."""
+        if module is self._quiet:
+            self._silence.__exit__(None, None, None)
+            self._quiet = None
+            self._received.clear()
+            self._settle(output)
 
     def turn_to(self, location: Location) -> None:
         """Continue on another stage."""
@@ -163,7 +200,8 @@ class PlacedRun(runs.Run):
     ) -> Any:
         kwargs = kwargs or {}
         if runs.keeps_place(function):
-            return self._inherit(function(*args, **kwargs), args)
+            result = function(*args, **kwargs)
+            return self._inherit(result, args) if isinstance(result, Tensor) else result
         if self._statistics is not None:
             if function is F.batch_norm or function is F.instance_norm:
                 result = norm_with(self._statistics, function, *self._without_running(args, kwargs))
@@ -172,12 +210,23 @@ class PlacedRun(runs.Run):
             elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
                 # Counted where it lives, and once per batch.
                 return function(*args, **kwargs) if self._statistics.counts_batch(args[0]) else args[0]
-        if not all(map(self.is_here, runs.tensors_of((args, kwargs)))):
+        if not self._all_here(args, kwargs):
             args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
         result = function(*args, **kwargs)
         if self._received:
             self._check_received(function)
         return self._settle(result)
+
+    def _all_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether every tensor in the arguments is here; written out, since every function comes by."""
+        here = self.here
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                if getattr(value, "_volseg_location", None) is not here and not self.is_here(value):
+                    return False
+            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.tensors_of(value))):
+                return False
+        return True
 
     def is_here(self, tensor: Tensor) -> bool:
         """Whether a function of the current stage may read ``tensor`` as it is."""
@@ -216,6 +265,10 @@ class PlacedRun(runs.Run):
         return passage.wait(copied)
 
     def _settle(self, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            if result.device == self.here.device:
+                result._volseg_location = self.here  # type: ignore[attr-defined]
+            return result
         for tensor in runs.tensors_of(result):
             if tensor.device == self.here.device:
                 tensor._volseg_location = self.here  # type: ignore[attr-defined]

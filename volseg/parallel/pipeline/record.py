@@ -82,7 +82,7 @@ class Recording(runs.Run):
         self._calls[path] += 1
         self.events.append(Enter(call, self._makers((args, kwargs)), self._guard()))
 
-    def leave(self, module: nn.Module) -> None:  # noqa: ARG002 (calls nest)
+    def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
         """Write the end of a module call."""
         self.events.append(Leave())
 

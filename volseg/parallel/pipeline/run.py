@@ -116,8 +116,8 @@ class Run(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Learn that ``module`` is about to be called; may return other arguments."""
 
-    def leave(self, module: nn.Module) -> None:
-        """Learn that the call of ``module`` has ended, by return or by exception."""
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Learn that the call of ``module`` has ended, by return or, with no output, by exception."""
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -137,7 +137,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (
     run: Run | None = getattr(_active, "run", None)
     if run is None:
         return
-    run.leave(module)
+    run.leave(module, output)
     if run.root is module:
         run.__exit__(None, None, None)
 
@@ -159,14 +159,13 @@ def unwatch(net: nn.Module) -> None:
             getattr(module, name).clear()
 
 
-def has_foreign_hooks(net: nn.Module) -> bool:
-    """Whether any module of a watched network has hooks besides these."""
-    return any(
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a watched module has hooks besides these."""
+    return bool(
         len(module._forward_pre_hooks) > 1
         or len(module._forward_hooks) > 1
         or module._backward_hooks
         or module._backward_pre_hooks
-        for module in net.modules()
     )
 
 

@@ -19,7 +19,7 @@ from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pi
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
 from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
-from volseg.parallel.pipeline.trace import segments
+from volseg.parallel.pipeline.trace import Trace, segments
 from volseg.parallel.pipeline.transfer import Passage, send
 
 __all__ = ["PipelineStrategy"]
@@ -258,7 +258,7 @@ class PipelineStrategy:
             # An estimate must not forbid what may fit: even memory out and let the device decide.
             logger.warning("%s; cutting for even memory", failure)
             lengths = balance(memory, stages)
-        self._place(list(measured.segments), list(layers), lengths, min(split_size, batch))
+        self._place(measured.trace, list(layers), lengths, min(split_size, batch))
 
     def _place_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Cut where the user said; nothing is timed."""
@@ -284,10 +284,10 @@ class PipelineStrategy:
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        self._place(found, layers, lengths, samples)
+        self._place(trace, layers, lengths, samples)
 
-    def _place(self, found: list[Any], layers: list[LayerCost], lengths: list[int], samples: int) -> None:
-        self.placement = place(self.net, found, lengths, self.devices)
+    def _place(self, trace: Trace, layers: list[LayerCost], lengths: list[int], samples: int) -> None:
+        self.placement = place(self.net, trace, lengths, self.devices)
         self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "segments"]
+__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "segments", "self_contained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,23 @@ def _frames(trace: Trace) -> list[_Frame]:
                 frame_or_none.operations.append(event)
                 frame_or_none = frame_or_none.parent
     return frames
+
+
+def self_contained(trace: Trace) -> dict[str, list[Operation]]:
+    """Return the leaves that read only their arguments, what they make of them, and parameters and buffers.
+
+    With the operations of all their calls. Nothing in such a call needs to be brought from another stage, once
+    its arguments have been and if its states live there.
+    """
+    found: dict[str, list[Operation]] = {}
+    refused: set[str] = set()
+    for frame in _frames(trace):
+        path, own = frame.call.path, {operation.number for operation in frame.operations}
+        used = {used for operation in frame.operations for used in operation.uses}
+        if frame.has_calls or frame.within_whole() or used - own - set(frame.uses):
+            refused.add(path)
+        found.setdefault(path, []).extend(frame.operations)
+    return {path: operations for path, operations in found.items() if path not in refused}
 
 
 def _keep_whole(caller: _Frame, called: _Frame | None) -> None:
