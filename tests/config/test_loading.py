@@ -114,3 +114,29 @@ def test_differences_name_the_keys(write):
     one = load_config(write())
     other = load_config(write(), ["training.epochs=5", "network.dropout_prob=0.2"])
     assert differences(one, other) == ["network.dropout_prob: 0.1 -> 0.2", "training.epochs: 100 -> 5"]
+
+
+def test_a_number_with_an_exponent_is_no_text(write):
+    assert load_config(write(), ["optimizer.lr=1e-3"]).optimizer.spec()["lr"] == 1e-3
+
+
+def test_a_config_that_is_no_utf8_says_so(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes("name: é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; save it as UTF-8"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("key", ["seed", "split.seed"])
+@pytest.mark.parametrize("value", ["-1", "4294967296"])
+def test_a_seed_suits_every_generator(write, key, value):
+    with pytest.raises(ConfigError, match=f"{key}: Input should be (greater|less) than"):
+        load_config(write(), [f"{key}={value}"])
+
+
+def test_a_located_config_reads_its_data_from_anywhere(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    located = load_config(write(), ["data.root=task", "split.file=../folds.json"]).located()
+    assert located.data.root == tmp_path / "task"
+    assert located.split.file == tmp_path.parent / "folds.json"
+    assert located.located() == located

@@ -8,6 +8,7 @@ import yaml
 
 from volseg.config.base import validated
 from volseg.config.schema import ExperimentConfig
+from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
@@ -23,11 +24,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as fault:
-        raise ConfigError(f"config {path} cannot be read: {fault.strerror}") from fault
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"config {path} is not valid YAML: {fault}") from fault
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); save it as UTF-8") from fault
+    values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
         raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
     for assignment in overrides:
@@ -45,10 +47,7 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment!r}")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"--set {assignment}: the value is not valid YAML: {fault}") from fault
+    value = parse_yaml(text, f"--set {assignment}: the value")
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result

@@ -4,6 +4,7 @@ Every section is frozen and refuses unknown keys (`ConfigModel`); a component is
 follows from the data (channels, classes) is not written here.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,9 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 Sides = tuple[Count, Count, Count]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What Python's, NumPy's and torch's generators all take."""
+Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ComponentConfig(BaseModel):
@@ -50,14 +54,14 @@ class ComponentConfig(BaseModel):
 class LossConfig(ComponentConfig):
     """One term of the objective; several are added up with their weights."""
 
-    weight: float = 1.0
+    weight: Weight = 1.0
     inputs: tuple[str, ...] = ("logits", "label")
     output: str = "loss"
     """Name of the term's scalar; among several terms each needs its own, and ``loss`` is their sum."""
 
 
 class MetricConfig(ComponentConfig):
-    """A further metric of the validation, beside Dice; reads label maps on the original grid."""
+    """A further metric of the validation, beside Dice: of the foreground, on the original grid, in mm."""
 
     inputs: tuple[str, ...] = ("pred", "label")
     output: str
@@ -82,7 +86,7 @@ class SplitConfig(ConfigModel):
     """``fold``: the cases of one fold. ``none``: train on every case, validate on none."""
     fold: NonNegative = 0
     num_folds: Annotated[int, Field(ge=2)] = 5
-    seed: int = 12345
+    seed: Seed = 12345
     """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
     file: Path | None = None
     """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it."""
@@ -184,7 +188,7 @@ class ExperimentConfig(ConfigModel):
     """Of the experiment; names the run folder."""
     output: Path | None = None
     """Run folder; null means ``runs/NAME``."""
-    seed: int = 12345
+    seed: Seed = 12345
     """Everything random follows from it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataConfig
@@ -204,7 +208,19 @@ class ExperimentConfig(ConfigModel):
     inference: InferenceConfig = InferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
 
+    def located(self) -> "ExperimentConfig":
+        """Return the config with absolute paths to its data, so that it reads them from any working directory."""
+        data = self.data.model_copy(update={"root": _absolute(self.data.root)})
+        file = self.split.file
+        split = self.split.model_copy(update={"file": file and _absolute(file)})
+        return self.model_copy(update={"data": data, "split": split})
+
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.output if self.output is not None else Path("runs") / self.name
+
+
+def _absolute(path: Path) -> Path:
+    # Not resolved: a link may be pointed to another disk later.
+    return Path(os.path.abspath(path))
