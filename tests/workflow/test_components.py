@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import one_hot
 
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric
-
-PARAMETERS = {"GeneralizedWassersteinDiceLoss": {"dist_matrix": (1 - torch.eye(3)).tolist()}}
 
 
 @pytest.fixture
@@ -28,6 +26,7 @@ def test_an_overlap_is_that_of_each_foreground_label(label_maps, name, expected)
     torch.testing.assert_close(metric(name)(label_maps)["x"], torch.tensor([expected]))
 
 
+@pytest.mark.filterwarnings("ignore:.*always_return_as_numpy:FutureWarning")  # MONAI 1.6 warns of itself
 def test_a_distance_is_in_millimetres(label_maps):
     torch.testing.assert_close(metric("HausdorffDistanceMetric")(label_maps)["x"], torch.tensor([[3.0, 3.0]]))
     within = metric("SurfaceDiceMetric", class_thresholds=[2.9, 3.1])(label_maps)["x"]
@@ -40,11 +39,10 @@ def test_a_distance_is_in_millimetres(label_maps):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_falls_when_logits_become_right(name):
     label = torch.randint(0, 3, (2, 1, 8, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    right = 6 * torch.nn.functional.one_hot(label[:, 0].long(), 3).movedim(-1, 1).float()
-    loss = build_loss({"name": name, **PARAMETERS.get(name, {})}, inputs=["logits", "label"], output="loss")
+    right = 6 * one_hot(label[:, 0].long(), 3).movedim(-1, 1).float()
+    loss = build_loss({"name": name}, inputs=["logits", "label"], output="loss")
     values = [loss({"logits": share * right, "label": label})["loss"] for share in (0.0, 0.5, 1.0)]
     assert values[0] > values[1] > values[2]
-    assert cross_entropy(right, label[:, 0].long()) < 0.01
 
 
 @pytest.mark.parametrize(

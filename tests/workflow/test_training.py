@@ -201,39 +201,26 @@ def test_a_module_without_parameters_or_state_is_refused():
         Training(Named(lambda x: x, ["image"], ["logits"]), Named(cross_entropy, ["a"], ["loss"]), None, [], epochs=1)
 
 
-class Scores:
-    """Return one score per call, best last."""
-
-    scores = {}  # noqa: RUF012
-
-    def __init__(self, *values):
-        self.values = list(values)
-
-    def __call__(self):
-        self.score = self.values.pop(0)
-        return self
-
-
 def test_a_score_of_nan_is_never_the_best(make_training):
-    training = make_training(validation=Scores(float("nan"), -1.0, -0.5), epochs=3)
+    training = make_training(validation=Validated(float("nan"), -1.0, -0.5), epochs=3)
     training.run()
     assert training.best.score == -0.5
 
 
 def test_a_training_that_patience_ended_is_not_gone_on_with(make_training):
     options = {"epochs": 9, "hooks": [Patience(2)]}
-    training = make_training(validation=Scores(0.5, 0.4, 0.3), **options)
+    training = make_training(validation=Validated(0.5, 0.4, 0.3), **options)
     assert len(training.run()) == 3
-    resumed = make_training(validation=Scores(), **options)
+    resumed = make_training(validation=Validated(), **options)
     resumed.load_state_dict(training.state_dict())
     assert len(resumed.run()) == 3
 
 
 def test_a_short_last_group_of_batches_is_averaged_over_its_own_number(make_training):
     """Six batches in groups of four: the step on the last two is that of one batch twice as large."""
-    whole = [torch.cat([part["image"] for part in list(make_training().batches)[4:]])]
+    image = torch.cat([part["image"] for part in list(make_training().batches)[4:]])
     small = make_training(accumulate=4, epochs=1, dropout=False)
-    gradients = []
+    weights, gradients = [], []
     step = small.optimizer.step
 
     def recorded(*args, **kwargs):
@@ -241,17 +228,13 @@ def test_a_short_last_group_of_batches_is_averaged_over_its_own_number(make_trai
         weights.append({name: value.clone() for name, value in small.network.state_dict().items()})
         return step(*args, **kwargs)
 
-    weights = []
-    small.network.layers[1].eval()
-    small.model.train = lambda mode=True: small.model  # batch statistics would differ between two batches and one
+    small.network.layers[1] = nn.Identity()  # batch statistics differ between two batches and one
     small.optimizer.step = recorded
     small.run()
     assert len(gradients) == 2
     reference = make_training(epochs=1, dropout=False)
-    reference.network.layers[1].eval()
+    reference.network.layers[1] = nn.Identity()
     reference.network.load_state_dict(weights[1])
-    image = whole[0]
-    loss = torch.nn.functional.cross_entropy(reference.network(image), (image[:, 0] > 0).long())
-    loss.backward()
+    cross_entropy(reference.network(image), (image[:, 0] > 0).long()).backward()
     for got, parameter in zip(gradients[1], reference.network.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad)

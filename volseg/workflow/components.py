@@ -29,8 +29,6 @@ def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
 # Logits and a label map (B, 1, D, H, W) are what a segmentation loss of ours gets, so this is what it must be told.
 SEGMENTATION = {"to_onehot_y": True, "softmax": True, "use_softmax": True}
 
-SOFTMAX_INSIDE = ("GeneralizedWassersteinDiceLoss",)
-
 OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
 DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
 """Metrics in mm: they are told the spacing."""
@@ -42,11 +40,13 @@ OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 def _losses() -> dict[str, Callable[..., Any]]:
     """Return MONAI's losses that take logits; others (of registration, of probabilities) would be silently wrong."""
     registry = Registry("loss", _classes(monai.losses, _Loss))
-    takes_logits = [
-        name for name in registry if registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax")
-    ]
-    # Aliases (`dice_ce`) are classes of another name.
-    return {name: registry[name] for name in (*takes_logits, *SOFTMAX_INSIDE) if registry[name].__name__ == name}
+    return {
+        name: loss
+        for name, loss in registry.items()
+        if (registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax"))
+        and loss.__name__ == name  # `dice_ce` and others are second names
+        and not name.startswith("Masked")  # takes a mask, which no batch has
+    }
 
 
 LOSSES = Registry("loss", _losses())

@@ -258,8 +258,7 @@ class Training:
         losses = {name: fields[name].detach() for name in self.objective.names}
         if self.device.type == "cpu":  # before the step, so that a bad loss never reaches the weights
             self._refuse_not_finite(len(self._losses), losses)
-        first = self.position - self.position % self.accumulate  # the last group of an epoch may be a short one
-        self.scaler.scale(fields["loss"] / min(self.accumulate, self.num_batches - first)).backward()
+        self.scaler.scale(fields["loss"] / self._group_size()).backward()
         if (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches:
             if self.clip:
                 self.scaler.unscale_(self.optimizer)
@@ -268,6 +267,11 @@ class Training:
             self.scaler.update()
             self.optimizer.zero_grad()
         return losses
+
+    def _group_size(self) -> int:
+        """Return how many batches share the current optimizer step; the last group of an epoch may be a short one."""
+        left = self.num_batches - self.position + self.position % self.accumulate
+        return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
 
     def _close_epoch(self, seconds: float, seconds_waited: float) -> None:
         """Validate where it is due, write the record, tell the hooks."""
