@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -130,8 +132,6 @@ def test_a_split_file_of_ones_own(configured, tmp_path, task):
 @pytest.fixture
 def damaged(task, tmp_path):
     """Return a copy of the task in which two cases are bad."""
-    import shutil
-
     root = tmp_path / "Task00_Damaged"
     shutil.copytree(task, root)
     images = sorted((root / "imagesTr").glob("*.nii.gz"))
@@ -224,3 +224,79 @@ def test_a_network_that_cannot_be_built_leaves_no_run_folder(configured):
     with pytest.raises(ConfigError, match="network UNet refused"):
         train(config)
     assert not config.folder.exists()
+
+
+def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_path, monkeypatch):
+    monkeypatch.chdir(task.parent)
+    outcome = train(configured(f"data.root={task.name}"))
+    monkeypatch.chdir(tmp_path)
+    moved = outcome.folder.path.rename(tmp_path / "moved run é")
+    assert validate(RunFolder(moved)).summary["mean"] == outcome.validated.summary["mean"]
+    config = RunFolder(moved).config_file
+    config.write_text(config.read_text().replace(str(task), str(tmp_path / "gone")))
+    with pytest.raises(DataError, match=r"gone, the task of .*moved run é, does not exist; .* data\.root into"):
+        validate(RunFolder(moved))
+
+
+def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configured):
+    class Fails(Hook):
+        def on_batch_end(self, training, fields):
+            raise InterruptedError
+
+    config = configured()
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[Fails()])
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(config)
+    assert len(train(configured("optimizer.lr=0.02"), resume=True).history) == 2
+    assert RunFolder(config.folder).config().optimizer.spec()["lr"] == 0.02
+
+
+def test_a_damaged_latest_checkpoint_is_told_and_the_best_one_gone_on_from(outcome, configured, caplog):
+    (outcome.folder.checkpoints / "latest.pt").write_bytes(b"no checkpoint")
+    with caplog.at_level("WARNING"):
+        train(configured(), resume=True)
+    assert "latest.pt is damaged" in caplog.text
+    assert "going on from best.pt" in caplog.text
+
+
+def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_path):
+    """A case less shuffles every fold: what was trained on would validate."""
+    smaller = shutil.copytree(task, tmp_path / "Task00_Smaller")
+    manifest = json.loads((smaller / "dataset.json").read_text())
+    manifest["training"].pop()
+    (smaller / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"no longer those of .*split\.json: .* must not validate"):
+        train(configured(f"data.root={smaller}", "training.epochs=3"), resume=True)
+
+
+def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypatch):
+    image = shutil.copy(task / "imagesTs" / "synthetic_007.nii.gz", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = (tmp_path / "synthetic_007.nii.gz").read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for images, output in (([Path(image)], Path()), ([Path("synthetic_007.nii.gz")], tmp_path / "link")):
+        with pytest.raises(DataError, match=r"holds the image .*synthetic_007\.nii\.gz itself"):
+            predict(outcome.folder, images, output)
+    assert (tmp_path / "synthetic_007.nii.gz").read_bytes() == before
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "series 1").mkdir()
+    monkeypatch.chdir(tmp_path / "series 1")
+    assert find_images([Path()])[0]["case"] == "series 1"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=-1", r"optimizer SGD refused .*Invalid learning rate"),
+        ("losses=[{name: DiceLoss}, {name: FocalLoss}]", r"losses need different names.*such as output: dice"),
+        ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
+        ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
+        ("preprocessing=[{name: Spacing, spacing: [1, 1]}]", r"Spacing refused .*three positive lengths in mm"),
+    ],
+)
+def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(configured, override, message):
+    with pytest.raises(ConfigError, match=message):
+        train(configured(override, "data.root=/nowhere"))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
@@ -19,10 +20,11 @@ from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.processes import start_group
 from volseg.transforms.augmentation import BatchAugmentation
-from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing, build_preprocessing
-from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric, build_optimizer
+from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
+from volseg.workflow.components import build_loss, build_metric, build_optimizer
 from volseg.workflow.hooks import Hook
 from volseg.workflow.named import Named
+from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.training import Score, Training
@@ -39,24 +41,36 @@ __all__ = [
     "preprocessing_of",
 ]
 
+BATCH_FIELDS = ("image", "label", "logits")
+"""What a loss can read."""
+
+CASE_FIELDS = ("image", "label", "pred", "spacing")
+"""What a metric of the validation can read."""
+
 
 def check_components(config: ExperimentConfig) -> None:
-    """Raise for a component that no registry knows, before anything is read.
+    """Raise for a component that cannot be built, before anything is read.
+
+    Of the network only name and parameters are looked at: it takes channels and classes from the data.
 
     Raises
     ------
     ConfigError
-        With the nearest known names.
+        With the nearest known names, or what the component refused.
     """
     NETWORKS.check(config.network.spec())
-    OPTIMIZERS.check(config.optimizer.spec())
     SCHEDULES.check(config.schedule.spec())
-    for loss in config.losses:
-        LOSSES.check(loss.spec())
-    for metric in config.metrics:
-        METRICS.check(metric.spec())
-    for component in config.preprocessing:
-        PREPROCESSING.check(component.spec())
+    build_optimizer(config.optimizer.spec(), nn.Linear(1, 1), on_gpu=False)
+    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
+    Objective(losses, [loss.weight for loss in config.losses])
+    metrics = [
+        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=2)
+        for metric in config.metrics
+    ]
+    for kind, known, components in (("loss", BATCH_FIELDS, losses), ("metric", CASE_FIELDS, metrics)):
+        if unknown := [name for component in components for name in component.inputs if name not in known]:
+            raise ConfigError(f"a {kind} needs the field {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    preprocessing_of(config)
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:

@@ -1,5 +1,6 @@
 """Label maps for new images, from a run folder."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -45,13 +46,12 @@ def predict(
     DataError
         For images that cannot be used, all of them at once, before the first is predicted.
     """
-    output = folder.path / "predictions" if output is None else output
+    output = folder.predictions if output is None else output
     cases = find_images(images)
+    _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
     with count_up(len(cases), "checking") as count:
         require_sound(check_cases(cases, trained.task, progress=count))
-    if overwritten := [case["image"] for case in cases if output / f"{case['case']}.nii.gz" == case["image"]]:
-        raise DataError(f"{output} holds the image {overwritten[0]} itself; choose another folder for the predictions")
     config = trained.config
     testing = Testing(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
@@ -67,6 +67,13 @@ def _prepared(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[C
     return (prepare(case, preprocessing) for case in cases)
 
 
+def _refuse_overwriting(cases: Sequence[Case], output: Path) -> None:
+    # Resolved, because a relative path, an absolute one and a link may mean one file.
+    written = {(output / f"{case['case']}.nii.gz").resolve() for case in cases}
+    if overwritten := [case["image"] for case in cases if case["image"].resolve() in written]:
+        raise DataError(f"{output} holds the image {overwritten[0]} itself; choose another folder for the predictions")
+
+
 def find_images(paths: Sequence[Path]) -> list[Case]:
     """Return a case per image: a file, a DICOM folder, or every image file in a folder.
 
@@ -76,7 +83,8 @@ def find_images(paths: Sequence[Path]) -> list[Case]:
         For a path that is absent, or two images of one name, whose predictions would overwrite each other.
     """
     images = [image for path in paths for image in _images_at(path)]
-    cases: list[Case] = [{"case": stem(image), "image": image} for image in images]
+    # The folder "." has a name too.
+    cases: list[Case] = [{"case": stem(os.path.abspath(image)), "image": image} for image in images]
     if doubled := [name for name, count in Counter(case["case"] for case in cases).items() if count > 1]:
         same = [str(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")

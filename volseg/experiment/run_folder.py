@@ -14,6 +14,7 @@
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,25 @@ from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.splits import Split, read_splits, write_splits
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.files import replacing
 from volseg.workflow.checkpoints import BEST, LATEST, load_checkpoint
 
 __all__ = ["RunFolder"]
 
-EXTENDABLE = ("training.epochs", "training.patience", "training.checkpoint_minutes", "output", "data.keep", "device")
-"""What may differ when a run goes on: how long, where, on what; not what is trained."""
+logger = logging.getLogger(__name__)
+
+EXTENDABLE = (
+    "training.epochs",
+    "training.patience",
+    "training.checkpoint_minutes",
+    "output",
+    "data.root",
+    "data.keep",
+    "split.file",
+    "device",
+)
+"""What may differ when a run goes on: how long, where, on what; not what is trained. The cases are compared by id."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class RunFolder:
         described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
         self.write_json("task.json", described)
         write_splits(self.path / "split.json", [split])
-        dump_config(config, self.config_file)  # last: a folder with a config is a whole one
+        dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
 
     @property
     def exists(self) -> bool:
@@ -91,6 +103,31 @@ class RunFolder:
                 f"{self.path} holds a run already; go on with it by --resume, or choose another folder by --output"
             )
 
+    def may_go_on(self) -> bool:
+        """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten."""
+        if any((self.checkpoints / name).exists() for name in (LATEST, BEST)):
+            return True
+        logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
+        self.config_file.unlink(missing_ok=True)
+        return False
+
+    def require_same_split(self, split: Split) -> None:
+        """Raise unless ``split`` is the one with which the run was begun.
+
+        Raises
+        ------
+        DataError
+            Names a case that came, went or changed sides.
+        """
+        begun = self.split()
+        sides = ((begun.training, split.training), (begun.validation, split.validation))
+        if moved := sorted({name for before, now in sides for name in set(before) ^ set(now)}):
+            raise DataError(
+                f"the cases are no longer those of {self.path / 'split.json'}: {len(moved)} came, went or changed "
+                f"between training and validation, first {moved[0]!r}. Restore the data set, or start a new run with "
+                "another --output: what was trained on must not validate"
+            )
+
     def require_same(self, config: ExperimentConfig) -> None:
         """Raise unless a run with ``config`` may go on here.
 
@@ -99,7 +136,7 @@ class RunFolder:
         ConfigError
             Names every key that differs and must not.
         """
-        lines = differences(self.config(), config)
+        lines = differences(self.config(), config.located())
         if changed := [line for line in lines if not line.startswith(EXTENDABLE)]:
             raise ConfigError(
                 f"{self.path} was begun with another config: {'; '.join(changed)}. "
@@ -157,5 +194,10 @@ class RunFolder:
             except CheckpointError as fault:
                 faults.append(str(fault))
         if not found:
-            raise CheckpointError("nothing to go on from: " + "; ".join(faults))
-        return max(found, key=lambda state: (state["epoch"], state["position"]))
+            raise CheckpointError(
+                "nothing to go on from: " + "; ".join(faults) + f". Remove {self.path} or choose another --output"
+            )
+        newest = max(found, key=lambda state: (state["epoch"], state["position"]))
+        if (self.checkpoints / LATEST).exists() and len(faults) == 1 and LATEST in faults[0]:
+            logger.warning("%s; going on from %s, epoch %d", faults[0], BEST, newest["epoch"])
+        return newest

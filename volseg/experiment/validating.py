@@ -30,6 +30,11 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
         raise DataError(
             f"{folder.path} was trained on every case (split.validation: none); predict other cases instead"
         )
+    if not config.data.root.exists():
+        raise DataError(
+            f"{config.data.root}, the task of {folder.path}, does not exist; put it back, or write its new place as "
+            f"data.root into {folder.config_file}"
+        )
     cases = [case for case in load_task(config.data.root, require_files=False).training if case["case"] in names]
     if gone := sorted(names - {case["case"] for case in cases}):
         raise DataError(f"{config.data.root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
