@@ -1,6 +1,7 @@
 """Networks and volumes on which N shards must equal one device; run in one process and across processes.
 
-As a script, under a launcher, it runs the named cases with one shard per process and writes each error to a JSON file per rank.
+As a script, under a launcher, it runs the named cases with one shard per process and writes each error to a JSON file
+per rank.
 """
 
 import json
@@ -121,14 +122,10 @@ CASES = {
         monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS, deep_supervision=True, deep_supr_num=1), (1, 1, 20, 12, 8), 2
     ),
     "dynunet residual anisotropic": Case(
-        monai(
-            "DynUNet", 3, 1, 2, [3, 3, [1, 3, 3]], [1, 2, [1, 2, 2]], [2, [1, 2, 2]], filters=WIDTHS, res_block=True
-        ),
+        monai("DynUNet", 3, 1, 2, [3, 3, [1, 3, 3]], [1, 2, [1, 2, 2]], [2, [1, 2, 2]], filters=WIDTHS, res_block=True),
         (1, 1, 20, 12, 8),
     ),
-    "segresnet": Case(
-        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), (1, 1, 20, 12, 8)
-    ),
+    "segresnet": Case(monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)), (1, 1, 20, 12, 8)),
     "segresnet deconv": Case(
         monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,), upsample_mode="deconv"), (1, 1, 18, 8, 8)
     ),
@@ -168,7 +165,8 @@ CASES = {
     "kernel of five, halo of several slabs": Case(lambda: nn.Conv3d(1, 2, 5, padding=2), (1, 1, 9, 6, 5)),
     "cut along W": Case(lambda: normed(nn.InstanceNorm3d), (1, 1, 8, 9, 10), options={"axes": "W"}),
     "two dims": Case(
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)), (2, 1, 18, 7)
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)),
+        (2, 1, 18, 7),
     ),
 }
 
@@ -252,7 +250,9 @@ def dropped() -> dict[str, float]:
     net = nn.Sequential(nn.Dropout3d(0.5), nn.MaxPool3d(4), nn.Dropout3d(0.5))
     ones = torch.ones(1, 64, 8 * 4, 4, 4, dtype=torch.float64)
     channels = ModelParallel(net[0], strategy="spatial")(ones).full_tensor().flatten(2)
-    coarse = ModelParallel(nn.Sequential(nn.MaxPool3d(32), nn.Dropout(0.5)), strategy="spatial")(ones.repeat(1, 1, 1, 8, 8))
+    coarse = ModelParallel(nn.Sequential(nn.MaxPool3d(32), nn.Dropout(0.5)), strategy="spatial")(
+        ones.repeat(1, 1, 1, 8, 8)
+    )
     voxels = ModelParallel(nn.Dropout(0.5), strategy="spatial")(ones).full_tensor()
     halves = voxels.chunk(dist.get_world_size(), 2)
     everyone = [torch.empty_like(coarse) for _ in range(dist.get_world_size())]

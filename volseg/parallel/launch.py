@@ -24,7 +24,8 @@ def is_worker() -> bool:
 def launch(command: Sequence[str], processes: int) -> None:
     """Run ``python <command>`` in ``processes`` local processes, and wait for them.
 
-    Each gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one fails, the others are ended.
+    Each gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one fails, the
+    others are ended.
 
     Parameters
     ----------

@@ -43,8 +43,8 @@ class ModelParallel(nn.Module):
         ``"spatial"`` cuts volumes into slabs, ``"pipeline"`` cuts the layers into stages. ``"auto"`` takes the pipeline
         where ``split_size`` is given, else the spatial split, which also divides a batch of one.
     devices
-        Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named several
-        times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
+        Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named
+        several times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
     split_size
         Samples per micro-batch, or ``"auto"``: pipeline only.
     mesh

@@ -2,23 +2,25 @@
 
     python workflows/benchmarks/spatial.py --gpus 1 2 4 --output results.json
 
-Every measurement is a torchrun of its own with a time limit, so that one failure loses one row. A row is forward, loss, backward and
-optimizer step in bf16 at batch 1, the median of several steps. The JSON is rewritten after every row.
+Rows of one number of GPUs run in one group of processes; after a failure the rest is started anew. A row is forward,
+loss, backward and optimizer step in bf16 at batch 1, the median of several steps. The JSON is rewritten after every
+group.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
@@ -42,12 +44,14 @@ def build(name: str) -> nn.Module:
     return net
 
 
-def measure(row: dict[str, Any]) -> dict[str, Any]:
+def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return time per step, memory and loss of one configuration, in this process group."""
     from monai.losses import DiceCELoss
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    cuda = torch.cuda.is_available()  # without, a dry run
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
     net = build(row["net"]).to(device)
     shape = tuple(row["shape"])
@@ -71,29 +75,35 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
 
     def step(image: Any, label: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             output = model(image)
         loss = objective(output.float(), label)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    run: Any = CapturedStep(model, step) if row.get("graph") else step  # type: ignore[arg-type]
+    run: Any = CapturedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
     for _ in range(5):
         loss = run(image, label)
     first_loss = float(loss)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(row.get("steps", 8)):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
         loss = run(image, label)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
+        if cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    if row.get("profile") and cuda:
+        profile(run, image, label, path.with_name(f"profile-{row['part']}-{row['net']}-{row['gpus']}.txt"))
     # A graph's memory is in its private pool, reserved rather than allocated.
-    peak = torch.cuda.memory_reserved() if row.get("graph") else torch.cuda.max_memory_allocated()
+    peak = 0
+    if cuda:
+        peak = torch.cuda.memory_reserved() if row.get("graph") else torch.cuda.max_memory_allocated()
     voxels = shape[0] * shape[1] * shape[2]
     world = int(os.environ["WORLD_SIZE"])
     median = statistics.median(times)
@@ -109,17 +119,38 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def worker(row: dict[str, Any], path: Path) -> None:
-    """Run one row on this rank; the first rank writes it."""
+def profile(run: Any, image: Any, label: Any, path: Path) -> None:
+    """Write the kernels of one step, by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run(image, label)
+        torch.cuda.synchronize()
+    if int(os.environ["RANK"]) == 0:
+        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+        path.write_text("\n".join(line[:72] + line[-60:] for line in table.splitlines()))
+
+
+def worker(wanted: list[dict[str, Any]], path: Path) -> None:
+    """Run rows on this rank; the first rank writes each when it is done."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = bool(row.get("cudnn_benchmark", False))
-    result = measure(row)
-    if int(os.environ["RANK"]) == 0:
-        path.write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    results: list[dict[str, Any]] = []
+    for row in wanted:
+        torch.backends.cudnn.benchmark = bool(row.get("cudnn_benchmark", False))
+        begin = time.time()
+        try:
+            results.append(measure(row, path))
+        except Exception:  # the others may wait for this rank: end, and let the launcher start the rest anew
+            results.append({"error": traceback.format_exc()[-2000:]})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        results[-1]["wall_s"] = time.time() - begin
+        if int(os.environ["RANK"]) == 0 or "error" in results[-1]:
+            path.write_text(json.dumps(results))
+        if "error" in results[-1]:
+            os._exit(1)
+    # Not destroy_process_group: NCCL waits there for captured graphs that are still alive.
     os._exit(0)
 
 
@@ -151,7 +182,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=[])
     parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet"])
     parser.add_argument("--rows", help="JSON list of rows to run instead")
-    parser.add_argument("--limit", type=float, default=60, help="seconds per row")
+    parser.add_argument("--limit", type=float, default=30, help="seconds per row")
     parser.add_argument("--total", type=float, default=500, help="seconds after which no row is started")
     parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/spatial.json"))
     arguments = parser.parse_args()
@@ -165,29 +196,40 @@ def main() -> None:
         "rows": [],
     }
     begin = time.time()
-    for number, row in enumerate(row for row in wanted if row["net"] in arguments.nets):
-        if time.time() - begin > arguments.total:
-            row["error"] = "not started: out of time"
+    waiting = [row for row in wanted if row["net"] in arguments.nets]
+    number = 0
+    while waiting and time.time() - begin < arguments.total:
+        number += 1
+        batch = [row for row in waiting if row["gpus"] == waiting[0]["gpus"]]
+        limit = min(arguments.total - (time.time() - begin), 40 + arguments.limit * len(batch))
+        results = launch(batch, arguments.output.with_suffix(f".{number}.tmp"), limit, number)
+        for row, result in zip(batch, results, strict=False):
+            row |= result
             report["rows"].append(row)
-            continue
-        path = arguments.output.with_suffix(f".{number}.tmp")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(row["gpus"])]
-        command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(row), str(path)]
-        started = time.time()
-        try:
-            done = subprocess.run(
-                command, timeout=row.get("limit", arguments.limit), capture_output=True, text=True, check=False
-            )
-            result = json.loads(path.read_text()) if path.exists() else {"error": done.stderr[-3000:]}
-            path.unlink(missing_ok=True)
-        except subprocess.TimeoutExpired:
-            result = {"error": "took too long"}
-        row |= result | {"wall_s": time.time() - started}
-        report["rows"].append(row)
+            told = {key: value for key, value in row.items() if key not in ("ms_all", "kind", "steps")}
+            told |= {key: round(value, 3) for key, value in told.items() if isinstance(value, float)}
+            print(json.dumps(told), flush=True)
+        waiting = [row for row in waiting if not any(row is done for done in batch[: len(results)])]
         arguments.output.write_text(json.dumps(report, indent=1))
-        told = {key: value for key, value in row.items() if key not in ("ms_all", "kind", "steps")}
-        told |= {key: round(value, 3) for key, value in told.items() if isinstance(value, float)}
-        print(json.dumps(told), flush=True)
+    report["rows"] += [row | {"error": "not started: out of time"} for row in waiting]
+    arguments.output.write_text(json.dumps(report, indent=1))
+
+
+def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -> list[dict[str, Any]]:
+    """Run rows of one number of GPUs in one group of processes; the last result may be an error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(batch[0]["gpus"])]
+    command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(batch), str(path)]
+    error = "took too long"
+    try:
+        done = subprocess.run(command, timeout=limit, capture_output=True, text=True, check=False)
+        error = done.stderr[-2000:]
+    except subprocess.TimeoutExpired as expired:
+        error += str(expired.stderr or "")[-1500:]
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    path.unlink(missing_ok=True)
+    if len(results) < len(batch) and not (results and "error" in results[-1]):
+        results.append({"error": error})
+    return results
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def label() -> Tensor:
 WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "Dice": DiceLoss(softmax=True, to_onehot_y=True),
-    "Dice squared without background": DiceLoss(softmax=True, to_onehot_y=True, squared_pred=True, include_background=False),
+    "Dice squared without background": DiceLoss(
+        softmax=True, to_onehot_y=True, squared_pred=True, include_background=False
+    ),
     "Dice of batch": DiceLoss(sigmoid=True, to_onehot_y=True, batch=True),
     "Dice CE": DiceCELoss(softmax=True, to_onehot_y=True),
     "Dice CE weighted": DiceCELoss(softmax=True, to_onehot_y=True, weight=WEIGHT),

@@ -69,9 +69,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "trilinear corners": lambda x: F.interpolate(x, scale_factor=2, mode="trilinear", align_corners=True),
     "trilinear down": lambda x: F.interpolate(x, size=(5, 3, 3), mode="trilinear"),
     "trilinear odd factor": lambda x: F.interpolate(x, scale_factor=1.7, mode="trilinear"),
-    "trilinear recomputed": lambda x: F.interpolate(
-        x, scale_factor=1.7, mode="trilinear", recompute_scale_factor=True
-    ),
+    "trilinear recomputed": lambda x: F.interpolate(x, scale_factor=1.7, mode="trilinear", recompute_scale_factor=True),
     "area": lambda x: F.interpolate(x, size=(5, 3, 2), mode="area"),
     # norms
     "instance": lambda x: F.instance_norm(x, weight=constant(4), bias=constant(4)),

@@ -1,8 +1,8 @@
 """What the operators ask of the devices: five movements of tensors, each with its gradient.
 
-Two kinds of value exist. A *slab* is one shard's part of a volume: the shards' values differ, and a gradient belongs to its shard
-alone. A *whole* value is held alike by everybody, and so is its gradient, which is always the full one. The gradient of
-every movement follows from that:
+Two kinds of value exist. A *slab* is one shard's part of a volume: the shards' values differ, and a gradient belongs
+to its shard alone. A *whole* value is held alike by everybody, and so is its gradient, which is always the full one.
+The gradient of every movement follows from that:
 
 =============  ====================  ========================================
 movement       forward               backward
@@ -79,8 +79,8 @@ class Communicator(ABC):
     def fetch(self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span]) -> list[Tensor]:
         """Give each shard the planes it wants of a volume with ``size`` planes along ``dim``, cut by mesh ``axis``.
 
-        ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may have any
-        extent.
+        ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may
+        have any extent.
         """
 
     @abstractmethod

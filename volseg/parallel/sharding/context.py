@@ -58,8 +58,9 @@ class Context:
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Start a forward pass with these parameters, so that each is copied, and its gradient summed, once.
 
-        A bucket is handed to the shards when the first of its parameters is used. Autograd takes the most recent of the nodes that are
-        ready: so the sum of a bucket starts in the middle of the backward pass, and not at its end.
+        A bucket is handed to the shards when the first of its parameters is used. Autograd takes the most recent of
+        the nodes that are ready: so the sum of a bucket starts in the middle of the backward pass, and not at its
+        end.
         """
         self._shared, self._cast, self._shared_ids = {}, {}, set()
         self._buckets = {}

@@ -1,11 +1,12 @@
 """Norms that wait for the activation behind them: statistics now, one pass over memory for both later.
 
-Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs, then one scale and
-one shift per pair. One autograd function does all three with the activation, and needs two small collectives (statistics forward, two sums
-backward). It keeps the norm's input and nothing else of that size.
+Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs, then
+one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
+collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size.
 
-The next operator decides what is computed: an activation is taken along, a convolution gets its halo sent while the inner planes are
-still being written, anything else gets the slabs. What is deferred is computed before any tensor is changed in place.
+The next operator decides what is computed: an activation is taken along, a convolution gets its halo sent while the
+inner planes are still being written, anything else gets the slabs. What is deferred is computed before any tensor is
+changed in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +116,10 @@ class Moment:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Compute as if then: the next operator may run under no_grad, or inside a checkpointed block that must not count this."""
+        """Compute as if then.
+
+        The next operator may run under no_grad, or inside a checkpointed block that must not count this.
+        """
         now = saved_tensors_frame()
         own = now is None or now == self.frame
         hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -215,7 +219,9 @@ class _Normalize(torch.autograd.Function):
         partials = [kernels.gradient_sums(*row, activation) for row in rows]
         stacked = context.communicator.collect(partials)
         average = pooled.needed(mean.shape[0])
-        slope, offset, moment, total = kernels.backward_coefficients(stacked, mean, rstd, weight, voxels, average).unbind(0)
+        slope, offset, moment, total = kernels.backward_coefficients(
+            stacked, mean, rstd, weight, voxels, average
+        ).unbind(0)
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
         inputs = [kernels.gradient_input(*row, activation) for row in rows]
         weight_gradient = moment.sum(0).to(weight) if weight is not None else None

@@ -1,10 +1,11 @@
 """Convolution of this process's one slab: halo received in place while other work goes on, input kept as a recipe.
 
-It takes over from the general exchange where each shard needs its whole slab and planes of its direct neighbours only: every
-convolution of the usual networks, unless the sizes divide badly. The decision depends on sizes alone, so all processes take it alike.
+It takes over from the general exchange where each shard needs its whole slab and planes of its direct neighbours
+only: every convolution of the usual networks, unless the sizes divide badly. The decision depends on sizes alone, so
+all processes take it alike.
 
-Forward: the halo travels while the slab's inner planes are still being normalised. Backward: the halo's gradient travels back while
-the weights' gradient is computed.
+Forward: the halo travels while the slab's inner planes are still being normalised. Backward: the halo's gradient
+travels back while the weights' gradient is computed.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ def plan(
 ) -> Plan | None:
     """Return the plan, or None where the general exchange is needed.
 
-    ``whole`` are the settings on one device, ``along`` those without padding along the cut; ``reach`` is the window's extent.
+    ``whole`` are the settings on one device, ``along`` those without padding along the cut; ``reach`` is the window's
+    extent.
     """
     communicator = volume.context.communicator
     if len(volume.dims) != 1 or len(communicator.devices) != 1:

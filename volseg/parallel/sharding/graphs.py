@@ -1,7 +1,7 @@
 """Replay a training step of repeated shape as one CUDA graph, with its collectives.
 
-At 128^3 per GPU the Python of a step takes as long as its kernels. A captured step has none: one launch replays forward, loss, backward and,
-if the step does it, the optimizer.
+At 128^3 per GPU the Python of a step takes as long as its kernels. A captured step has none: one launch replays
+forward, loss, backward and, if the step does it, the optimizer.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,12 @@ class CapturedStep:
     model
         Its parameters' gradients are those of the last call, captured or not.
     step
-        From inputs (tensors and volumes, nested as you like) to tensors. It must do the same on every call: no ``.item()``, no
-        branch on values, ``zero_grad(set_to_none=True)`` inside. Under a captured step an optimizer needs ``capturable=True``
-        where it has that option.
+        From inputs (tensors and volumes, nested as you like) to tensors. It must do the same on every call: no
+        ``.item()``, no branch on values, ``zero_grad(set_to_none=True)`` inside. Under a captured step an optimizer
+        needs ``capturable=True`` where it has that option.
     warm_up
-        Calls per shape that run as they are, before one is captured: the optimizer's state and cuDNN's choices come into being.
+        Calls per shape that run as they are, before one is captured: the optimizer's state and cuDNN's choices come
+        into being.
     limit
         Number of shapes to capture; calls with further shapes run as they are.
     """

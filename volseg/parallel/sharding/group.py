@@ -1,8 +1,8 @@
 """Shards on the processes of a group (NCCL on GPUs, gloo on CPUs), one shard each.
 
-Every process runs the same operators in the same order. The backward pass keeps that order: autograd runs the nodes of one
-device in the reverse order of their creation. So each function below is called by all processes or by none, also by a process
-that has nothing to send.
+Every process runs the same operators in the same order. The backward pass keeps that order: autograd runs the nodes
+of one device in the reverse order of their creation. So each function below is called by all processes or by none,
+also by a process that has nothing to send.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from volseg.parallel.sharding.communicator import Communicator, box, buckets
 from volseg.parallel.sharding.layout import Span, spans, transfers
 
 __all__ = ["ProcessGroupShards"]
+
 
 class ProcessGroupShards(Communicator):
     """One shard per process.
@@ -164,7 +165,8 @@ class ProcessGroupShards(Communicator):
         """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
         if self.side_stream is None:
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
-        # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main stream waits.
+        # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
+        # stream waits.
         self.side_stream.wait_stream(torch.cuda.current_stream(self.home))
         with torch.cuda.stream(self.side_stream):
             return [[parameter] for parameter in _Share.apply(self, *parameters)]

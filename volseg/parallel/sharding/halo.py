@@ -1,7 +1,7 @@
 """Slabs in buffers with room for their halo, and the exchange that fills it while other work goes on.
 
-A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is received straight into them:
-nothing is concatenated, and in channels-last layout nothing is packed either. ::
+A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is
+received straight into them: nothing is concatenated, and in channels-last layout nothing is packed either. ::
 
     buffer   | room |        slab        | room |
                  ^-- from the shard before    ^-- from the shard behind; zeros at the volume's border
@@ -71,9 +71,7 @@ def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
     return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
 
 
-def _buffer(
-    like: Tensor, planes: int, channels: int | None = None, device: torch.device | None = None
-) -> Tensor:
+def _buffer(like: Tensor, planes: int, channels: int | None = None, device: torch.device | None = None) -> Tensor:
     shape = list(like.shape)
     shape[DIM] = planes
     shape[1] = shape[1] if channels is None else channels
@@ -82,9 +80,7 @@ def _buffer(
     return torch.empty(shape, dtype=like.dtype, device=device or like.device, memory_format=layout)
 
 
-def roomy(
-    like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None
-) -> Tensor:
+def roomy(like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None) -> Tensor:
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
     planes = like.shape[DIM]
     return _alias(_buffer(like, planes + 2 * room, channels, device), room, planes)
@@ -184,8 +180,8 @@ def _exchange(
 ) -> Callable[[], None]:
     """Start to send and receive planes; those that lie in memory as they travel are not copied.
 
-    While a CUDA graph is captured all are copied: NCCL marks what it moves as used on its stream, and a block so marked is not
-    used again before the capture ends. That should not happen to whole activations.
+    While a CUDA graph is captured all are copied: NCCL marks what it moves as used on its stream, and a block so
+    marked is not used again before the capture ends. That should not happen to whole activations.
     """
     group = halo.shards.group
     staged = halo.shards.home.type == "cuda" and torch.cuda.is_current_stream_capturing()

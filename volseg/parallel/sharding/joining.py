@@ -20,8 +20,8 @@ __all__ = ["join_channels"]
 def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     """Join volumes that are cut alike, this process holding one slab of each, along the channels.
 
-    The copy is deferred like a norm (see ``deferred``). The result's recipe are the parts' recipes: a convolution behind an
-    encoder's skip keeps neither the join nor the activated skip.
+    The copy is deferred like a norm (see ``deferred``). The result's recipe are the parts' recipes: a convolution
+    behind an encoder's skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
     slabs = [part.slabs[0] for part in parts]

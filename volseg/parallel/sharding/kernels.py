@@ -1,7 +1,8 @@
 """Arithmetic of the sharded norms on one slab: Triton on CUDA, plain torch elsewhere.
 
-A norm and the activation behind it are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32 inside and rounded
-once at the end. ``(B, C)`` values broadcast over the voxels. The plain versions define what the others compute.
+A norm and the activation behind it are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32
+inside and rounded once at the end. ``(B, C)`` values broadcast over the voxels. The plain versions define what the
+others compute.
 """
 
 from collections.abc import Callable

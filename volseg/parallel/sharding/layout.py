@@ -1,7 +1,7 @@
 """Which shard owns which planes: pure arithmetic.
 
-The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are therefore
-always cut alike, and an encoder's skip meets the decoder without any plane being moved.
+The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are
+therefore always cut alike, and an encoder's skip meets the decoder without any plane being moved.
 """
 
 from collections.abc import Sequence

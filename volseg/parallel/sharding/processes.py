@@ -1,7 +1,7 @@
 """From a device mesh, or from ``torchrun``'s environment, to the processes that share a volume.
 
-A mesh dimension named ``"data"`` holds replicas: processes that train on different volumes. Every other dimension cuts one axis of the
-volume. Without a mesh all processes share each volume.
+A mesh dimension named ``"data"`` holds replicas: processes that train on different volumes. Every other dimension
+cuts one axis of the volume. Without a mesh all processes share each volume.
 """
 
 import os

@@ -1,7 +1,8 @@
 """How to compute a slab again from tensors that are kept anyway.
 
-A convolution must keep its input for the gradient of its weights. Where that input is a norm and an activation applied to a convolution's
-output, which the norm keeps already, it keeps this *recipe* instead: one pass over memory in the backward pass for half of the activations.
+A convolution must keep its input for the gradient of its weights. Where that input is a norm and an activation
+applied to a convolution's output, which the norm keeps already, it keeps this *recipe* instead: one pass over memory
+in the backward pass for half of the activations.
 """
 
 from collections.abc import Sequence

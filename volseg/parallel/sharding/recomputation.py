@@ -1,7 +1,7 @@
 """Activation checkpointing of the blocks of any network: forget them, and compute them again in the backward pass.
 
-A block is an innermost module with two convolutions or more (a residual unit, nnU-Net's double convolution). Blocks of the finest levels
-hold nearly all memory, so a number of levels can be chosen.
+A block is an innermost module with two convolutions or more (a residual unit, nnU-Net's double convolution). Blocks
+of the finest levels hold nearly all memory, so a number of levels can be chosen.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError

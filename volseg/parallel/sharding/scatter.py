@@ -1,7 +1,7 @@
 """One process of a spatial group loads a batch; the others receive their slabs.
 
-The description of the batch travels as JSON over gloo (a host-side message: the GPUs need not wait for it), the voxels over the group's own
-backend, each slab to its owner only.
+The description of the batch travels as JSON over gloo (a host-side message: the GPUs need not wait for it), the
+voxels over the group's own backend, each slab to its owner only.
 """
 
 import json
@@ -40,13 +40,14 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
     model
         Says which processes share a volume, and how it is cut.
     batch
-        Fields by name on the process for which ``loads_batches(model)``; None on the others. Tensors ``(B, C, D, H, W)`` are cut,
-        other tensors are sent whole, other values must be JSON.
+        Fields by name on the process for which ``loads_batches(model)``; None on the others. Tensors ``(B, C, D, H,
+        W)`` are cut, other tensors are sent whole, other values must be JSON.
 
     Returns
     -------
     dict
-        The batch, its volumes as sharded volumes on this process's devices. An empty mapping travels too, and can mean the end.
+        The batch, its volumes as sharded volumes on this process's devices. An empty mapping travels too, and can
+        mean the end.
 
     Raises
     ------
@@ -104,7 +105,9 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
         )
     strategy = _strategy(model)
     if len(strategy.communicator.devices) != 1:
-        raise ParallelError(f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one")
+        raise ParallelError(
+            f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one"
+        )
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 

@@ -12,12 +12,12 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
-from volseg.errors import ParallelError
 import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator table)
+from volseg.errors import ParallelError
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
+from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
@@ -47,7 +47,8 @@ class SpatialStrategy:
     on_unsupported, checkpoint
         See ``ModelParallel``.
     channels_last
-        Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is faster.
+        Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
+        faster.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class SpatialStrategy:
 
     @contextmanager
     def _same_randomness(self) -> Iterator[None]:
-        """Give all processes of a volume the same random state, in levels that are too coarse to cut and for dropout's seeds.
+        """Give all processes of a volume the same random state, in levels that are too coarse to cut and for
+        dropout's seeds.
 
         The caller's own generators are put back, one draw of the CPU's further.
         """

@@ -1,7 +1,7 @@
 """The operator table: which torch function is run on slabs, and how.
 
-Handlers register themselves with ``@handles(...)``. A handler gets the function as it was called and returns what the function
-would. The documentation's table is printed from here (``documented``), so it cannot disagree with the code.
+Handlers register themselves with ``@handles(...)``. A handler gets the function as it was called and returns what the
+function would. The documentation's table is printed from here (``documented``), so it cannot disagree with the code.
 """
 
 import types

@@ -320,9 +320,7 @@ def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation",
     return out
 
 
-def coefficients(
-    stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
+def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """See ``kernels.coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
@@ -335,9 +333,7 @@ def coefficients(
     return out
 
 
-def backward_coefficients(
-    stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int
-) -> Tensor:
+def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
     """See ``kernels.backward_coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels

@@ -19,7 +19,8 @@ from volseg.parallel.sharding.volume import ShardedVolume
 __all__ = ["Report", "compare", "default_objective", "verify"]
 
 TOLERANCE = 1e-9
-"""Largest relative error in float64. Round-off through twenty layers stays below 1e-11; a wrong plane or a gradient counted twice is
+"""Largest relative error in float64. Round-off through twenty layers stays below 1e-11; a wrong plane or a gradient
+counted twice is
 above 1e-4."""
 
 
@@ -64,7 +65,8 @@ def compare(
 ) -> dict[str, float]:
     """Return the largest relative error of everything that training touches, by name.
 
-    ``plain`` and ``sharded`` hold the same values at the start; both are changed by ``steps`` steps of gradient descent.
+    ``plain`` and ``sharded`` hold the same values at the start; both are changed by ``steps`` steps of gradient
+    descent.
     """
     errors: dict[str, float] = {}
     ours, theirs = [_leaf(value) for value in inputs], [_leaf(value) for value in inputs]
@@ -139,8 +141,8 @@ def verify(
 ) -> Report:
     """Compare ``net`` on ``devices`` with ``net`` on one of them, in float64, on a random volume.
 
-    Dropout is turned off (the two would draw different masks); batch norm stays in training mode. The network itself is not
-    changed: copies are compared.
+    Dropout is turned off (the two would draw different masks); batch norm stays in training mode. The network itself
+    is not changed: copies are compared.
 
     Parameters
     ----------
@@ -149,7 +151,8 @@ def verify(
     shape
         Input shape ``(B, C, D, H, W)``; small is enough.
     devices
-        Shards of this process; by default all visible GPUs, or four shards on the CPU. Under ``torchrun``, leave it out.
+        Shards of this process; by default all visible GPUs, or four shards on the CPU. Under ``torchrun``, leave it
+        out.
     objective
         From outputs to a loss.
     options

@@ -1,8 +1,8 @@
 """A volume cut into slabs that passes through unmodified module code.
 
-``ShardedVolume`` is a tensor to whoever looks (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels itself: it
-intercepts every torch function, above autograd, and the operator table runs that function on the slabs. A function without a
-sharded form raises; none is ever run on the empty shell.
+``ShardedVolume`` is a tensor to whoever looks (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels
+itself: it intercepts every torch function, above autograd, and the operator table runs that function on the slabs. A
+function without a sharded form raises; none is ever run on the empty shell.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ from volseg.parallel.sharding.context import Context
 
 if TYPE_CHECKING:
     from volseg.parallel.sharding.deferred import Deferred
-    from volseg.parallel.sharding.joining import DeferredJoin
     from volseg.parallel.sharding.halo import Halo
+    from volseg.parallel.sharding.joining import DeferredJoin
     from volseg.parallel.sharding.recipes import Recipe
 
 __all__ = ["ShardedVolume", "wrap"]

@@ -1,8 +1,8 @@
 """From wanted output planes to needed input planes: the one map behind every operator that looks at neighbours.
 
-A ``Window`` describes an operator along one axis. ``need(a, b)`` are the input planes that output planes ``a`` to ``b`` read.
-The span may reach outside the volume: there the operator sees padding. Running the operator *without* padding on exactly
-these planes yields output planes from ``first(a, b)`` on, at least up to ``b``.
+A ``Window`` describes an operator along one axis. ``need(a, b)`` are the input planes that output planes ``a`` to
+``b`` read. The span may reach outside the volume: there the operator sees padding. Running the operator *without*
+padding on exactly these planes yields output planes from ``first(a, b)`` on, at least up to ``b``.
 
 References
 ----------

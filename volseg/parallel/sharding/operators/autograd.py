@@ -13,16 +13,46 @@ from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["backward", "metadata"]
 
-METADATA = """
-    Tensor.size Tensor.dim Tensor.numel Tensor.nelement Tensor.ndimension Tensor.element_size Tensor.is_floating_point
-    Tensor.is_complex Tensor.is_signed Tensor.get_device Tensor.is_contiguous numel is_floating_point is_complex
-    Tensor.is_same_size
-    """.split()
+METADATA = [
+    "Tensor.size",
+    "Tensor.dim",
+    "Tensor.numel",
+    "Tensor.nelement",
+    "Tensor.ndimension",
+    "Tensor.element_size",
+    "Tensor.is_floating_point",
+    "Tensor.is_complex",
+    "Tensor.is_signed",
+    "Tensor.get_device",
+    "Tensor.is_contiguous",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "Tensor.is_same_size",
+]
 
-FLAGS = """
-    is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_vulkan is_nested layout names
-    itemsize is_inference retains_grad output_nr _version is_ipu is_maia is_mtia
-    """.split()
+FLAGS = [
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "is_vulkan",
+    "is_nested",
+    "layout",
+    "names",
+    "itemsize",
+    "is_inference",
+    "retains_grad",
+    "output_nr",
+    "_version",
+    "is_ipu",
+    "is_maia",
+    "is_mtia",
+]
 
 
 @handles("Metadata and autograd", *METADATA)

@@ -16,11 +16,23 @@ __all__ = ["along_dim", "linear"]
 POSITION = {"kthvalue": 2, "topk": 2}
 """Where ``dim`` stands among the positional arguments, if not second."""
 
-KEEPING = """
-    softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk normalize glu
-    """.split()
+KEEPING = [
+    "softmax",
+    "log_softmax",
+    "softmin",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "sort",
+    "argsort",
+    "topk",
+    "normalize",
+    "glu",
+]
 
-REDUCING = "argmax argmin kthvalue median mode quantile".split()
+REDUCING = ["argmax", "argmin", "kthvalue", "median", "mode", "quantile"]
 
 
 @handles("Along channels", *KEEPING, *REDUCING, "special.softmax", "special.log_softmax")

@@ -1,7 +1,8 @@
 """Dropout: independent voxels on every shard, whole channels alike on all of them.
 
-Masks are drawn from a seed that the CPU's default generator gives, which all processes of a group hold in the same state during a forward
-pass (see ``strategy``). One seed therefore repeats a run, and activation checkpointing, which restores that generator, repeats a mask.
+Masks are drawn from a seed that the CPU's default generator gives, which all processes of a group hold in the same
+state during a forward pass (see ``strategy``). One seed therefore repeats a run, and activation checkpointing, which
+restores that generator, repeats a mask.
 """
 
 from collections.abc import Callable

@@ -14,10 +14,17 @@ from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["class_loss", "voxel_loss"]
 
-VOXELWISE = """
-    binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss
-    soft_margin_loss
-    """.split()
+VOXELWISE = [
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "poisson_nll_loss",
+    "soft_margin_loss",
+]
 
 
 def reduced(volume: ShardedVolume, reduction: str) -> Any:

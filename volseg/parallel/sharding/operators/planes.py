@@ -28,8 +28,8 @@ class AxisPlan:
 class LocalWindow:
     """What one shard computes along one cut dim.
 
-    ``span`` are the (unclipped) input planes in its slab now, ``output`` the output planes it owes, ``skip`` how many planes
-    of the local result come before them.
+    ``span`` are the (unclipped) input planes in its slab now, ``output`` the output planes it owes, ``skip`` how many
+    planes of the local result come before them.
     """
 
     span: Span
@@ -92,8 +92,8 @@ def sharded_windows(
         Computes a slab's outputs from the extended slab, its windows and its position among this process's slabs;
         planes beyond those owed are dropped here.
     whole
-        The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse levels are
-        small, and everybody computes them.
+        The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse
+        levels are small, and everybody computes them.
     """
     context = volume.context
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):

@@ -13,39 +13,217 @@ from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["aligned", "pointwise", "run_local"]
 
-UNARY = """
-    abs absolute acos acosh angle asin asinh atan atanh bitwise_not cbrt ceil clamp clamp_max clamp_min clip conj
-    conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac isfinite isinf isnan isneginf isposinf
-    isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative polygamma positive rad2deg
-    reciprocal round rsqrt sigmoid sgn sign signbit sin sinc sinh special.erfcx special.expit special.log_ndtr special.ndtr
-    special.ndtri sqrt square tan tanh trunc resolve_conj resolve_neg
-    """.split()
+UNARY = [
+    "abs",
+    "absolute",
+    "acos",
+    "acosh",
+    "angle",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "bitwise_not",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "conj",
+    "conj_physical",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "fix",
+    "floor",
+    "frac",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "isneginf",
+    "isposinf",
+    "isreal",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logical_not",
+    "logit",
+    "mvlgamma",
+    "nan_to_num",
+    "neg",
+    "negative",
+    "polygamma",
+    "positive",
+    "rad2deg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sgn",
+    "sign",
+    "signbit",
+    "sin",
+    "sinc",
+    "sinh",
+    "special.erfcx",
+    "special.expit",
+    "special.log_ndtr",
+    "special.ndtr",
+    "special.ndtri",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "trunc",
+    "resolve_conj",
+    "resolve_neg",
+]
 
-BINARY = """
-    add addcdiv addcmul arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div
-    divide eq float_power floor_divide fmax fmin fmod ge gt greater greater_equal heaviside hypot isclose
-    ldexp le lerp less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
-    nextafter not_equal pow remainder rsub sub subtract true_divide where xlogy special.xlogy special.xlog1py
-    masked_fill
-    """.split()
+BINARY = [
+    "add",
+    "addcdiv",
+    "addcmul",
+    "arctan2",
+    "atan2",
+    "bitwise_and",
+    "bitwise_left_shift",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "copysign",
+    "div",
+    "divide",
+    "eq",
+    "float_power",
+    "floor_divide",
+    "fmax",
+    "fmin",
+    "fmod",
+    "ge",
+    "gt",
+    "greater",
+    "greater_equal",
+    "heaviside",
+    "hypot",
+    "isclose",
+    "ldexp",
+    "le",
+    "lerp",
+    "less",
+    "less_equal",
+    "logaddexp",
+    "logaddexp2",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "lt",
+    "maximum",
+    "minimum",
+    "mul",
+    "multiply",
+    "ne",
+    "nextafter",
+    "not_equal",
+    "pow",
+    "remainder",
+    "rsub",
+    "sub",
+    "subtract",
+    "true_divide",
+    "where",
+    "xlogy",
+    "special.xlogy",
+    "special.xlog1py",
+    "masked_fill",
+]
 
-ACTIVATIONS = """
-    celu gelu hardshrink hardsigmoid hardswish hardtanh logsigmoid mish relu6 rrelu selu silu
-    softplus softshrink softsign tanhshrink threshold
-    """.split()
+ACTIVATIONS = [
+    "celu",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "logsigmoid",
+    "mish",
+    "relu6",
+    "rrelu",
+    "selu",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanhshrink",
+    "threshold",
+]
 
-DUNDER = """
-    abs add and eq floordiv ge gt invert le lt mod
-    mul ne neg or pos pow radd rand rdiv rfloordiv rmod rmul ror rpow rsub rtruediv rxor sub truediv
-    """.split()
+DUNDER = [
+    "abs",
+    "add",
+    "and",
+    "eq",
+    "floordiv",
+    "ge",
+    "gt",
+    "invert",
+    "le",
+    "lt",
+    "mod",
+    "mul",
+    "ne",
+    "neg",
+    "or",
+    "pos",
+    "pow",
+    "radd",
+    "rand",
+    "rdiv",
+    "rfloordiv",
+    "rmod",
+    "rmul",
+    "ror",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "rxor",
+    "sub",
+    "truediv",
+]
 
-IN_PLACE = "iadd iand ifloordiv imod imul ior ipow isub itruediv ixor".split()
+IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
-CONVERSIONS = """
-    Tensor.bfloat16 Tensor.bool Tensor.byte Tensor.char Tensor.clone clone Tensor.contiguous Tensor.double Tensor.float
-    Tensor.half Tensor.int Tensor.long Tensor.short Tensor.type_as detach Tensor.detach_ empty_like full_like ones_like
-    zeros_like
-    """.split()
+CONVERSIONS = [
+    "Tensor.bfloat16",
+    "Tensor.bool",
+    "Tensor.byte",
+    "Tensor.char",
+    "Tensor.clone",
+    "clone",
+    "Tensor.contiguous",
+    "Tensor.double",
+    "Tensor.float",
+    "Tensor.half",
+    "Tensor.int",
+    "Tensor.long",
+    "Tensor.short",
+    "Tensor.type_as",
+    "detach",
+    "Tensor.detach_",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "zeros_like",
+]
 
 
 def aligned(operand: Any, like: ShardedVolume, ndim: int) -> list[Any]:
@@ -166,8 +344,8 @@ def scatter(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return rewrap(like, results)
     if isinstance(args[0], ShardedVolume):
         return args[0]
-    # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor itself must not
-    # find it unchanged: it is emptied.
+    # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor itself
+    # must not find it unchanged: it is emptied.
     args[0].resize_(0)
     return rewrap(like, results)
 
