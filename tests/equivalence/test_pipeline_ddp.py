@@ -22,12 +22,10 @@ class Net(nn.Module):
         return self.c(torch.relu(self.norm(self.b(first)))) + first
 
 
-def train(rank: int, folder: str, launch: str) -> None:
+def train(rank: int, launch: str) -> None:
     """Compare this rank's weights after some steps with those of one plain network on the whole batch."""
     from volseg.parallel import ModelParallel
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     net = Net().double()
     plain = copy.deepcopy(net)
@@ -45,23 +43,30 @@ def train(rank: int, folder: str, launch: str) -> None:
             optimizer.step()
     # Means of halves are averaged in another order than the mean of the whole.
     torch.testing.assert_close(dict(net.named_parameters()), dict(plain.named_parameters()), rtol=1e-10, atol=1e-12)
-    torch.distributed.destroy_process_group()
 
 
 def test_replicas_of_a_pipeline_train_as_one_network(tmp_path):
-    for launch in ("eager", "graphs"):
-        folder = tmp_path / launch
-        folder.mkdir()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(folder), launch], stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(WORLD)
-        ]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD)
+    ]
+    try:
         errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
+
+
+def main(rank: int, folder: str) -> None:
+    """Be one of the processes."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    for launch in ("eager", "graphs"):
+        train(rank, launch)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

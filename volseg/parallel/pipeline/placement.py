@@ -61,8 +61,8 @@ class Placement:
 def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
     """Give the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
 
-    Each goes to the first stage that uses it. Parameters keep their identity (``.data`` is replaced), so optimizers and tied weights keep their hold.
-    What the trace never saw goes with the layer registered before it.
+    Each goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
+    tied weights keep their hold. What the trace never saw goes with the layer registered before it.
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
     stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
