@@ -1,5 +1,6 @@
-"""N shards equal one device: outputs, every gradient, buffers and steps, in float64, in one process and across processes."""
+"""N shards equal one device: outputs, every gradient, buffers and steps, in one process and across processes."""
 
+import contextlib
 import json
 import runpy
 from pathlib import Path
@@ -46,10 +47,8 @@ def across(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Run all cases once on this many processes; return what each rank found."""
     processes, names = request.param
     folder = tmp_path_factory.mktemp(f"ranks{processes}")
-    try:
+    with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
         launch([str(SCRIPT), json.dumps(names), str(folder)], processes)
-    except ParallelError as failure:  # the failing case's own test shows its traceback
-        print(failure)
     files = [folder / f"{rank}.json" for rank in range(processes)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 

@@ -43,8 +43,8 @@ def launch(command: Sequence[str], processes: int) -> None:
         raise ParallelError(f"processes must be at least 1, got {processes}")
     if is_worker():
         raise ParallelError(
-            f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} more; "
-            "under torchrun leave out the number of GPUs"
+            f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} "
+            "more; under torchrun leave out the number of GPUs"
         )
     # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
     threads = {} if "OMP_NUM_THREADS" in os.environ or processes == 1 else {"OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ class ModelParallel(nn.Module):
         devices: Sequence[str | int | torch.device] | None = None,
         split_size: int | str | None = None,
         mesh: Any = None,
-        on_unsupported: str = "raise",
+        on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
         **options: Any,
     ) -> None:
@@ -146,8 +146,8 @@ class ModelParallel(nn.Module):
             moved = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
             if moved != tensor.device:
                 raise PlacementError(
-                    f"the parameters of this ModelParallel are placed on {tensor.device} and were asked to move to {moved}; "
-                    f"pass devices=[...] to ModelParallel instead of calling .to(), .cuda() or .cpu()"
+                    f"the parameters of this ModelParallel are placed on {tensor.device} and were asked to move to "
+                    f"{moved}; pass devices=[...] to ModelParallel instead of calling .to(), .cuda() or .cpu()"
                 )
         self.module._apply(fn, recurse)
         return self
@@ -168,6 +168,7 @@ def _choose(strategy: str, split_size: int | str | None) -> str:
         return "spatial" if split_size is None else "pipeline"
     if strategy == "spatial" and split_size is not None:
         raise ParallelError(
-            f"split_size={split_size!r} is the micro-batch of strategy='pipeline'; the spatial split has none: leave it out"
+            f"split_size={split_size!r} is the micro-batch of strategy='pipeline'; the spatial split has none: leave "
+            f"it out"
         )
     return strategy

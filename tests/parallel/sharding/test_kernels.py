@@ -1,4 +1,4 @@
-"""The kernels of the norms: Triton against plain torch in float64, in both layouts, inside and outside of buffers with room."""
+"""The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
 
 import pytest
 import torch

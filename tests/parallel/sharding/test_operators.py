@@ -1,4 +1,4 @@
-"""Each operator of the table on slabs against the same operator on the whole volume: values and gradients in float64."""
+"""Each operator on slabs against the same operator on the whole volume: values and gradients in float64."""
 
 from collections.abc import Callable
 from typing import Any

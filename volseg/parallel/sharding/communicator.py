@@ -101,7 +101,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Hand a bucket of parameters to every shard: for each, one per slab. The sum of their gradients is taken in one call."""
+        """Hand a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
 
 
 def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:

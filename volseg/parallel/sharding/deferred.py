@@ -1,7 +1,7 @@
 """Norms that wait for the activation behind them: statistics now, one pass over memory for both later.
 
-Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs, then
-one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
+Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs,
+then one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
 collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size.
 
 The next operator decides what is computed: an activation is taken along, a convolution gets its halo sent while the
@@ -83,7 +83,8 @@ def statistics(
         stacked = context.communicator.collect([kernels.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
         shares = kernels.shares(tuple(counts), stacked.dtype, stacked.device)
         found = kernels.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
-    return Statistics(*found.unbind(0), sum(counts))
+    mean, variance, rstd, scale, shift = found.unbind(0)
+    return Statistics(mean, variance, rstd, scale, shift, sum(counts))
 
 
 def saved_tensors_frame() -> Any:

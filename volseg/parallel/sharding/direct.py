@@ -102,18 +102,14 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
         dtype = torch.get_autocast_dtype(kind)
         if slab.dtype != dtype:
             slab, recipe, room = slab.to(dtype), None, 0
-            wait = _finished(wait)
+            if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
+                wait()
+            wait = None
         weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
     result = _Convolve.apply(slab, weight, bias, plan, recipe, room, wait)
     shape = list(result.shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume([result], volume.dims, shape, context)
-
-
-def _finished(wait: Any) -> None:
-    """Complete an exchange that will be repeated in another dtype: no process may leave it out."""
-    if wait is not None:
-        wait()
 
 
 class _Convolve(torch.autograd.Function):
@@ -161,13 +157,9 @@ class _Convolve(torch.autograd.Function):
         if ctx.halo is None:
             slab_gradient, weight_gradient, bias_gradient = derive(*needs)
             return slab_gradient, weight_gradient, bias_gradient, None, None, None, None
-        slab_gradient = None
-        if needs[0]:
-            finish = add_returned(derive(True, False, False)[0], ctx.halo)
+        finish = add_returned(derive(True, False, False)[0], ctx.halo) if needs[0] else None
         _, weight_gradient, bias_gradient = derive(False, *needs[1:])
-        if needs[0]:
-            slab_gradient = finish()
-        return slab_gradient, weight_gradient, bias_gradient, None, None, None, None
+        return None if finish is None else finish(), weight_gradient, bias_gradient, None, None, None, None
 
 
 def _layout(tensor: Tensor) -> torch.memory_format:

@@ -129,7 +129,7 @@ def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
 def write_outer_first(
     out: Tensor, room: int, halo: Halo | None, write: Callable[[int, int], None]
 ) -> Callable[[], None] | None:
-    """Write a slab with ``write(first plane, count)``; with a halo to exchange, the planes that the neighbours wait for first."""
+    """Write a slab with ``write(first, count)``; planes that the neighbours wait for come first, and are sent."""
     planes = out.shape[DIM]
     if halo is None:
         write(0, planes)
@@ -150,7 +150,7 @@ def write_outer_first(
 
 
 def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
-    """Start to send the gradient of the halo back; the returned function adds what comes and returns the slab's gradient."""
+    """Start to send the halo's gradient back; the returned function adds what comes to the slab's own."""
     rank, last = halo.shards.rank, halo.shards.shards - 1
     before, behind = halo.own
     slab = inner(gradient, halo.own)

@@ -174,7 +174,10 @@ def _before_activation(gradient: Tensor, slab: Tensor, scale: Tensor, shift: Ten
 def gradient_sums(
     gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
 ) -> Tensor:
-    """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``; ``g`` is the gradient before activation."""
+    """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``.
+
+    ``g`` is the gradient before the activation.
+    """
     if _fused(slab):
         from volseg.parallel.sharding import triton_kernels
 

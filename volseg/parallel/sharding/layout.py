@@ -6,6 +6,7 @@ therefore always cut alike, and an encoder's skip meets the decoder without any 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
 
@@ -37,7 +38,7 @@ def bounds(size: int, shards: int) -> tuple[int, ...]:
 def spans(size: int, shards: int) -> list[Span]:
     """Return the planes that each shard owns."""
     borders = bounds(size, shards)
-    return list(zip(borders[:-1], borders[1:], strict=True))
+    return list(pairwise(borders))
 
 
 def can_split(size: int, shards: int) -> bool:

@@ -24,7 +24,7 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process's place: the shards it computes with, and the replicas it averages with (None where there are none)."""
+    """The place of this process: its shards, and the replicas it averages with (None where there are none)."""
 
     shards: ProcessGroupShards
     replicas: dist.ProcessGroup | None
@@ -62,7 +62,12 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     start_group()
     device = own_device()
     if mesh is None:
-        return Processes(ProcessGroupShards(dist.group.WORLD, _grid(grid, [dist.get_world_size()]), device), None)
+        return Processes(
+            ProcessGroupShards(
+                dist.distributed_c10d._get_default_group(), _grid(grid, [dist.get_world_size()]), device
+            ),
+            None,
+        )
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:

@@ -113,8 +113,8 @@ class _Held:
         assert recipe is not None
         if [tensor._version for tensor in recipe.tensors] != self.versions:
             raise UnsupportedOperatorError(
-                "the input of a recomputed block was changed in place after the block ran; do that out of place, or leave "
-                "out checkpoint="
+                "the input of a recomputed block was changed in place after the block ran; do that out of place, or "
+                "leave out checkpoint="
             )
         device = recipe.tensors[0].device
         with torch.no_grad():

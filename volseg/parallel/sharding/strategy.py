@@ -82,7 +82,7 @@ class SpatialStrategy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the volumes among the arguments, and run the network's own ``forward`` on the slabs."""
         args, kwargs = tree_map(self.cut, (args, kwargs))
-        trained = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        trained: dict[str, Tensor] = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
         if self.replicas is not None:
             averaged = average_gradients(list(trained.values()), self.replicas)
             trained = dict(zip(trained, averaged, strict=True))
@@ -125,10 +125,9 @@ class SpatialStrategy:
 
     @contextmanager
     def _same_randomness(self) -> Iterator[None]:
-        """Give all processes of a volume the same random state, in levels that are too coarse to cut and for
-        dropout's seeds.
+        """Give all processes of a volume the same random state.
 
-        The caller's own generators are put back, one draw of the CPU's further.
+        Levels that are too coarse to cut draw from it, and dropout its seeds. The caller's generators are put back.
         """
         group = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
         device = self.communicator.home
@@ -141,9 +140,9 @@ class SpatialStrategy:
             return
         if self._generator is None:
             # Whoever seeded what: the first process of the group decides, once.
-            seed = torch.randint(2**62, (1,)).to(device)
-            dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
-            self._generator = torch.Generator().manual_seed(int(seed.item()))
+            agreed = torch.randint(2**62, (1,)).to(device)
+            dist.broadcast(agreed, dist.get_global_rank(group, 0), group=group)
+            self._generator = torch.Generator().manual_seed(int(agreed.item()))
         seed = int(torch.randint(2**62, (), generator=self._generator).item())
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)

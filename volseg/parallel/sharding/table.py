@@ -86,12 +86,13 @@ def volumes(arguments: Any) -> list[ShardedVolume]:
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that met a sharded volume."""
     entry = TABLE.get(func)
+    history: Any = Tensor.grad_fn
     with torch._C.DisableTorchFunctionSubclass():
         for volume in volumes((args, kwargs)):
-            if Tensor.grad_fn.__get__(volume) is not None:  # type: ignore[attr-defined]
+            if history.__get__(volume) is not None:
                 raise UnsupportedOperatorError(
                     f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function "
-                    f"({Tensor.grad_fn.__get__(volume)}), whose backward would not see the slabs; write it with torch "  # type: ignore[attr-defined]
+                    f"({history.__get__(volume)}), whose backward would not see the slabs; write it with torch "
                     f"functions, or use torch.utils.checkpoint with use_reentrant=False"
                 )
         if entry is None:
@@ -101,7 +102,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def name_of(func: Callable) -> str:
     """Return a function's name as a user would write it."""
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func)))
     owner = getattr(func, "__self__", None)
     if name == "__get__" and owner is not None:
         return f"Tensor.{owner.__name__}"
@@ -117,8 +118,8 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
         raise UnsupportedOperatorError(
             f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
-            f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, or pass "
-            f"on_unsupported='gather' to ModelParallel to run it on the whole volume"
+            f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "
+            f"or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
         )
     context.say_once(
         f"{name_of(func)} called from {where} has no sharded form ({reason}) and runs on the gathered volume"

@@ -1,7 +1,9 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
 """The kernels of ``kernels`` in Triton: one pass over the voxels each, in contiguous and in channels-last layout.
 
-A slab is addressed as (sample, channel, voxel) with three strides, so that the same kernel serves both layouts, slices of channels, and
-slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
+A slab is addressed as (sample, channel, voxel) with three strides, so that the same kernel serves both layouts, slices
+of channels, and slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
 """
 
 from functools import lru_cache
@@ -51,6 +53,13 @@ def _strides(tensor: Tensor) -> tuple[int, int, int] | None:
     return stride[0], stride[1], step
 
 
+def _spaced(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the strides of a tensor that is evenly spaced by construction."""
+    strides = _strides(tensor)
+    assert strides is not None, (tensor.shape, tensor.stride())
+    return strides
+
+
 def _even(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the tensor itself, or a copy laid out like ``like``."""
     return tensor if _strides(tensor) is not None else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
@@ -74,7 +83,7 @@ def _processors(device: torch.device) -> int:
 if triton is not None:
 
     @triton.jit
-    def _tile_of(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):  # noqa: ANN001, ANN202, N803
+    def _tile_of(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
         return (
             b.to(tl.int64) * B_STRIDE
             + channels[None, :].to(tl.int64) * C_STRIDE
@@ -82,13 +91,13 @@ if triton is not None:
         )
 
     @triton.jit
-    def _derivative(value, alpha, KIND: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    def _derivative(value, alpha, KIND: tl.constexpr):
         if KIND == 1:
             return tl.where(value > 0, 1.0, alpha)
         return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
 
     @triton.jit
-    def _moments_kernel(  # noqa: ANN202
+    def _moments_kernel(
         x,
         means,
         squares,
@@ -99,7 +108,7 @@ if triton is not None:
         sc,
         sv,
         BV: tl.constexpr,
-        BC: tl.constexpr,  # noqa: ANN001, N803
+        BC: tl.constexpr,
     ):
         part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         c = block * BC + tl.arange(0, BC)
@@ -127,7 +136,7 @@ if triton is not None:
         tl.store(squares + place, square, mask=inside)
 
     @triton.jit
-    def _join_kernel(means, squares, out, pairs, parts, V, per_program, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    def _join_kernel(means, squares, out, pairs, parts, V, per_program, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
         count = tl.zeros((BLOCK,), tl.float32)
@@ -146,9 +155,9 @@ if triton is not None:
         tl.store(out + pairs + i, square / count, mask=inside)
 
     @triton.jit
-    def _coefficients_kernel(  # noqa: ANN202
-        stacked, shares, weight, bias, out, eps, C, pairs, shards,  # noqa: ANN001
-        WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    def _coefficients_kernel(
+        stacked, shares, weight, bias, out, eps, C, pairs, shards,
+        WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
@@ -175,9 +184,9 @@ if triton is not None:
         tl.store(out + 4 * pairs + i, shift, mask=inside)
 
     @triton.jit
-    def _backward_kernel(  # noqa: ANN202
-        stacked, mean, rstd, weight, out, voxels, C, pairs, shards,  # noqa: ANN001
-        WEIGHT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    def _backward_kernel(
+        stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
+        WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
@@ -200,9 +209,9 @@ if triton is not None:
         tl.store(out + 3 * pairs + i, total, mask=inside)
 
     @triton.jit
-    def _affine_kernel(  # noqa: ANN202
-        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov,  # noqa: ANN001
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    def _affine_kernel(
+        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ):  # fmt: skip
         v = tl.program_id(0) * BV + tl.arange(0, BV)
         c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -220,9 +229,9 @@ if triton is not None:
         tl.store(out + _tile_of(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _sums_kernel(  # noqa: ANN202
-        g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,  # noqa: ANN001
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    def _sums_kernel(
+        g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ):  # fmt: skip
         part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         c = block * BC + tl.arange(0, BC)
@@ -249,9 +258,9 @@ if triton is not None:
         tl.store(out + place + pairs, second_sum, mask=inside)
 
     @triton.jit
-    def _input_kernel(  # noqa: ANN202
-        g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,  # noqa: ANN001
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,  # noqa: N803
+    def _input_kernel(
+        g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ):  # fmt: skip
         v = tl.program_id(0) * BV + tl.arange(0, BV)
         c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -298,11 +307,12 @@ def moments(slab: Tensor) -> Tensor:
     with torch.cuda.device(slab.device):
         grid = (parts, triton.cdiv(channels, tile[1]), batch)
         _moments_kernel[grid](
-            slab, means, squares, channels, _voxels(slab), per_program, *_strides(slab), **_settings(tile)
+            slab, means, squares, channels, _voxels(slab), per_program, *_spaced(slab), **_settings(tile)
         )
         pairs = batch * channels
-        grid = (triton.cdiv(pairs, 128),)
-        _join_kernel[grid](means, squares, out, pairs, parts, _voxels(slab), per_program, BLOCK=128, num_warps=4)
+        _join_kernel[(triton.cdiv(pairs, 128),)](
+            means, squares, out, pairs, parts, _voxels(slab), per_program, BLOCK=128, num_warps=4
+        )
     return out
 
 
@@ -315,7 +325,7 @@ def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation",
     with torch.cuda.device(slab.device):
         _affine_kernel[grid](
             slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], _voxels(slab), activation.parameter,
-            *_strides(slab), *_strides(out), **_settings(tile, KIND=KINDS[activation.kind]),
+            *_spaced(slab), *_spaced(out), **_settings(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out
 
@@ -354,7 +364,7 @@ def copy(slab: Tensor, out: Tensor) -> None:
     with torch.cuda.device(slab.device):
         _affine_kernel[grid](
             slab, slab, slab, out, slab.shape[1], _voxels(slab), 0.0,
-            *_strides(slab), *_strides(out), **_settings(tile, KIND=3),
+            *_spaced(slab), *_spaced(out), **_settings(tile, KIND=3),
         )  # fmt: skip
 
 
@@ -372,7 +382,7 @@ def gradient_sums(
     with torch.cuda.device(slab.device):
         _sums_kernel[grid](
             gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels, _voxels(slab),
-            per_program, activation.parameter, *_strides(gradient), *_strides(slab),
+            per_program, activation.parameter, *_spaced(gradient), *_spaced(slab),
             **_settings(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out.sum(0)
@@ -396,7 +406,7 @@ def gradient_input(
     with torch.cuda.device(slab.device):
         _input_kernel[grid](
             gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
-            _voxels(slab), activation.parameter, *_strides(gradient), *_strides(slab), *_strides(out),
+            _voxels(slab), activation.parameter, *_spaced(gradient), *_spaced(slab), *_spaced(out),
             **_settings(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out

@@ -80,7 +80,7 @@ def compare(
             outputs.append(model(*arguments))
             objective(outputs[-1]).backward()
         suffix = "" if steps == 1 else f", step {step + 1}"
-        _record_outputs(errors, *outputs, suffix)
+        _record_outputs(errors, outputs[0], outputs[1], suffix)
         found = {f"input {index}": (b.grad, a.grad) for index, (a, b) in enumerate(zip(theirs, ours, strict=True))}
         names = dict(plain.named_parameters())
         own = dict(sharded.named_parameters())
@@ -112,7 +112,7 @@ def _record_outputs(errors: dict[str, float], plain: Any, sharded: Any, suffix: 
 
 
 def _record(errors: dict[str, float], found: Mapping[str, tuple[Any, Any]], suffix: str) -> None:
-    """Store relative errors. A tensor much smaller than its peers (a bias in front of a norm) is measured on their scale."""
+    """Store relative errors; a tensor much smaller than its peers (a bias before a norm) is measured on their scale."""
     tensors = [b for _, b in found.values() if isinstance(b, Tensor) and b.numel()]
     scale = max((float(b.detach().abs().max()) for b in tensors), default=0.0)
     for name, (ours, theirs) in found.items():

@@ -85,11 +85,12 @@ class ShardedVolume(Tensor):
         return dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise UnsupportedOperatorError(
-            f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on to_local()"
+            f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on "
+            f"to_local()"
         )
 
     @property
@@ -100,7 +101,7 @@ class ShardedVolume(Tensor):
         return self._slabs
 
     def settle(self, halo: "Halo | None" = None) -> "Callable[[], None] | None":
-        """Compute what was deferred; with ``halo``, start its exchange first and return the function that waits for it."""
+        """Compute what was deferred; with ``halo``, start its exchange and return the function that waits for it."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return None
@@ -185,7 +186,7 @@ class ShardedVolume(Tensor):
         """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
         if len(self.slabs) != 1:
             raise UnsupportedOperatorError(
-                f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs instead"
+                f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
             )
         return self.slabs[0]
 

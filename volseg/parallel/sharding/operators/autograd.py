@@ -73,20 +73,20 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS))
-def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def flag(func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
     """Read a property of the slabs."""
     return func(args[0].slabs[0], *args[1:])
 
 
 @handles("Metadata and autograd", "Tensor.data")
-def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def data(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
     return ShardedVolume([slab.data for slab in volume.slabs], volume.dims, volume.shape, volume.context)
 
 
 @handles("Metadata and autograd", "Tensor.grad_fn")
-def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def grad_fn(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
     """Return the first slab's history."""
     return args[0].slabs[0].grad_fn
 
@@ -129,6 +129,6 @@ def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 @handles("Metadata and autograd", "Tensor.__format__")
-def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
+def formatted(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> str:
     """Print the volume's description."""
     return repr(args[0])

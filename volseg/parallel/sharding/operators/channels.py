@@ -116,7 +116,7 @@ def index_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     order = "input indices dim" if func.__name__ == "take_along_dim" else "input dim index"
     given = bound(order, args, kwargs)
     volume, dim = given["input"], given.get("dim")
-    index = given.get("index", given.get("indices"))
+    index: Any = given.get("index", given.get("indices"))
     if not isinstance(volume, ShardedVolume) or dim is None or dims_of(dim, volume.ndim)[0] in volume.dims:
         return unsupported(func, args, kwargs, "it picks along the cut dim")
     if func.__name__ == "index_select":

@@ -61,7 +61,7 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return convolve(volume, weight, bias, chosen)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
         return func(slab, weights[position], biases[position], stride, inside, dilation, given["groups"])
 
     def whole(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
     extra_inside = [0 if i in cut else extra[i] for i in range(count)]
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
         return func(slab, weights[position], biases[position], stride, inside, extra_inside, given["groups"], dilation)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 def direct(volume: ShardedVolume, plan: AxisPlan, whole: Settings, cut: int, reach: int) -> Plan | None:
-    """Return how to convolve without the general exchange, if that is possible; ``cut`` is the spatial dim that is cut."""
+    """Return how to convolve without the general exchange, if possible; ``cut`` is the cut spatial dim."""
 
     def without(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(0 if i == cut else value for i, value in enumerate(values))

@@ -226,7 +226,7 @@ CONVERSIONS = [
 ]
 
 
-def aligned(operand: Any, like: ShardedVolume, ndim: int) -> list[Any]:
+def aligned(operand: Any, like: ShardedVolume, _ndim: int) -> list[Any]:
     """Return an operand of a broadcast of ``ndim`` dims as one value per slab of ``like``."""
     context = like.context
     count = len(like.slabs)
@@ -280,7 +280,7 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
     if isinstance(results[0], tuple | list):
         parts = [rewrap(like, list(column)) for column in zip(*results, strict=True)]
         kind = type(results[0])
-        return kind(parts) if kind in (tuple, list) else kind(parts)  # torch.return_types take a sequence
+        return kind(parts)
     return results[0]
 
 
@@ -370,7 +370,7 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
 
 
 @handles("Activations", "prelu", "F.prelu")
-def prelu(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def prelu(func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     volume, weight = args
     slopes = volume.context.spread(weight)

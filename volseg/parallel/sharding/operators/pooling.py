@@ -42,7 +42,7 @@ def max_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     plans = _plans(volume, count, kernel, stride, padding, dilation, given["ceil_mode"], -inf)
     inside = _outside_cut(padding, volume, count)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
         return func(slab, kernel, stride, inside, dilation, given["ceil_mode"])
 
     def whole(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def average_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     )
     rest = (ceil_mode, include) if count == 1 else (ceil_mode, include, divisor)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         pooled = func(slab, kernel, stride, inside, *rest)
         if regular or divisor is not None:
             return pooled
@@ -142,7 +142,7 @@ def adaptive_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
         return func(volume.full_tensor(), outputs)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         # Along the cut the intervals do not start where the slab does: pool them one by one there.
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
             slab = _pool_intervals(kind, slab, dim, plan.window, window)  # type: ignore[arg-type]

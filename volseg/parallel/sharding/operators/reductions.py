@@ -133,14 +133,13 @@ def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Reductions", "var", "std", "var_mean", "std_mean")
-def variance(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def variance(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Combine the slabs' means and variances."""
-    if len(args) > 1 and isinstance(args[1], bool):  # var(unbiased)
-        args, kwargs = (args[0],), {**kwargs, "unbiased": args[1]}
-    elif len(args) > 2 and isinstance(args[2], bool):  # var(dim, unbiased, keepdim)
-        kwargs = {**kwargs, "unbiased": args[2], **({"keepdim": args[3]} if len(args) > 3 else {})}
-        args = args[:2]
-    given = bound("input dim", args, kwargs, dim=None, keepdim=False)
+    # var(unbiased), or var(dim, unbiased, keepdim)
+    unbiased_first = len(args) > 1 and isinstance(args[1], bool)
+    names = ("input", "unbiased") if unbiased_first else ("input", "dim", "unbiased", "keepdim")
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = bound("", (), kwargs, dim=None, keepdim=False)
     volume = given["input"]
     correction = given.get("correction", int(given.get("unbiased", True)))
     correction = 1 if correction is None else correction

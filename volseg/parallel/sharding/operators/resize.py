@@ -53,7 +53,7 @@ def interpolate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         plans.append(AxisPlan(Resize(size, sizes[i], mode, scales[i], corners, double), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
             slab = _blend(slab, dim, plan.window, window)  # type: ignore[arg-type]
         if all(i in cut or sizes[i] == slab.shape[2 + i] for i in range(count)):

@@ -48,7 +48,7 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         index = (slice(None),) * dim + (slice(None, None, step),)
         return tensor[index]
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
         return every(slab)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _sizes_at(dims: Sequence[int], sizes: Sequence[int], ndim: int) -> list[int]
 
 
 @handles("Slices and joins", "cat", "concat", "concatenate")
-def cat(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def cat(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
     given = bound("tensors dim", args, kwargs, dim=0)
     parts = list(given["tensors"])
@@ -244,7 +244,7 @@ def _spans_of_whole(
 
 
 @handles("Slices and joins", "stack")
-def stack(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def stack(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Stack volumes along a new dim."""
     given = bound("tensors dim", args, kwargs, dim=0)
     like = volumes(given["tensors"])[0]
@@ -287,7 +287,7 @@ def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         volume = _pad_inside(volume, inside, rest)
     for dim in volume.dims:
         if pairs[dim] != (0, 0):
-            volume = _pad_cut(volume, dim, *pairs[dim], mode, given["value"] or 0.0)
+            volume = _pad_cut(volume, dim, pairs[dim], mode, given["value"] or 0.0)
             if not isinstance(volume, ShardedVolume):
                 return unsupported(func, args, kwargs, "the padded volume is thinner than the number of shards")
     return volume
@@ -299,9 +299,8 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
     return wrap(volume, slabs)
 
 
-def _pad_cut(
-    volume: ShardedVolume, dim: int, before: int, after: int, mode: str, value: float
-) -> ShardedVolume | Tensor:
+def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float) -> ShardedVolume | Tensor:
+    before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
     if mode == "constant":
@@ -315,7 +314,7 @@ def _pad_cut(
     ]
     axis = volume.dims.index(dim)
 
-    def local(slab: Tensor, windows: list[LocalWindow], position: int) -> Tensor:
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         if not isinstance(window, _Gathered):
             return slab
         own = windows[axis]
@@ -385,7 +384,7 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Dims", "unsqueeze")
-def unsqueeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def unsqueeze(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Insert a dim of extent one."""
     given = bound("input dim", args, kwargs)
     return _unsqueeze(given["input"], given["dim"])
@@ -398,7 +397,7 @@ def _unsqueeze(volume: ShardedVolume, dim: int) -> ShardedVolume:
 
 
 @handles("Dims", "squeeze")
-def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def squeeze(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
     given = bound("input dim", args, kwargs, dim=None)
     volume, dim = given["input"], given["dim"]
@@ -489,6 +488,6 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
 
 
 @handles("Dims", "Tensor.T", "Tensor.mT")
-def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def transposed(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims."""
     return permute(torch.transpose, (args[0], -2, -1), {})
