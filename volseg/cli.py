@@ -1,9 +1,11 @@
 """The command line: each verb a few lines onto `volseg.experiment`.
 
-What volseg raises on purpose is printed as one message without a traceback, with exit status 1; Ctrl-C ends with 130.
+What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
+system refuses (a full disk); Ctrl-C ends with 130.
 """
 
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +30,9 @@ app.add_typer(data_app)
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
 ]
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses."""
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
 Checkpoint = Annotated[str, typer.Option(help="latest (the end of the training) or best (on the validation cases).")]
 
@@ -44,8 +49,9 @@ def train(
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment
+    from volseg.config.loading import path_override
 
-    overrides = [*(overrides or ()), *([f"output={output}"] if output else ())]
+    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     if gpus is not None and gpus > 1:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
@@ -70,10 +76,11 @@ def cross_validate(
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
     from volseg import experiment
+    from volseg.config.loading import path_override
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
-    overrides = [*(overrides or ()), *([f"output={output}"] if output else ())]
+    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
@@ -162,6 +169,12 @@ def main() -> None:
     except VolsegError as fault:
         typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        typer.secho("volseg: interrupted; what was reached is saved, go on with --resume", err=True)
-        sys.exit(130)
+    except OSError as fault:  # a full disk, a folder that may not be written
+        where = "" if fault.filename is None else f"{fault.filename}: "
+        remedy = "free space, or name another folder; a training goes on by --resume"
+        typer.secho(f"volseg: {where}{fault.strerror or fault}; {remedy}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+    except SystemExit as end:  # typer turns Ctrl-C into this one
+        if end.code in INTERRUPTED:
+            typer.secho("volseg: interrupted; a training that had begun is saved, go on with it by --resume", err=True)
+        raise

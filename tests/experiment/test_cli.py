@@ -1,10 +1,13 @@
+import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
 
-from volseg.cli import app
+from volseg.cli import app, main
 
 VERBS = ["train", "validate", "predict", "quickstart", "data"]
 
@@ -44,3 +47,37 @@ def test_data_make_writes_a_task(tmp_path):
 
 def test_version():
     assert CliRunner().invoke(app, ["--version"]).output.startswith("volseg ")
+
+
+def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", str(config_file), "--set", "training.epochs=1", "-o", "2024-05-01"]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "2024-05-01" / "report.md").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(config_file, tmp_path):
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "training.iterations=5000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate()[1]
+    assert running.returncode == 130
+    assert "interrupted; a training that had begun is saved, go on with it by --resume" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "run" / "checkpoints" / "latest.pt").exists()
+
+
+def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, capsys):
+    """A limit on the size of a file stands for a full disk."""
+    monkeypatch.setattr(sys, "argv", ["volseg", "train", str(config_file)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ended.value.code == 1
+    assert "File too large; free space, or name another folder" in capsys.readouterr().err

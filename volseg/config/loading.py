@@ -1,5 +1,6 @@
 """From a YAML file and ``--set`` overrides to a checked config, and back to a file that reads as the same config."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["differences", "dump_config", "load_config", "override"]
+__all__ = ["differences", "dump_config", "load_config", "override", "path_override"]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -51,6 +52,15 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
+
+
+def path_override(key: str, path: Path) -> str:
+    """Return the override that sets ``key`` to a path, whatever YAML would take its text for.
+
+    >>> path_override("output", Path("2024-05-01"))
+    'output="2024-05-01"'
+    """
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON text is a YAML text
 
 
 def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> Any:

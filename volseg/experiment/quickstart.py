@@ -3,7 +3,7 @@
 from itertools import count
 from pathlib import Path
 
-from volseg.config.loading import load_config
+from volseg.config.loading import load_config, path_override
 from volseg.data.synthetic import make_task
 from volseg.experiment.predicting import predict
 from volseg.experiment.report import closing_words
@@ -35,7 +35,7 @@ def quickstart(output: Path | None = None) -> str:
     folder = RunFolder(_free_folder() if output is None else output)
     folder.require_free()
     root = make_task(folder.path / "data" / "Task00_Synthetic")
-    config = load_config(_config_file(), [f"data.root={root}", f"output={folder.path}"])
+    config = load_config(_config_file(), [path_override("data.root", root), path_override("output", folder.path)])
     outcome = train(config)
     predict(folder, [root / "imagesTs"])
     return closing_words(outcome)
