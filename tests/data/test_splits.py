@@ -32,8 +32,8 @@ def test_another_seed_is_another_split():
 @pytest.mark.parametrize(
     ("ids", "num_folds", "message"),
     [
-        ("abc", 5, "5 folds need at least 2 folds and as many cases as folds, got 3 cases"),
-        ("abc", 1, "1 folds need at least 2 folds"),
+        ("abc", 5, r"got 5 folds of 3 cases; set split\.num_folds to 3"),
+        ("abc", 1, r"need 2 folds or more.*set split\.num_folds to 2"),
         ("abb", 2, "case ids must be unique, but 'b' came twice"),
     ],
 )

@@ -300,3 +300,16 @@ def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
 def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(configured, override, message):
     with pytest.raises(ConfigError, match=message):
         train(configured(override, "data.root=/nowhere"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(configured, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file is no folder that can be written to; choose another one by --output"):
+        train(configured(f"output={tmp_path}/file/run", "data.root=/nowhere"))
+
+
+def test_a_network_of_one_size_needs_a_window_of_it(configured):
+    unetr = "network={name: UNETR, hidden_size: 24, mlp_dim: 32, num_heads: 2, feature_size: 4}"
+    with pytest.raises(ConfigError, match=r"takes volumes of \(16, 16, 16\) voxels only; set inference\.window to"):
+        train(configured(unetr))
+    assert train(configured(unetr, "inference.window=[16, 16, 16]", "training.epochs=1")).validated is not None

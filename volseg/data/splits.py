@@ -63,7 +63,10 @@ def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Spl
     if doubled := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"case ids must be unique, but {_some(doubled)} came twice")
     if not 2 <= num_folds <= len(names):
-        raise DataError(f"{num_folds} folds need at least 2 folds and as many cases as folds, got {len(names)} cases")
+        raise DataError(
+            f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
+            f"set split.num_folds to {max(2, min(num_folds, len(names)))}, or split.validation to none"
+        )
     order = np.arange(len(names))
     # The legacy generator on purpose: scikit-learn's folds are defined by it.
     np.random.RandomState(seed).shuffle(order)

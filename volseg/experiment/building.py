@@ -1,5 +1,6 @@
 """From a config to the objects it describes; every function here makes one of them."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -121,6 +122,7 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
             patch_size=config.patch.size,
         )
     )
+    _require_window(network, config)
     parallel = config.parallel
     if parallel.strategy == "none":
         return _laid_out(network.to(device), config, task)
@@ -132,6 +134,16 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
     )
+
+
+def _require_window(network: FitGrid, config: ExperimentConfig) -> None:
+    """Raise for a network of one size without a window of it: the first whole volume may come after hours."""
+    rule, window = network.rule, config.inference.window
+    if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
+        raise ConfigError(
+            f"network {config.network.name} takes volumes of {rule.minimum} voxels only; set inference.window to "
+            f"{list(rule.minimum)}, got {window and list(window)}"
+        )
 
 
 def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Module:

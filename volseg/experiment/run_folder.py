@@ -15,6 +15,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,17 +92,20 @@ class RunFolder:
         return self.config_file.exists()
 
     def require_free(self) -> None:
-        """Raise if a run was begun here; it is left as it is.
+        """Raise if a run was begun here, which is left as it is, or if none can be written here.
 
         Raises
         ------
         ConfigError
-            Names the two ways on.
+            Names the ways on.
         """
         if self.exists:
             raise ConfigError(
                 f"{self.path} holds a run already; go on with it by --resume, or choose another folder by --output"
             )
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ConfigError(f"{parent} is no folder that can be written to; choose another one by --output")
 
     def may_go_on(self) -> bool:
         """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten."""
