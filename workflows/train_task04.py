@@ -1,6 +1,6 @@
 """Train a V-Net on MSD Task04 Hippocampus in plain Python: what `volseg train configs/task04_vnet.yaml` does.
 
-python workflows/train_task04.py DIR/Task04_Hippocampus --epochs 40
+python workflows/train_task04.py DIR/Task04_Hippocampus --epochs 20
 """
 
 import argparse
@@ -24,7 +24,7 @@ from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.schedules import cosine
 
-PATCH, BATCH, SEED = (48, 64, 48), 8, 12345
+PATCH, BATCH, SEED = (32, 48, 32), 8, 12345
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("root", type=Path, help="the task's folder")
     arguments.add_argument("--output", type=Path, default=Path("runs/train_task04"))
-    arguments.add_argument("--epochs", type=int, default=40)
+    arguments.add_argument("--epochs", type=int, default=20)
     arguments.add_argument("--iterations", type=int, default=250, help="batches per epoch")
     chosen = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
