@@ -10,6 +10,7 @@ from volseg.parallel.pipeline import transfer
 from volseg.parallel.pipeline.costs import observe
 from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement, place
 from volseg.parallel.pipeline.statistics import FrozenStatistics
+from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.pipeline.trace import segments
 
 
@@ -68,3 +69,32 @@ def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
         with pytest.raises(RuntimeError, match="device"):
             output + output.to("cuda:0")  # the check checks
     assert output.device == torch.device("cuda", len(found) - 1)
+
+
+def nodes_behind(tensor: Tensor) -> set:
+    todo, seen = [tensor.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return seen
+
+
+def test_each_tensor_is_sent_once_to_each_stage_that_uses_it():
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Conv3d(2, 2, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            second = self.b(first) + first * first
+            return self.c(second) + first + second.mT.mT
+
+    net = Skips()
+    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 3, cuts=["b", "c"], launch="eager")
+    output = strategy(torch.randn(4, 2, 2, 2, 2))
+    # To stage 1: first. To stage 2: first and second. For each of two micro-batches.
+    names = [node.name() for node in nodes_behind(output)]
+    assert names.count("_CrossBackward") == names.count("_DepartBackward") == 3 * 2

@@ -145,19 +145,27 @@ class Stopwatch(runs.Run):
         """End the current segment: stop the clock, then time its backward."""
         forward = self._stop()
         sent = [tensor for tensor in self._sent if tensor.requires_grad and tensor.grad_fn is not None]
-        backward = 0.0
-        if sent:
-            # Recomputation inside is backward's: it is neither counted nor cut.
-            self._paused = True
-            gradients = [torch.ones_like(tensor) for tensor in sent]
-            stop = self._clock()
-            with torch._C.DisableTorchFunction():
-                torch.autograd.backward(sent, gradients)
-            backward = stop()
-            self._paused = False
-            for parameter in self._parameters:
-                parameter.grad = None
+        # Recomputation inside is backward's: it is neither counted nor cut.
+        self._paused = True
+        try:
+            backward = self._backward(sent) if sent else 0.0
+        except RuntimeError as failure:
+            if "backward through the graph a second time" not in str(failure):
+                raise
+            # A reentrant checkpoint hands its gradient past the cut, to a segment that is done: forward once more,
+            # and twice that for the gradients.
+            backward = 3 * forward
+        self._paused = False
+        for parameter in self._parameters:
+            parameter.grad = None
         self.times.append((forward, backward))
+
+    def _backward(self, sent: list[Tensor]) -> float:
+        gradients = [torch.ones_like(tensor) for tensor in sent]
+        stop = self._clock()
+        with torch._C.DisableTorchFunction():
+            torch.autograd.backward(sent, gradients)
+        return stop()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
         """Begin the next segment where this call does; cut its arguments off."""
@@ -171,7 +179,9 @@ class Stopwatch(runs.Run):
         if number:
             self.finish()
             self._begin()
-        return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
+        # What is done here is no part of forward: it must be neither counted nor marked.
+        with torch._C.DisableTorchFunction():
+            return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

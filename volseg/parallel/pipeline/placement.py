@@ -171,21 +171,26 @@ class PlacedRun(runs.Run):
         index = self._calls[module]
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
-        brought = None
-        if not self._all_here(args, kwargs):
-            brought = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
-        if self.skips_quiet and module in self.placement.quiet and not runs.has_foreign_hooks(module):
-            self._quiet, self._silence = module, torch._C.DisableTorchFunction()
-            self._silence.__enter__()
-        return brought
+        # What is done here is no part of forward, and must not be brought itself.
+        silence = torch._C.DisableTorchFunction()
+        silence.__enter__()
+        try:
+            if self._all_here(args, kwargs):
+                return None
+            return runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        finally:
+            if self.skips_quiet and module in self.placement.quiet and not runs.has_foreign_hooks(module):
+                self._quiet, self._silence = module, silence
+            else:
+                silence.__exit__(None, None, None)
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """Look at functions again."""
         if module is self._quiet:
-            self._silence.__exit__(None, None, None)
-            self._quiet = None
             self._received.clear()
             self._settle(output)
+            self._quiet = None
+            self._silence.__exit__(None, None, None)
 
     def turn_to(self, location: Location) -> None:
         """Continue on another stage."""

@@ -52,6 +52,8 @@ class Recording(runs.Run):
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         self._states = {id(state): name for name, state in reversed(names)}
         self._counters = batch_counters(net)
+        # By memory, not identity: a linear layer keeps a transposed view of its weight.
+        self._owned = {StorageWeakRef(state.untyped_storage()).cdata for _, state in names}
         self._calls: dict[str, int] = defaultdict(int)
         self._memory, self._kept = _Memory(), _Memory()
         self._guards: list[tuple[Any, bool]] = []
@@ -69,7 +71,7 @@ class Recording(runs.Run):
 
     def _count(self, tensor: Tensor) -> None:
         """Count a tensor that backward would need, once, and let it go."""
-        if id(tensor) in self._states or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or StorageWeakRef(tensor.untyped_storage()).cdata in self._owned:
             return
         # -1: never the number of an operation, so that equality means "not counted yet".
         if self._kept.seen(tensor, -self._number - 1) == -self._number - 1:

@@ -1,0 +1,69 @@
+import torch
+from torch import Tensor, nn
+
+from volseg.parallel.pipeline.costs import Stopwatch, measure, observe
+from volseg.parallel.pipeline.trace import segments
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Skips, in-place functions and functions between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(4))
+        self.norm, self.drop = nn.BatchNorm2d(2), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu_(self.a(x))
+        second = self.drop(self.norm(self.b(first))) + first
+        return self.d(torch.cat([self.c(second)[:, :1], first[:, 1:]], 1)) + second
+
+
+def test_every_segment_with_a_gradient_has_a_backward_time():
+    net, x = Net(), torch.randn(2, 2, 16, 16)
+    found = measure(net, (x,), {}, CPU)
+    assert [layer.modules for layer in found.layers] == [("a",), ("b",), ("norm", "drop"), ("c",), ("d",)] or [
+        layer.modules for layer in found.layers
+    ] == [("a",), ("b",), ("norm",), ("drop",), ("c",), ("d",)]
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in found.layers)
+
+
+def test_timing_sees_the_functions_that_recording_saw():
+    net, x = Net(), torch.randn(2, 2, 8, 8)
+    probe, trace, _ = observe(net, (x,), {}, CPU)
+    found = segments(trace)
+    for _ in range(2):
+        with torch.enable_grad(), Stopwatch(probe, found, CPU) as watch:
+            probe(x)
+            watch.finish()
+        assert watch._number == sum(len(segment.operations) for segment in found)
+        assert len(watch.times) == len(found)
+
+
+def test_costs_count_each_parameter_and_kept_tensor_once():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).exp())
+
+    layers = measure(Tied(), (torch.randn(4, 8),), {}, CPU).layers
+    assert [layer.parameter_bytes for layer in layers] == [8 * 8 * 4, 0]
+    # The input for the first weight's gradient, and the exponential, which its own gradient and the second
+    # weight's share.
+    assert sum(layer.activation_bytes for layer in layers) == 2 * 4 * 8 * 4
+
+
+def test_measuring_changes_nothing():
+    net, x = Net(), torch.randn(2, 2, 8, 8)
+    before = {name: state.clone() for name, state in net.state_dict().items()}
+    state = torch.get_rng_state()
+    measure(net, (x,), {}, CPU)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in net.parameters())
