@@ -121,6 +121,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
         ({"modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, not MSD's: it lacks 'modality'"),
+        ({"training": ..., "modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, .* into one 4D file"),
     ],
 )
 def test_what_would_cost_a_training_is_refused(msd, changes, message):

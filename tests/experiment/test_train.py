@@ -313,3 +313,9 @@ def test_a_network_of_one_size_needs_a_window_of_it(configured):
     with pytest.raises(ConfigError, match=r"takes volumes of \(16, 16, 16\) voxels only; set inference\.window to"):
         train(configured(unetr))
     assert train(configured(unetr, "inference.window=[16, 16, 16]", "training.epochs=1")).validated is not None
+
+
+def test_a_bad_image_to_predict_has_a_remedy_of_its_own(outcome, tmp_path):
+    (tmp_path / "bad.nii.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nmend them, or leave them out$"):
+        predict(outcome.folder, [tmp_path / "bad.nii.gz"])

@@ -84,8 +84,10 @@ def check_case(case: Case, task: Task) -> list[Problem]:
     return found
 
 
-def require_sound(problems: Sequence[Problem]) -> None:
-    """Raise one error that names every bad case.
+def require_sound(
+    problems: Sequence[Problem], remedy: str = "mend them, or set data.skip_bad to leave them out of training"
+) -> None:
+    """Raise one error that names every bad case, and the remedy.
 
     Raises
     ------
@@ -95,9 +97,7 @@ def require_sound(problems: Sequence[Problem]) -> None:
     if problems:
         cases = len({problem.case for problem in problems})
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(
-            f"{cases} case(s) cannot be used:\n{lines}\nmend them, or set data.skip_bad to leave them out of training"
-        )
+        raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
 
 
 def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:

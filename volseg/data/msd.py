@@ -48,6 +48,11 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
         raise DataError(f"{manifest} cannot be read as JSON: {fault}") from fault
     if not isinstance(declared, dict):
         raise DataError(f"{manifest} should hold a JSON object, got {type(declared).__name__}")
+    if "channel_names" in declared and not {"training", "modality"} <= declared.keys():
+        raise DataError(
+            f"{manifest} is nnU-Net's, not MSD's: it lacks 'modality' or a list of 'training' cases; add both, and put "
+            "the channels of a case (CASE_0000.nii.gz, CASE_0001.nii.gz ...) into one 4D file"
+        )
     training = _cases(declared.get("training"), "training", folder)
     test = _cases(declared.get("test", []), "test", folder)
     if not training:
@@ -98,8 +103,6 @@ def find_task(root: str | Path) -> Path:
 
 def _modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
     """Return the channel names; tasks write {"0": "MRI"}, some tools a list."""
-    if "modality" not in declared and "channel_names" in declared:
-        raise DataError(f"{manifest} is nnU-Net's, not MSD's: it lacks 'modality' and a list of 'training' cases")
     modality = declared.get("modality")
     names = modality if isinstance(modality, list) else _by_number(modality, "modality", manifest)
     return tuple(str(name).strip() for name in names)

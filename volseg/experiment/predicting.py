@@ -51,7 +51,7 @@ def predict(
     _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
     with count_up(len(cases), "checking") as count:
-        require_sound(check_cases(cases, trained.task, progress=count))
+        require_sound(check_cases(cases, trained.task, progress=count), "mend them, or leave them out")
     config = trained.config
     testing = Testing(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
