@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
@@ -16,7 +17,7 @@ from volseg.data.msd import load_task
 from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import read_summary
-from volseg.experiment import RunFolder, load_config, predict, train, validate
+from volseg.experiment import RunFolder, closing_words, load_config, predict, train, validate
 from volseg.experiment.predicting import find_images
 from volseg.workflow import load_checkpoint
 
@@ -319,3 +320,8 @@ def test_a_bad_image_to_predict_has_a_remedy_of_its_own(outcome, tmp_path):
     (tmp_path / "bad.nii.gz").write_bytes(b"x")
     with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nmend them, or leave them out$"):
         predict(outcome.folder, [tmp_path / "bad.nii.gz"])
+
+
+def test_the_commands_to_type_next_can_be_typed(outcome):
+    spaced = replace(outcome, folder=RunFolder(Path("runs/run 1")))
+    assert "volseg predict 'runs/run 1' IMAGES..." in closing_words(spaced)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shlex import quote
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -69,8 +70,8 @@ def closing_words(outcome: Outcome) -> str:
 The run is in {folder} ({outcome.seconds:.0f} s); report: {folder / "report.md"}
 
 Next:
-  tensorboard --logdir {outcome.folder.tensorboard}
-  volseg predict {folder} IMAGES... -o predictions
+  tensorboard --logdir {quote(str(outcome.folder.tensorboard))}
+  volseg predict {quote(str(folder))} IMAGES... -o predictions
   volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"""
 
 
