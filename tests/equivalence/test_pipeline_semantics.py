@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 
 import pytest
 import torch
@@ -539,3 +540,38 @@ def test_several_inputs_and_outputs_from_a_recording():
         torch.testing.assert_close(ours.grad, theirs.grad, **ROUND_OFF)
         torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
     assert is_recorded(model)
+
+
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+def test_inference_mode_between_training_steps(launch):
+    net = nn.Sequential(conv(), nn.BatchNorm3d(2), conv(), nn.ReLU(inplace=True), conv()).double()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
+    for _ in range(WARM_UP + 2):
+        x = volumes(3)
+        net.eval(), reference.eval()
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+        net.train(), reference.train()
+        model(x), reference(x)
+        torch.testing.assert_close(dict(net[1].named_buffers()), dict(reference[1].named_buffers()), **ROUND_OFF)
+
+
+def test_copies_for_other_stages_end_with_forward():
+    """Backward keeps the sigmoid's output on its stage; the copy of it, which an addition reads, is not kept."""
+    made = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = conv(), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.a(x).sigmoid()
+            made.append(weakref.ref(gate))
+            return self.b(x) + gate
+
+    model = ModelParallel(Watched().double(), devices=THREE, split_size=4, cuts=["b"], launch="eager")
+    output = model(volumes(4))
+    assert made[-1]() is None or not hasattr(made[-1](), "_volseg_copies")
+    output.sum().backward()

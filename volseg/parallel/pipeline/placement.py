@@ -148,6 +148,7 @@ class PlacedRun(runs.Run):
         self._borrowed = {} if borrowed is None else borrowed
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._received: list[tuple[Tensor, int]] = []
+        self._senders: list[ref[Tensor]] = []
         self._device_before: int | None = None
         self._quiet: nn.Module | None = None
 
@@ -162,6 +163,11 @@ class PlacedRun(runs.Run):
         if self._device_before is not None:
             torch.cuda.set_device(self._device_before)
         super().__exit__(*failure)
+        for sender in self._senders:
+            tensor = sender()
+            if tensor is not None:
+                # What backward keeps must not keep copies that only forward needed.
+                del tensor._volseg_copies  # type: ignore[attr-defined]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
         """Turn to the stage of ``module`` and bring its arguments there."""
@@ -253,9 +259,10 @@ class PlacedRun(runs.Run):
         if id(tensor) in self.placement.owners:
             copies, key = self._borrowed, (id(tensor), self.here, with_grad)
         else:
-            # Kept on the tensor itself, so that the copies live no longer than the original.
+            # Kept on the tensor itself, so that the copies live no longer than the original or this passage.
             if not hasattr(tensor, "_volseg_copies"):
                 tensor._volseg_copies = {}  # type: ignore[attr-defined]
+                self._senders.append(ref(tensor))
             copies, key = tensor._volseg_copies, (self.here, with_grad)  # type: ignore[attr-defined]
         if key not in copies:
             copies[key] = self.receive(tensor)

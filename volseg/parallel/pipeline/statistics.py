@@ -18,6 +18,7 @@ References
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +99,13 @@ class _Gathered:
             running.lerp_(new.to(running.device), self.momentum)
 
 
+@lru_cache(maxsize=64)
+def _column(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``counts`` as ``(parts, 1)``; kept, since each norm asks for it, and copies from the host take time."""
+    with torch.inference_mode(False):
+        return torch.tensor(counts, dtype=dtype, device=device)[:, None]
+
+
 def combine(
     means: Tensor, variances: Tensor, counts: Sequence[int], by_instance: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +121,7 @@ def combine(
         Instance norm's running statistics are averages over samples: no spread between the parts enters.
     """
     total = sum(counts)
-    weights = torch.tensor(counts, dtype=means.dtype).to(means.device, non_blocking=True)[:, None]
+    weights = _column(tuple(counts), means.dtype, means.device)
     mean = (means * weights).sum(0) / total
     if by_instance:
         return mean, (variances * weights).sum(0) / total

@@ -207,7 +207,9 @@ class PipelineStrategy:
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         split_size = self._splits.get(shapes)
         if split_size is None or self.placement is None:
-            split_size = self._splits[shapes] = self._decide(args, kwargs, batch)
+            # Parameters that were moved under inference mode could never be trained again.
+            with torch.inference_mode(False):
+                split_size = self._splits[shapes] = self._decide(args, kwargs, batch)
         assert self.placement is not None
         return self.placement, split_size
 
@@ -356,6 +358,9 @@ def _memory_limits(devices: list[torch.device]) -> list[float] | None:
     """Return the bytes that each device can give, or ``None`` for hosts."""
     if any(device.type != "cuda" for device in devices):
         return None
+    # What measuring has left behind is not in use.
+    gc.collect()
+    torch.cuda.empty_cache()
     limits = []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
