@@ -119,6 +119,26 @@ def predict(
         typer.echo(path)
 
 
+@app.command(
+    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --devices 4"
+)
+def verify(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    overrides: Overrides = None,
+    devices: Annotated[int, typer.Option(min=2, help="Shards; without as many GPUs, one device stands for all.")] = 4,
+    shape: Annotated[
+        tuple[int, int, int] | None, typer.Option(metavar="D H W", help="Sides in voxels; default the training patch.")
+    ] = None,
+) -> None:
+    """Compare the network on several devices with itself on one: outputs, gradients, buffers, one step (float64)."""
+    from volseg import experiment
+
+    report = experiment.verify(experiment.load_config(config, overrides or ()), num_devices=devices, shape=shape)
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 @data_app.command(epilog="Example: volseg data make Task00_Synthetic --cases 24")
 def make(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],

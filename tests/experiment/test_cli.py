@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from volseg.cli import app, main
 
-VERBS = ["train", "validate", "predict", "quickstart", "data"]
+VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make"]
 
 
-@pytest.mark.parametrize("verb", [*VERBS[:4], "data make"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_with_an_example(verb):
     result = CliRunner().invoke(app, [*verb.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0

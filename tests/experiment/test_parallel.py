@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from volseg.errors import ConfigError
-from volseg.experiment import load_config, predict, train, train_on
+from volseg.errors import ConfigError, UnsupportedOperatorError
+from volseg.experiment import load_config, predict, train, train_on, verify
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow import load_checkpoint
 
@@ -75,3 +75,15 @@ def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
         train_on(2, config_file, ["network.name=Unett"])
     with pytest.raises(ConfigError, match=r"leave out parallel\.devices, which is 2"):
         train_on(2, config_file, ["parallel={strategy: spatial, devices: 2}"])
+
+
+def test_verify_tells_that_the_network_is_the_same_on_four_devices(configured):
+    report = verify(configured(), num_devices=4)
+    assert report.ok
+    assert "4 shards and one device are equal to round-off on a volume of (1, 1, 16, 16, 16)" in str(report)
+    assert any(name.startswith("gradient of ") for name in report.errors)
+
+
+def test_verify_refuses_a_network_without_a_sharded_form(configured):
+    with pytest.raises(UnsupportedOperatorError):
+        verify(configured("network={name: SwinUNETR, feature_size: 12}", "patch.size=[32, 32, 32]"), num_devices=2)

@@ -10,6 +10,7 @@ from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
+from volseg.experiment.verifying import verify
 from volseg.workflow.processes import is_main_process
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "train",
     "train_on",
     "validate",
+    "verify",
 ]
