@@ -1,6 +1,5 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
-import warnings
 from pathlib import Path
 
 import pytest

@@ -12,7 +12,7 @@ from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
 
-__all__ = ["ChosenCases", "choose_cases", "choose_names", "choose_split"]
+__all__ = ["ChosenCases", "choose_cases", "choose_split", "sound_cases"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +30,44 @@ class ChosenCases:
 
 
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
-    """Read the task, split it, check every case to its end, and return those to use.
-
-    The split is made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
+    """Read the task's description and return the cases to use; no image is read.
 
     Raises
     ------
     DataError
-        If there is no task, or a case is bad and ``data.skip_bad`` is off: all bad cases at once.
+        If there is no task, or too few cases for the folds.
     """
-    named = choose_names(config)
-    task, used = named.task, [*named.training, *named.validation]
-    with count_up(len(used), "checking") as count:
-        problems = check_cases(used, task, progress=count)
-    if not config.data.skip_bad:
-        require_sound(problems)
-    bad = {problem.case for problem in problems}
-    for problem in problems:
-        logger.warning("left out: %s", problem)
-    training, validation = (
-        tuple(case for case in cases if case["case"] not in bad) for cases in (named.training, named.validation)
-    )
-    if not training or (named.validation and not validation):
-        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {len(used)} are bad")
-    return replace(named, training=training, validation=validation, problems=tuple(problems))
-
-
-def choose_names(config: ExperimentConfig) -> ChosenCases:
-    """Return the cases of a run without reading them: for a process that another one sends its batches."""
     task = load_task(config.data.root, require_files=False)
     split = choose_split(config, [case["case"] for case in task.training])
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
     return ChosenCases(task=task, split=split, training=training, validation=validation, problems=())
+
+
+def sound_cases(chosen: ChosenCases, *, skip_bad: bool) -> ChosenCases:
+    """Read every chosen case to its end and return those that can be used.
+
+    The split was made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
+
+    Raises
+    ------
+    DataError
+        If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
+    """
+    used = [*chosen.training, *chosen.validation]
+    with count_up(len(used), "checking") as count:
+        problems = check_cases(used, chosen.task, progress=count)
+    if not skip_bad:
+        require_sound(problems)
+    bad = {problem.case for problem in problems}
+    for problem in problems:
+        logger.warning("left out: %s", problem)
+    training, validation = (
+        tuple(case for case in cases if case["case"] not in bad) for cases in (chosen.training, chosen.validation)
+    )
+    if not training or (chosen.validation and not validation):
+        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {len(used)} are bad")
+    return replace(chosen, training=training, validation=validation, problems=tuple(problems))
 
 
 def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:

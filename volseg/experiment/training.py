@@ -24,7 +24,7 @@ from volseg.experiment.building import (
     join_processes,
     preprocessing_of,
 )
-from volseg.experiment.cases import ChosenCases, choose_cases, choose_names
+from volseg.experiment.cases import ChosenCases, choose_cases, sound_cases
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
@@ -65,11 +65,13 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     folder = RunFolder(config.folder)
     resume = _may_begin(folder, config, resume)
     seed_everything(config.seed)
-    chosen = choose_cases(config) if is_main_process() else choose_names(config)
+    chosen = choose_cases(config)
     if resume:
         folder.require_same_split(chosen.split)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
+    if is_main_process():
+        chosen = sound_cases(chosen, skip_bad=config.data.skip_bad)
     held_out = _prepared(config, chosen.validation, "preparing validation", keep_reference=True)
     validating = partial(_validation, config, chosen.task, model, held_out)
     training = build_training(

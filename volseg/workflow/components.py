@@ -123,8 +123,8 @@ class AnyDepth(nn.Module):
         if label.dtype == torch.int64:  # which torch cannot resize; the values are exact in float32
             label = label.float()
         weights = self.deep.get_weights(levels=len(logits))
-        terms = (weight * self.deep.get_loss(head, label) for weight, head in zip(weights, logits, strict=True))
-        return sum(terms, start=0.0)
+        terms = [weight * self.deep.get_loss(head, label) for weight, head in zip(weights, logits, strict=True)]
+        return torch.stack(terms).sum()
 
 
 def build_optimizer(spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool) -> Optimizer:

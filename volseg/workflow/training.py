@@ -206,7 +206,7 @@ class Training:
                 while not self.finished:
                     self._emit("on_epoch_begin")
                     seconds, seconds_waited = self._train_epoch()
-                    if self._interruption:
+                    if self._must_stop():
                         self._emit("on_interrupt")
                         break
                     self._close_epoch(seconds, seconds_waited)
