@@ -212,7 +212,7 @@ def explain(model: Any, row: Row, ms: float) -> Row:
     micro_batches = -(-row["shape"][0] // partition.samples)
     bound_ms = (micro_batches + len(partition.stages) - 1) * partition.slowest_ms
     return {
-        "recorded": any(replay is not None for replay in model.strategy._recorded.values()),
+        "recorded": model.strategy.is_replaying,
         "micro_batches": micro_batches,
         "stage_ms": [stage.ms for stage in partition.stages],
         "layers_ms": partition.total_ms,
@@ -264,7 +264,7 @@ def check(row: Row) -> Row:
         if p.grad is not None and q.grad is not None
     ]
     gradient = max(((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item() for mine, theirs in pairs)
-    recorded = any(replay is not None for replay in model.strategy._recorded.values())
+    recorded = model.strategy.is_replaying
     return {"largest_output_error": worst, "largest_relative_gradient_error": gradient, "recorded": recorded}
 
 

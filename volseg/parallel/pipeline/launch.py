@@ -10,7 +10,9 @@ reads, its
 * hooks of the user's are Python that must run: such networks stay eager.
 """
 
-from collections.abc import Callable, Hashable
+import gc
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +20,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.capture import capture
 from volseg.parallel.pipeline.micro_batch import Call
-from volseg.parallel.pipeline.placement import PlacedRun
+from volseg.parallel.pipeline.placement import PlacedRun, Placement
+from volseg.parallel.pipeline.replay import Replay
 
-__all__ = ["WARM_UP", "Watch", "WatchedRun", "situation"]
+__all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Eager batches before one is recorded."""
+
+MOST_RECORDINGS = 3
+"""Kinds of batches kept as recordings: training, validation and one to spare."""
+
+LONG = 200
+"""Batches after which an unused recording gives way."""
+
+MOST_KINDS = 64
+"""Kinds of batches watched at a time."""
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -60,6 +75,9 @@ def _condition(net: nn.Module) -> Hashable:
 class Watch:
     """Signatures of the eager batches of one kind."""
 
+    is_refused = False
+    """Whether recording has been tried in vain."""
+
     def __init__(self) -> None:
         self.batches = 0
         self._signatures: dict[int, set[int]] = {}
@@ -72,6 +90,69 @@ class Watch:
     def is_steady(self) -> bool:
         """Whether micro-batches of one size have always done the same."""
         return all(len(found) == 1 for found in self._signatures.values())
+
+
+class Recordings:
+    """Recordings of the kinds of batches that come often, made after they have been watched.
+
+    Each holds a batch's activations, so there are few: a new kind takes the place of one that has not come for
+    long, else it stays eager. Volumes of ever new sizes are therefore launched eagerly.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self._watches: dict[Hashable, Watch] = {}
+        self._made: dict[Hashable, Replay] = {}
+        self._last_used: dict[Hashable, int] = {}
+        self._batches = 0
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def watch(self, key: Hashable) -> Watch | None:
+        """Return what to note an eager batch of this kind in, or ``None`` where it has been seen often enough."""
+        if key not in self._watches and len(self._watches) >= MOST_KINDS:
+            # Something that forward could read changes all the time.
+            self._watches.clear()
+        watch = self._watches.setdefault(key, Watch())
+        watch.batches += 1
+        return watch if watch.batches <= WARM_UP else None
+
+    def find(
+        self, key: Hashable, placement: Placement, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
+    ) -> Replay | None:
+        """Return a recording for batches of this kind that can be used now, made if it is time to."""
+        self._batches += 1
+        if key not in self._made and self._is_time(key):
+            try:
+                if torch.cuda.is_available():
+                    # Recordings have memory of their own; what eager batches left behind is wanted there.
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                self._made[key] = Replay(capture(self._net, placement, calls), sizes, target)
+            except Exception as failure:  # a failed capture costs speed, not the run
+                logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
+                self._watches[key].is_refused = True
+        found = self._made.get(key)
+        if found is None or not found.is_free:
+            return None
+        self._last_used[key] = self._batches
+        return found
+
+    def _is_time(self, key: Hashable) -> bool:
+        watch = self._watches.get(key)
+        if watch is None or watch.batches < WARM_UP or watch.is_refused:
+            return False
+        if not watch.is_steady:
+            logger.warning("micro-batches are launched one by one, since forward does not do the same for each")
+            watch.is_refused = True
+            return False
+        if len(self._made) >= MOST_RECORDINGS:
+            oldest = min(self._made, key=self._last_used.__getitem__)
+            if self._batches - self._last_used[oldest] < LONG:
+                return False
+            del self._made[oldest]
+        return True
 
 
 class WatchedRun(PlacedRun):

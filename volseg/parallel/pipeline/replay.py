@@ -183,6 +183,8 @@ class Replay:
             wait_for_departures(devices)
             free.update({device: streams[device].record_event() for device in devices})
             yield free
+            # The caller may free what it handed over.
+            wait_for_departures(devices)
         for device in devices:
             callers[device].wait_stream(streams[device])
 

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.capture import CaptureRefusedError, capture
 from volseg.parallel.pipeline.costs import Measured, measure, observe
-from volseg.parallel.pipeline.launch import WARM_UP, Watch, WatchedRun, situation
+from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
 from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
-from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.trace import Trace, segments
 from volseg.parallel.pipeline.transfer import Passage, send
@@ -28,12 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Parameter, gradient, and Adam's two moments.
 STATE_COPIES = 4
-
-MOST_RECORDINGS = 3
-"""Kinds of batches kept as recordings; training, validation and one to spare."""
-
-MOST_KINDS = 64
-"""Kinds of batches watched at a time."""
 
 
 class PipelineStrategy:
@@ -101,8 +93,7 @@ class PipelineStrategy:
         self.cuts = None if cuts is None else tuple(cuts)
         on_gpus = all(device.type == "cuda" for device in self.devices)
         self.replays = launch == "graphs" or (launch == "auto" and on_gpus)
-        self._watches: dict[Hashable, Watch] = {}
-        self._recorded: dict[Hashable, Replay | None] = {}
+        self._recordings = Recordings(net)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
@@ -132,47 +123,20 @@ class PipelineStrategy:
         key = situation(self.net, (args, kwargs), target) if self.replays else None
         if key is None:
             return join(self._flow(placement, calls, target), sizes)
-        replay = self._replay(key, placement, calls, sizes, target)
-        if replay is not None and replay.is_free:
+        replay = self._recordings.find(key, placement, calls, sizes, target)
+        if replay is not None:
             return replay((args, kwargs))
-        if key not in self._watches and len(self._watches) > MOST_KINDS:
-            # Something that forward could read changes all the time.
-            self._watches.clear()
-        watch = self._watches.setdefault(key, Watch())
-        watch.batches += 1
-        return join(self._flow(placement, calls, target, None if watch.batches > WARM_UP else watch), sizes)
+        return join(self._flow(placement, calls, target, self._recordings.watch(key)), sizes)
 
-    def _replay(
-        self, key: Hashable, placement: Placement, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
-    ) -> Replay | None:
-        """Return the recording for batches of this kind, made once they have been watched long enough."""
-        watch = self._watches.get(key)
-        if key in self._recorded or watch is None or watch.batches < WARM_UP:
-            return self._recorded.get(key)
-        try:
-            if not watch.is_steady:
-                raise CaptureRefusedError("forward does not do the same for every micro-batch")
-            if torch.cuda.is_available():
-                # Recordings have memory of their own; what eager batches left behind is wanted there.
-                gc.collect()
-                torch.cuda.empty_cache()
-            self._forget()
-            self._recorded[key] = Replay(capture(self.net, placement, calls), sizes, target)
-        except Exception as failure:  # a failed capture costs speed, not the run
-            logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
-            self._recorded[key] = None
-        return self._recorded[key]
+    @property
+    def is_replaying(self) -> bool:
+        """Whether some kind of batch is launched from a recording by now."""
+        return len(self._recordings) > 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
         self._prepare(*self._on_first_stage((args, kwargs)))
         return self.partition
-
-    def _forget(self) -> None:
-        """Let the oldest recording go where there are too many: each holds a batch's activations."""
-        held = [key for key, replay in self._recorded.items() if replay is not None]
-        if len(held) >= MOST_RECORDINGS:
-            del self._recorded[held[0]]
 
     def _flow(
         self, placement: Placement, calls: Sequence[Call], target: torch.device, watch: Watch | None = None
