@@ -3,6 +3,27 @@
 It imports nothing of volseg but the errors, and works in any PyTorch loop.
 """
 
+from volseg.parallel.launch import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.sharding import (
+    CapturedStep,
+    ShardedVolume,
+    from_slab,
+    loads_batches,
+    scatter_batch,
+    slab_shape,
+    verify,
+)
 
-__all__ = ["ModelParallel"]
+__all__ = [
+    "CapturedStep",
+    "ModelParallel",
+    "ShardedVolume",
+    "from_slab",
+    "is_worker",
+    "launch",
+    "loads_batches",
+    "scatter_batch",
+    "slab_shape",
+    "verify",
+]

@@ -55,3 +55,32 @@ def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activa
     inputs = kernels.gradient_input(gradient, x, scale, shift, slope, offset, activation)
     wanted = kernels.gradient_input(exact_gradient, exact, *wide[:2], *wide[3:], activation)
     torch.testing.assert_close(inputs.double(), wanted, **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("affine", [False, True])
+def test_triton_combines_shards_like_plain(shards: int, affine: bool) -> None:
+    stacked = torch.rand(shards, 2, 2, 40, device="cuda") + 0.1
+    shares = torch.full((shards, 1, 1), 1 / shards, device="cuda")
+    weight, bias = (torch.rand(40, device="cuda") if affine else None for _ in range(2))
+    wide = [None if t is None else t.double() for t in (stacked, shares, weight, bias)]
+    got = kernels.coefficients(stacked, shares, weight, bias, 1e-5, None)
+    torch.testing.assert_close(got.double(), kernels.coefficients(*wide, 1e-5, None), rtol=1e-4, atol=1e-5)
+    mean, rstd = torch.rand(2, 2, 40, device="cuda")
+    got = kernels.backward_coefficients(stacked, mean, rstd, weight, 77, None)
+    wanted = kernels.backward_coefficients(wide[0], mean.double(), rstd.double(), wide[2], 77, None)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "room", "slice of channels"])
+@pytest.mark.parametrize("last", [False, True])
+def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
+    x = slabs(torch.bfloat16, layout, 3)
+    target = torch.full((2, 8, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
+    target = target.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+    kernels.copy(x, target[:, 4:7])
+    assert target[:, 4:7].equal(x)
+    assert bool(target[:, :4].isnan().all())
+    assert kernels.in_layout(x, channels_last=last).equal(x)

@@ -73,7 +73,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, join: DeferredJoin, *slabs: Tensor) -> Tensor:
         ctx.channels = [slab.shape[1] for slab in slabs]
-        if not join.room:
+        if not join.room and not slabs[0].is_cuda:
             return torch.cat(slabs, 1)
         out = roomy(slabs[0], join.room, sum(ctx.channels))
 

@@ -23,6 +23,7 @@ __all__ = [
     "copy",
     "gradient_input",
     "gradient_sums",
+    "in_layout",
     "moments",
     "shares",
 ]
@@ -138,6 +139,16 @@ def copy(slab: Tensor, out: Tensor) -> None:
         triton_kernels.copy(slab, out)
     else:
         out.copy_(slab)
+
+
+def in_layout(slab: Tensor, channels_last: bool) -> Tensor:
+    """Return a volume ``(B, C, D, H, W)`` densely in the wanted layout, itself where it is so already."""
+    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+    if slab.ndim != 5 or slab.is_contiguous(memory_format=layout):
+        return slab
+    out = torch.empty(slab.shape, dtype=slab.dtype, device=slab.device, memory_format=layout)
+    copy(slab, out)
+    return out
 
 
 def moments(slab: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
 from volseg.parallel.sharding.table import volumes
-from volseg.parallel.sharding.volume import ShardedVolume, from_whole
+from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["SpatialStrategy"]
 
@@ -91,8 +91,11 @@ class SpatialStrategy:
         finest = max((volume.shape[2:].numel() for volume in given), default=0)
         with self._same_randomness(), self.recomputation.active(finest):
             if self.replicas is not None:
-                return functional_call(self.net, trained, args, kwargs)
-            return self.net(*args, **kwargs)
+                result = functional_call(self.net, trained, args, kwargs)
+            else:
+                result = self.net(*args, **kwargs)
+        # Losses mix the few channels of the output with labels, which are contiguous.
+        return tree_map(_contiguous, result) if self.context.channels_last else result
 
     def cut(self, value: Any) -> Any:
         """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
@@ -158,6 +161,12 @@ class SpatialStrategy:
             planes = ", ".join(f"{start}-{stop} %" for start, stop in owned)
             lines.append(f"shard {self.communicator.indices[index]} on {device}: {planes} of the volume")
         return "\n".join(lines)
+
+
+def _contiguous(leaf: Any) -> Any:
+    if not isinstance(leaf, ShardedVolume):
+        return leaf
+    return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])
 
 
 def _channels_last(home: torch.device) -> bool:

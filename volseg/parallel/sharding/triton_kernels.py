@@ -6,6 +6,7 @@ A slab is addressed as (sample, channel, voxel) with three strides, so that the 
 of channels, and slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,15 @@ def _tile(tensor: Tensor) -> tuple[int, int]:
     return TILE, 1
 
 
+def _on(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launch on the tensor's device; Triton's interpreter runs on the CPU."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
 @lru_cache(maxsize=8)
 def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -136,23 +144,30 @@ if triton is not None:
         tl.store(squares + place, square, mask=inside)
 
     @triton.jit
-    def _join_kernel(means, squares, out, pairs, parts, V, per_program, BLOCK: tl.constexpr):
+    def _join_kernel(
+        means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
-        count = tl.zeros((BLOCK,), tl.float32)
+        inside = i[None, :] < pairs
         mean = tl.zeros((BLOCK,), tl.float32)
-        square = tl.zeros((BLOCK,), tl.float32)
-        for part in range(parts):
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside
             number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
-            own = tl.load(means + part * pairs + i, mask=inside, other=0.0)
-            delta = own - mean
-            total = count + number
-            square += tl.load(squares + part * pairs + i, mask=inside, other=0.0)
-            square += delta * delta * count * number / total
-            mean += delta * number / total
-            count = total
-        tl.store(out + i, mean, mask=inside)
-        tl.store(out + pairs + i, square / count, mask=inside)
+            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
+        mean = mean / (V * 1.0)
+        square = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside
+            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            delta = own - mean[None, :]
+            within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
+        tl.store(out + i, mean, mask=i < pairs)
+        tl.store(out + pairs + i, square / (V * 1.0), mask=i < pairs)
 
     @triton.jit
     def _coefficients_kernel(
@@ -304,14 +319,15 @@ def moments(slab: Tensor) -> Tensor:
     parts, per_program = _parts(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
     out = slab.new_empty((2, batch, channels), dtype=torch.float32)
-    with torch.cuda.device(slab.device):
+    with _on(slab):
         grid = (parts, triton.cdiv(channels, tile[1]), batch)
         _moments_kernel[grid](
             slab, means, squares, channels, _voxels(slab), per_program, *_spaced(slab), **_settings(tile)
         )
         pairs = batch * channels
-        _join_kernel[(triton.cdiv(pairs, 128),)](
-            means, squares, out, pairs, parts, _voxels(slab), per_program, BLOCK=128, num_warps=4
+        grid = (triton.cdiv(pairs, 8), 1, 1)
+        _join_kernel[grid](
+            means, squares, out, pairs, parts, _voxels(slab), per_program, PARTS=128, BLOCK=8, num_warps=4
         )
     return out
 
@@ -322,7 +338,7 @@ def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation",
     out = torch.empty_like(slab) if out is None else out
     tile = _tile(slab)
     grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with torch.cuda.device(slab.device):
+    with _on(slab):
         _affine_kernel[grid](
             slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], _voxels(slab), activation.parameter,
             *_spaced(slab), *_spaced(out), **_settings(tile, KIND=KINDS[activation.kind]),
@@ -335,7 +351,7 @@ def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: T
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((5, batch, channels))
-    with torch.cuda.device(stacked.device):
+    with _on(stacked):
         _coefficients_kernel[(triton.cdiv(pairs, 128),)](
             stacked, shares, weight, bias, out, eps, channels, pairs, shards,
             WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
@@ -348,7 +364,7 @@ def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: T
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((4, batch, channels))
-    with torch.cuda.device(stacked.device):
+    with _on(stacked):
         _backward_kernel[(triton.cdiv(pairs, 128),)](
             stacked, mean, rstd, weight, out, float(voxels), channels, pairs, shards,
             WEIGHT=weight is not None, BLOCK=128, num_warps=4,
@@ -359,9 +375,10 @@ def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: T
 def copy(slab: Tensor, out: Tensor) -> None:
     """See ``kernels.copy``."""
     slab = _even(slab, slab)
-    tile = _tile(slab)
+    # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
+    tile = max(_tile(slab), _tile(out), key=lambda size: size[1])
     grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with torch.cuda.device(slab.device):
+    with _on(slab):
         _affine_kernel[grid](
             slab, slab, slab, out, slab.shape[1], _voxels(slab), 0.0,
             *_spaced(slab), *_spaced(out), **_settings(tile, KIND=3),
@@ -379,7 +396,7 @@ def gradient_sums(
     parts, per_program = _parts(slab, tile)
     out = slab.new_empty((parts, 2, batch, channels), dtype=torch.float32)
     grid = (parts, triton.cdiv(channels, tile[1]), batch)
-    with torch.cuda.device(slab.device):
+    with _on(slab):
         _sums_kernel[grid](
             gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels, _voxels(slab),
             per_program, activation.parameter, *_spaced(gradient), *_spaced(slab),
@@ -403,7 +420,7 @@ def gradient_input(
     out = torch.empty_like(slab)
     tile = _tile(slab)
     grid = (triton.cdiv(_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with torch.cuda.device(slab.device):
+    with _on(slab):
         _input_kernel[grid](
             gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
             _voxels(slab), activation.parameter, *_spaced(gradient), *_spaced(slab), *_spaced(out),
