@@ -1,0 +1,65 @@
+"""The same training on one GPU and on several, one process each: the curves beside each other, as JSON.
+
+python workflows/benchmarks/spatial_training.py configs/task04_highres.yaml DIR/Task04_Hippocampus \
+        --gpus 1 2 --set training.epochs=3 --result workflows/benchmarks/results/spatial_training.json
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from volseg.monitoring.environment import environment
+from volseg.workflow import load_checkpoint
+
+
+def main() -> None:
+    """Train once per number of GPUs and compare every epoch's loss and Dice with the first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("root", type=Path, help="the task's folder")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--runs", type=Path, default=Path("runs/spatial_training"))
+    parser.add_argument("--result", type=Path, required=True)
+    chosen = parser.parse_args()
+
+    result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "runs": []}
+    for gpus in chosen.gpus:
+        result["runs"].append(trained(chosen, gpus))
+        chosen.result.parent.mkdir(parents=True, exist_ok=True)
+        chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        print(json.dumps(result["runs"][-1]), flush=True)
+    first, *others = result["runs"]
+    for other in others:
+        pairs = list(zip(first["loss"], other["loss"], strict=True))
+        other["largest_relative_difference_of_loss"] = max(abs(a - b) / abs(a) for a, b in pairs)
+        print(other["gpus"], "GPUs:", other["largest_relative_difference_of_loss"])
+    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def trained(chosen: argparse.Namespace, gpus: int) -> dict:
+    """Run ``volseg train`` and return its curve."""
+    folder = chosen.runs / f"{chosen.config.stem}_{gpus}"
+    command = [sys.executable, "-m", "volseg", "train", str(chosen.config), "--gpus", str(gpus), "-o", str(folder)]
+    for override in (*chosen.overrides, f"data.root={chosen.root}"):
+        command += ["--set", override]
+    begin = time.perf_counter()
+    subprocess.run(command, check=True)
+    history = load_checkpoint(folder / "checkpoints" / "latest.pt")["history"]
+    return {
+        "gpus": gpus,
+        "seconds": time.perf_counter() - begin,
+        "seconds_per_epoch": [record["seconds"] for record in history],
+        "seconds_waited": [record["seconds_waited"] for record in history],
+        "peak_gib": (history[-1]["peak_bytes"] or 0) / 2**30,
+        "loss": [record["losses"]["loss"] for record in history],
+        "mean_dice": [record["score"] for record in history],
+    }
+
+
+if __name__ == "__main__":
+    main()
