@@ -530,8 +530,9 @@ def test_several_inputs_and_outputs_from_a_recording():
     reference = copy.deepcopy(net)
     model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "unused_output"], launch="graphs")
     for _ in range(WARM_UP + 2):
-        x = volumes(5)
-        ours, theirs = torch.tensor(1.5).double().requires_grad_(), torch.tensor(1.5).double().requires_grad_()
+        x = volumes(4)
+        # One factor per channel: as long as a micro-batch, yet no batch.
+        ours, theirs = (torch.full((2, 1, 1, 1), 1.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
         actual, expected = model(x, gain=ours, mode="m"), reference(x, gain=theirs, mode="m")
         torch.testing.assert_close({**actual, "mode": 0}, {**expected, "mode": 0}, **ROUND_OFF)
         assert actual["mode"] == "m"

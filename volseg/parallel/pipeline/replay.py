@@ -47,6 +47,7 @@ class Replay:
     def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device) -> None:
         self.captured, self.sizes, self.target = captured, list(sizes), target
         self._ticket: weakref.ref[_Ticket] | None = None
+        self._cut_inputs: set[int] = set()
         self._copied = [loan for loan in captured.loans.values() if loan.is_copy]
         self._by_leaf = {id(loan.leaf): loan for loan in captured.loans.values() if id(loan.leaf) in captured.gradients}
         self.parameters = list({id(loan.state): loan.state for loan in self._by_leaf.values()}.values())
@@ -76,6 +77,7 @@ class Replay:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Launch every forward program; return new tensors."""
         captured = self.captured
+        self._cut_inputs = {number for number, tensor in enumerate(tensors) if self._is_batch(tensor)}
         # Made on the caller's stream, where they will be freed.
         rooms = [
             torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
@@ -159,12 +161,14 @@ class Replay:
                 parts.append(sum(landed[1:], landed[0]) if landed else torch.zeros_like(slot.inputs[number]))
         if not parts:
             return None
-        is_cut = parts[0].dim() and sum(map(len, parts)) == sum(self.sizes)
-        return torch.cat(parts) if is_cut else torch.stack(parts).sum(0)
+        return torch.cat(parts) if number in self._cut_inputs else torch.stack(parts).sum(0)
+
+    def _is_batch(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and len(tensor) == sum(self.sizes)
 
     def _piece(self, tensor: Tensor, index: int) -> Tensor:
         """Return the part of a whole batch that micro-batch ``index`` has."""
-        if not tensor.dim() or len(tensor) != sum(self.sizes):
+        if not self._is_batch(tensor):
             return tensor
         return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
 
