@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.parallel.pipeline import run as runs
-from volseg.parallel.pipeline.capture import capture
+from volseg.parallel.pipeline.capture import CaptureRefusedError, capture
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import PlacedRun, Placement
+from volseg.parallel.pipeline.rehearsal import rehearse
 from volseg.parallel.pipeline.replay import Replay
 
 __all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
@@ -119,17 +120,22 @@ class Recordings:
         return watch if watch.batches <= WARM_UP else None
 
     def find(
-        self, key: Hashable, placement: Placement, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
+        self,
+        key: Hashable,
+        placement: Placement,
+        call: Call,
+        calls: Sequence[Call],
+        sizes: Sequence[int],
+        target: torch.device,
     ) -> Replay | None:
-        """Return a recording for batches of this kind that can be used now, made if it is time to."""
+        """Return a recording for batches of this kind that can be used now, made if it is time to.
+
+        ``call`` is the batch, ``calls`` its micro-batches.
+        """
         self._batches += 1
         if key not in self._made and self._is_time(key):
             try:
-                if torch.cuda.is_available():
-                    # Recordings have memory of their own; what eager batches left behind is wanted there.
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                self._made[key] = Replay(capture(self._net, placement, calls), sizes, target)
+                self._made[key] = self._make(placement, call, calls, sizes, target)
             except Exception as failure:  # a failed capture costs speed, not the run
                 logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
                 self._watches[key].is_refused = True
@@ -138,6 +144,22 @@ class Recordings:
             return None
         self._last_used[key] = self._batches
         return found
+
+    def _make(
+        self, placement: Placement, call: Call, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
+    ) -> Replay:
+        """Record, and compare with an eager passage."""
+        rehearsal = rehearse(self._net, placement, calls, sizes)
+        if torch.cuda.is_available():
+            # Recordings have memory of their own; what eager batches left behind is wanted there.
+            gc.collect()
+            torch.cuda.empty_cache()
+        replay = Replay(capture(self._net, placement, calls), sizes, target)
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+        found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
+        if found is not None:
+            raise CaptureRefusedError(found)
+        return replay
 
     def _is_time(self, key: Hashable) -> bool:
         watch = self._watches.get(key)

@@ -74,8 +74,8 @@ class Replay:
         self._ticket = weakref.ref(ticket)
         return ticket
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Launch every forward program; return new tensors."""
+    def forward(self, tensors: Sequence[Tensor], commits: bool = True) -> tuple[Tensor, ...]:
+        """Launch every forward program; return new tensors, and update running statistics if it ``commits``."""
         captured = self.captured
         self._cut_inputs = {number for number, tensor in enumerate(tensors) if self._is_batch(tensor)}
         # Made on the caller's stream, where they will be freed.
@@ -99,7 +99,8 @@ class Replay:
             # Only now: a wait in between would keep the target from its next micro-batch.
             for event, room in arrivals:
                 _wait(event, room)
-            captured.statistics.commit()
+            if commits:
+                captured.statistics.commit()
         return tuple(rooms)
 
     def backward(self, gradients: Sequence[Tensor | None], num_inputs: int) -> list[Tensor | None]:

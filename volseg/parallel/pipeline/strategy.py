@@ -123,7 +123,7 @@ class PipelineStrategy:
         key = situation(self.net, (args, kwargs), target) if self.replays else None
         if key is None:
             return join(self._flow(placement, calls, target), sizes)
-        replay = self._recordings.find(key, placement, calls, sizes, target)
+        replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target)
         if replay is not None:
             return replay((args, kwargs))
         return join(self._flow(placement, calls, target, self._recordings.watch(key)), sizes)

@@ -1,0 +1,94 @@
+"""Hold a new recording against an eager passage of the same batch, outputs and gradients, before it is trusted.
+
+Once per recording, so that whatever a capture may get wrong on some device or version of torch costs speed, not
+right numbers. Networks that draw random numbers cannot be compared and are let through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.parallel.pipeline.micro_batch import Call, join
+from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
+from volseg.parallel.pipeline.replay import Replay
+from volseg.parallel.pipeline.statistics import FrozenStatistics
+
+__all__ = ["Rehearsal", "rehearse"]
+
+# The same kernels on the same shapes: what may differ is the order of atomic sums, and TF32 within float32.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
+HALF = 5e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What an eager passage gave."""
+
+    outputs: list[Tensor]
+    gradients: dict[int, Tensor]
+    """By the identity of the parameter."""
+
+    def disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
+        """Replay the same batch; say where it differs, or return ``None``."""
+        found = replay.forward(tensors, commits=False)
+        for number, (mine, expected) in enumerate(zip(found, self.outputs, strict=True)):
+            if not _agree(mine, expected, expected):
+                return f"output {number} is not that of the eager passage"
+        if not self.gradients:
+            return None
+        gradients = replay.backward([_cotangent(output) for output in found], len(tensors))[len(tensors) :]
+        got = {id(p): g for p, g in zip(replay.parameters, gradients, strict=True) if g is not None}
+        if got.keys() != self.gradients.keys():
+            return "gradients reach other parameters than in the eager passage"
+        # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
+        scale = max(self.gradients.values(), key=lambda gradient: float(gradient.abs().max()))
+        if not all(_agree(got[key], expected, scale) for key, expected in self.gradients.items()):
+            return "a gradient is not that of the eager passage"
+        return None
+
+
+def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes: Sequence[int]) -> Rehearsal | None:
+    """Run the micro-batches eagerly, changing nothing; ``None`` where they draw random numbers."""
+    devices = sorted({at.device.index for at in placement.locations if at.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        before = _generators(devices)
+        borrowed: dict[tuple[int, Location, bool], Tensor] = {}
+        results = []
+        for args, kwargs in calls:
+            with PlacedRun(placement, FrozenStatistics(), borrowed):
+                results.append(net(*args, **kwargs))
+        if not all(map(torch.equal, before, _generators(devices))):
+            return None
+    outputs = [leaf for leaf in pytree.tree_leaves(join(results, sizes)) if isinstance(leaf, Tensor)]
+    rooted = [output for output in outputs if output.requires_grad]
+    wanted = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    gradients: dict[int, Tensor] = {}
+    if rooted and wanted:
+        found = torch.autograd.grad(rooted, wanted, [_cotangent(output) for output in rooted], allow_unused=True)
+        gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
+    return Rehearsal([output.detach() for output in outputs], gradients)
+
+
+def _generators(devices: Sequence[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def _cotangent(output: Tensor) -> Tensor | None:
+    """Return some gradient of ``output``, the same each time, without drawing it."""
+    if not output.is_floating_point():
+        return None
+    steps = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return steps.mul_(0.7).cos_().view(output.shape).to(output.dtype)
+
+
+def _agree(mine: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two tensors differ by no more than round-off of ``scale``; both infinite or undefined is agreement."""
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return False
+    if not mine.is_floating_point():
+        return float((mine.to(expected.device) != expected).float().mean()) < HALF
+    allowed = TOLERANCE.get(mine.dtype, HALF) * float(scale.abs().max())
+    return torch.allclose(mine.to(expected.device), expected, rtol=0, atol=allowed, equal_nan=True)
