@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import compare
 
@@ -156,6 +157,12 @@ CASES = {
     "channels last, one sample": Case(
         monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=2), (1, 1, 32, 12, 8), options={"channels_last": True}
     ),
+    "offloaded and recomputed": Case(
+        monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (1, 1, 64, 32, 16), options={"offload": True, "checkpoint": 1}
+    ),
+    "offloaded": Case(
+        monai("UNet", 3, 1, 2, WIDTHS, STRIDES, num_res_units=1), (1, 1, 64, 32, 32), options={"offload": True}
+    ),
     "squeeze and excite": Case(SqueezeExcite, (2, 1, 11, 5, 4), 2),
     "checkpointed": Case(Checkpointed, (1, 1, 13, 6, 5)),
     "pad crop join": Case(Paths, (1, 2, 17, 7, 6)),
@@ -265,7 +272,67 @@ def dropped() -> dict[str, float]:
     }
 
 
-EXTRA = {"scattered batch": scattered, "replicas": replicas, "dropout": dropped}
+def accumulated(**where: Any) -> dict[str, float]:
+    """Gradients of two volumes of different sizes add up; then a step, and a third size."""
+    torch.manual_seed(7)
+    plain = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
+    other = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
+    other.load_state_dict(plain.state_dict())
+    model = ModelParallel(other, strategy="spatial", **where)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (plain, model)]
+    volumes = [torch.randn(1, 1, *size, dtype=torch.float64) for size in ((16, 12, 8), (28, 8, 8), (20, 16, 12))]
+    errors = {}
+    for number, volume in enumerate(volumes):
+        for net in (plain, model):
+            net(volume).square().mean().backward()
+        pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
+        errors[f"gradients {number}"] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+        if number == 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return errors
+
+
+def in_half(**where: Any) -> dict[str, float]:
+    """Autocast to bfloat16: ours is as far from float64 as the plain network is."""
+    torch.manual_seed(7)
+    exact = monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)().double()
+    plain, other = (monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS)() for _ in range(2))
+    for net in (plain, other):
+        net.load_state_dict(exact.state_dict())
+    model = ModelParallel(other, strategy="spatial", **where)
+    volume = torch.randn(1, 1, 32, 12, 8)
+    distances = []
+    exact(volume.double()).square().mean().backward()
+    for net in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(volume)
+        output.float().square().mean().backward()
+        pairs = zip(exact.parameters(), net.parameters(), strict=True)
+        distances.append(sum(float((a.grad - b.grad).square().sum()) for a, b in pairs) ** 0.5)
+    # bfloat16 has three digits: the distances are dominated by its rounding, and of one size.
+    return {"much further than the plain network": float(not distances[1] < 1.5 * distances[0])}
+
+
+def different() -> dict[str, float]:
+    """Processes that pass different volumes are told so."""
+    model = ModelParallel(nn.Conv3d(1, 1, 1), strategy="spatial")
+    try:
+        model(torch.full((1, 1, 8, 4, 4), float(dist.get_rank())))
+    except ParallelError as refused:
+        return {"message": float("scatter_batch" not in str(refused))}
+    return {"not refused": 1.0}
+
+
+EXTRA = {
+    "accumulated": accumulated,
+    "in half precision": in_half,
+    "different volumes": different,
+    "scattered batch": scattered,
+    "replicas": replicas,
+    "dropout": dropped,
+}
 
 
 def main(names: list[str], folder: Path) -> None:

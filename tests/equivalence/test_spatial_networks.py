@@ -30,6 +30,12 @@ def test_shards_of_one_process_equal_one_device(name: str, shards: int) -> None:
     assert_equal(spatial.run(spatial.CASES[name], devices=["cpu"] * shards))
 
 
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("name", ["accumulated", "in half precision"])
+def test_training_habits(name: str, shards: int) -> None:
+    assert_equal(spatial.EXTRA[name](devices=["cpu"] * shards))
+
+
 def test_vnet_of_one_process_equals_one_device() -> None:
     assert_equal(spatial.run(spatial.VNET, devices=["cpu"] * 4))
 

@@ -52,7 +52,8 @@ class Context:
         self._shared: dict[int, list[Tensor]] = {}
         self._shared_ids: set[int] = set()
         self._cast: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._waiting: weakref.WeakSet = weakref.WeakSet()
+        # Not a WeakSet: it compares its members, and comparing volumes is an operator.
+        self._waiting: list[weakref.ref] = []
         self._said: set[str] = set()
 
     def share(self, parameters: Sequence[Tensor]) -> None:
@@ -96,14 +97,14 @@ class Context:
 
     def defer(self, volume: Any) -> None:
         """Remember a volume whose norm waits for the next operator."""
-        self._waiting.add(volume)
+        self._waiting = [*(waiting for waiting in self._waiting if waiting() is not None), weakref.ref(volume)]
 
-    def settle(self, keep: Any = None) -> None:
+    def settle(self) -> None:
         """Compute what waits, before anything is changed in place."""
-        for volume in list(self._waiting):
-            if volume is not keep and volume.deferred is not None:
+        waiting, self._waiting = self._waiting, []
+        for volume in (reference() for reference in waiting):
+            if volume is not None and volume.deferred is not None:
                 volume.settle()
-        self._waiting.clear()
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""

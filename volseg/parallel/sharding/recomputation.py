@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
@@ -77,7 +78,20 @@ class Recomputation:
         if not given or not self._chosen(given[0].shape[2:].numel(), finest):
             return forward(*args, **kwargs)
         random = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random and block.training, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        held = [_Held(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
+
+        def run() -> Any:
+            given = [leaf.take() if isinstance(leaf, _Held) else leaf for leaf in held]
+            taken_args, taken_kwargs = tree_unflatten(given, structure)
+            return forward(*taken_args, **taken_kwargs)
+
+        # No arguments: checkpoint would keep them as they are.
+        result = checkpoint(run, use_reentrant=False, preserve_rng_state=random and block.training)
+        for leaf in held:
+            if isinstance(leaf, _Held):
+                leaf.let_go()
+        return result
 
     def _chosen(self, voxels: int, finest: int) -> bool:
         if self.levels == "all":

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.local import LocalDevices
+from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
 from volseg.parallel.sharding.table import volumes
@@ -46,6 +47,8 @@ class SpatialStrategy:
         Shards along each of ``axes``; by default one axis holds all.
     on_unsupported, checkpoint
         See ``ModelParallel``.
+    offload
+        Whether activations of a megabyte and more wait in host memory for the backward pass.
     channels_last
         Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
         faster.
@@ -62,6 +65,7 @@ class SpatialStrategy:
         on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
         channels_last: bool | None = None,
+        offload: bool = False,
     ) -> None:
         if on_unsupported not in ("raise", "gather"):
             raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {on_unsupported!r}")
@@ -73,6 +77,8 @@ class SpatialStrategy:
         self.context = Context(self.communicator, on_unsupported, net)
         self.context.room = _room(net)
         self.recomputation = Recomputation(net, checkpoint)
+        self.offload = offload
+        self._checked = False
         self._generator: torch.Generator | None = None
         self.context.channels_last = _channels_last(self.communicator.home) if channels_last is None else channels_last
         net.to(self.communicator.home)
@@ -89,7 +95,8 @@ class SpatialStrategy:
         self.context.share(list(trained.values()))
         given = volumes((args, kwargs))
         finest = max((volume.shape[2:].numel() for volume in given), default=0)
-        with self._same_randomness(), self.recomputation.active(finest):
+        away = offloaded() if self.offload and torch.is_grad_enabled() else nullcontext()
+        with self._same_randomness(), away, self.recomputation.active(finest):
             if self.replicas is not None:
                 result = functional_call(self.net, trained, args, kwargs)
             else:
@@ -107,7 +114,23 @@ class SpatialStrategy:
         dims = self.dims_of(value.shape)
         if dims is None:
             return value.to(self.communicator.home)
+        self._check_alike(value)
         return from_whole(value.to(self.communicator.home) if self._one_device else value, dims, self.context)
+
+    def _check_alike(self, value: Tensor) -> None:
+        """Refuse, at the first volume, that the processes of a group pass different ones."""
+        communicator = self.communicator
+        if self._checked or not isinstance(communicator, ProcessGroupShards):
+            return
+        self._checked = True
+        numbers = value.detach().to(communicator.home, torch.float64)
+        found = communicator.stack(torch.stack([numbers.sum(), numbers.abs().sum()]))
+        if not bool((found == found[0]).all()):
+            raise ParallelError(
+                f"the processes of a spatial group passed different volumes of shape {tuple(value.shape)} (their sums "
+                f"are {found[:, 0].tolist()}); all must pass the same volume, or use scatter_batch(model, batch) so "
+                f"that one process loads, or a mesh with a 'data' dimension for replicas"
+            )
 
     @property
     def _one_device(self) -> bool:

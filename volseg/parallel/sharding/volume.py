@@ -88,6 +88,11 @@ class ShardedVolume(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this. The
+            # slabs keep their history, which a recomputation does not use.
+            volume: ShardedVolume = args[0]
+            return ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context)
         raise UnsupportedOperatorError(
             f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on "
             f"to_local()"
