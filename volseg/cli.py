@@ -52,7 +52,9 @@ def train(
     from volseg.config.loading import path_override
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    if gpus is not None and gpus > 1:
+    if gpus == 1:
+        overrides.append("parallel.devices=1")
+    elif gpus is not None:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
     outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)

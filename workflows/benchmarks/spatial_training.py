@@ -17,7 +17,7 @@ from volseg.workflow import load_checkpoint
 
 
 def main() -> None:
-    """Train once per number of GPUs and compare every epoch's loss and Dice with the first."""
+    """Train once per number of GPUs, which may be named twice, and compare every epoch's loss with the first run's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
@@ -28,8 +28,8 @@ def main() -> None:
     chosen = parser.parse_args()
 
     result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "runs": []}
-    for gpus in chosen.gpus:
-        result["runs"].append(trained(chosen, gpus))
+    for number, gpus in enumerate(chosen.gpus):
+        result["runs"].append(trained(chosen, gpus, chosen.runs / f"{chosen.config.stem}_{number}_on_{gpus}"))
         chosen.result.parent.mkdir(parents=True, exist_ok=True)
         chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(json.dumps(result["runs"][-1]), flush=True)
@@ -41,9 +41,8 @@ def main() -> None:
     chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def trained(chosen: argparse.Namespace, gpus: int) -> dict:
+def trained(chosen: argparse.Namespace, gpus: int, folder: Path) -> dict:
     """Run ``volseg train`` and return its curve."""
-    folder = chosen.runs / f"{chosen.config.stem}_{gpus}"
     command = [sys.executable, "-m", "volseg", "train", str(chosen.config), "--gpus", str(gpus), "-o", str(folder)]
     for override in (*chosen.overrides, f"data.root={chosen.root}"):
         command += ["--set", override]
