@@ -3,6 +3,8 @@
 import contextlib
 import json
 import runpy
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import torch
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.launch import launch
-from volseg.parallel.sharding.verify import TOLERANCE
+from volseg.parallel.sharding.verify import TOLERANCE, compare
 
 SCRIPT = Path(__file__).with_name("spatial_cases.py")
 spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
@@ -48,46 +50,46 @@ def test_two_cut_axes_equal_one_device(name: str, grid: tuple[int, int]) -> None
     assert_equal(spatial.run(spatial.CASES[name], devices=["cpu"] * shards, grid=grid, axes=("D", "H")))
 
 
+EXTRA = sorted(set(spatial.EXTRA) - {"replicas"})
+CASES_OF = {
+    2: [*NAMES, *EXTRA],
+    3: [*NAMES, "vnet"],
+    4: [*NAMES, *EXTRA, "replicas"],
+    8: NAMES,  # eight copies of a V-Net in float64 do not fit a small machine
+}
+
+
 @pytest.fixture(scope="module")
-def across(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict]]:
-    """Run all cases once on this many processes; return what each rank found."""
-    processes, names = request.param
-    folder = tmp_path_factory.mktemp(f"ranks{processes}")
-    with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
-        launch([str(SCRIPT), json.dumps(names), str(folder)], processes)
-    files = [folder / f"{rank}.json" for rank in range(processes)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict]]:
+    """Return a function that runs all cases on so many processes, once, and returns what each rank found."""
+
+    @cache
+    def run(processes: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp(f"ranks{processes}")
+        with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
+            launch([str(SCRIPT), json.dumps(CASES_OF[processes]), str(folder)], processes)
+        files = [folder / f"{rank}.json" for rank in range(processes)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    return run
 
 
-def check_ranks(ranks: list[dict], name: str) -> None:
-    for rank, results in enumerate(ranks):
+def check_ranks(found: list[dict], name: str) -> None:
+    for rank, results in enumerate(found):
         assert name in results, f"rank {rank} did not reach {name!r}: it or another one failed before"
         assert not isinstance(results[name], str), f"rank {rank}:\n{results[name]}"
         assert_equal(results[name])
 
 
-EXTRA = sorted(set(spatial.EXTRA) - {"replicas"})
-
-
-@pytest.mark.parametrize(
-    ("across", "name"),
-    [
-        *((pytest.param((2, [*NAMES, *EXTRA]), id="2"), name) for name in [*NAMES, *EXTRA]),
-        *((pytest.param((4, [*NAMES, *EXTRA, "replicas"]), id="4"), name) for name in [*NAMES, *EXTRA, "replicas"]),
-    ],
-    indirect=["across"],
-)
-def test_processes_equal_one_device(name: str, across: list[dict]) -> None:
-    check_ranks(across, name)
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (2, 4) for name in CASES_OF[n]])
+def test_processes_equal_one_device(processes: int, name: str, ranks: Callable[[int], list[dict]]) -> None:
+    check_ranks(ranks(processes), name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("across", [(3, [*NAMES, "vnet"]), (8, NAMES)], indirect=True, ids=["3", "8"])
-@pytest.mark.parametrize("name", [*NAMES, "vnet"])
-def test_more_processes_equal_one_device(name: str, across: list[dict]) -> None:
-    if name == "vnet" and len(across) == 8:
-        pytest.skip("eight copies of a V-Net in float64 do not fit a small machine")
-    check_ranks(across, name)
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (3, 8) for name in CASES_OF[n]])
+def test_more_processes_equal_one_device(processes: int, name: str, ranks: Callable[[int], list[dict]]) -> None:
+    check_ranks(ranks(processes), name)
 
 
 def test_the_check_rejects_what_is_wrong() -> None:
@@ -107,7 +109,5 @@ def test_the_check_rejects_what_is_wrong() -> None:
     for kind, broken in ((Halved, "gradient of weight"), (Local, "output 0")):
         other = kind(1, 2, 3, padding=1).double()
         other.load_state_dict(net.state_dict())
-        from volseg.parallel.sharding.verify import compare
-
         errors = compare(net, ModelParallel(other, strategy="spatial", devices=["cpu"] * 2), [volume])
         assert errors[broken] > 1e-3
