@@ -1,0 +1,33 @@
+"""Local processes start, fail together, and are named when they fail."""
+
+from pathlib import Path
+
+import pytest
+
+from volseg.errors import ParallelError
+from volseg.parallel import is_worker, launch
+
+
+def test_processes_know_their_rank(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n")
+    launch([str(script), str(tmp_path)], 2)
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)\n")
+    with pytest.raises(ParallelError, match=r"process 1 of 2 failed with exit code 3"):
+        launch([str(script)], 2)
+
+
+def test_numbers_and_nesting_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParallelError, match="at least 1, got 0"):
+        launch(["-c", "pass"], 0)
+    assert not is_worker()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    assert is_worker()
+    with pytest.raises(ParallelError, match="rank 0 of a launched group already"):
+        launch(["-c", "pass"], 2)
