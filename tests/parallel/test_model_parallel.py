@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 
 
@@ -62,3 +63,16 @@ def test_a_copy_has_its_own_parameters() -> None:
 
 def test_partition_can_be_printed() -> None:
     assert "shard 1 on cpu" in str(parallel(net()).partition)
+
+
+def test_options_of_the_spatial_strategy_are_refused_for_a_pipeline():
+    for options in ({"checkpoint": "all"}, {"on_unsupported": "gather"}):
+        with pytest.raises(ParallelError, match="belong to strategy='spatial'; leave them out for a pipeline"):
+            ModelParallel(nn.Conv3d(1, 1, 1), split_size=2, devices=["cpu", "cpu"], **options)
+
+
+@pytest.mark.parametrize(("split_size", "chosen"), [(None, "spatial"), (2, "pipeline")])
+def test_auto_says_what_it_takes_and_why(split_size, chosen, caplog):
+    with caplog.at_level("INFO", logger="volseg.parallel.model_parallel"):
+        ModelParallel(nn.Conv3d(1, 1, 1), split_size=split_size, devices=["cpu", "cpu"])
+    assert f"takes {chosen}" in caplog.text

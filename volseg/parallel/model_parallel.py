@@ -8,6 +8,7 @@ It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement
 """
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,8 @@ from torch import nn
 from volseg.errors import ParallelError, PlacementError
 
 __all__ = ["ModelParallel", "Strategy"]
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = ("auto", "spatial", "pipeline")
 
@@ -89,6 +92,9 @@ class ModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         chosen = _choose(strategy, split_size)
+        if strategy == "auto":
+            why = "no split_size was given" if split_size is None else f"split_size={split_size!r} was given"
+            logger.info("ModelParallel(strategy='auto') takes %s: %s", chosen, why)
         self._arguments = dict(
             strategy=strategy,
             devices=devices,
@@ -108,6 +114,12 @@ class ModelParallel(nn.Module):
             built: Strategy = SpatialStrategy(net, on_unsupported=on_unsupported, checkpoint=checkpoint, **common)
         else:
             from volseg.parallel.pipeline import PipelineStrategy
+
+            if on_unsupported != "raise" or checkpoint is not None:
+                raise ParallelError(
+                    f"on_unsupported={on_unsupported!r} and checkpoint={checkpoint!r} belong to strategy='spatial'; "
+                    "leave them out for a pipeline, which runs every operator as it is"
+                )
 
             built = PipelineStrategy(net, split_size=split_size, **common)
         object.__setattr__(self, "strategy", built)

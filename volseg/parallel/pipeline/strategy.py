@@ -48,7 +48,8 @@ class PipelineStrategy:
         ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA
         graph per stage and micro-batch, and replays it for batches of the same kind, after three eager ones
         and where ``forward`` is found to do the same each time; it keeps the activations of one batch
-        allocated for each kind. ``"auto"`` takes graphs where all devices are GPUs.
+        allocated for each kind. ``"auto"`` is eager: recordings have not passed
+        their rehearsal on a GPU yet (docs/log.md).
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
@@ -91,8 +92,7 @@ class PipelineStrategy:
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self.cuts = None if cuts is None else tuple(cuts)
-        on_gpus = all(device.type == "cuda" for device in self.devices)
-        self.replays = launch == "graphs" or (launch == "auto" and on_gpus)
+        self.replays = launch == "graphs"
         self._recordings = Recordings(net)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
