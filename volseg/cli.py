@@ -154,7 +154,7 @@ def make(
     typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
-@app.command(epilog="Example: volseg quickstart --output /tmp/first_run")
+@app.command(epilog="Example: volseg quickstart --output first_run")
 def quickstart(
     output: Annotated[
         Path | None,
