@@ -87,6 +87,11 @@ class SpatialStrategy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the volumes among the arguments, and run the network's own ``forward`` on the slabs."""
+        if torch.is_inference_mode_enabled():
+            # There torch does not count changes in place, by which a deferred norm notices that it came too late.
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = tree_map(_ordinary, (args, kwargs))
+                return self(*args, **kwargs)
         args, kwargs = tree_map(self.cut, (args, kwargs))
         trained: dict[str, Tensor] = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
         if self.replicas is not None:
@@ -210,6 +215,12 @@ def _room(net: nn.Module) -> int:
         (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, _ConvNd)
     ]
     return min(max(kernels, default=0), 3)
+
+
+def _ordinary(value: Any) -> Any:
+    """Return a copy of a tensor made in inference mode that is none any more; leave everything else."""
+    made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
+    return value.clone() if made_there else value
 
 
 def _checked_axes(axes: Sequence[str] | str | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from volseg.parallel.sharding.layout import Span, can_split, spans
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Window
 
-__all__ = ["AxisPlan", "LocalWindow", "fetch_windows", "sharded_windows"]
+__all__ = ["AxisPlan", "LocalWindow", "constant", "fetch_windows", "select_planes", "sharded_windows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +116,11 @@ def sharded_windows(
 
 def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     """Return planes by number, for the general cases that no slice expresses."""
-    return slab.index_select(dim, torch.tensor(list(indices), device=slab.device))
+    return slab.index_select(dim, constant(tuple(indices), torch.int64, slab.device))
+
+
+@lru_cache(maxsize=512)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers of the plan on a device; cached, so that no step waits for their copy, or cannot be captured."""
+    with torch.inference_mode(False):  # a later step may save it for its backward pass
+        return torch.tensor(values, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
-from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
+from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.sharding.operators.pooling import adaptive_pool
 from volseg.parallel.sharding.table import handles, unsupported
 from volseg.parallel.sharding.volume import ShardedVolume
@@ -82,11 +82,11 @@ def _blend(slab: Tensor, dim: int, resize: Resize, window: LocalWindow) -> Tenso
     sources = [resize.source(plane) for plane in range(*window.output)]
     start = window.span[0]
     first = select_planes(slab, dim, [low - start for low, _, _ in sources])
-    weights = [weight for _, _, weight in sources]
+    weights = tuple(weight for _, _, weight in sources)
     if not any(weights):
         return first
     second = select_planes(slab, dim, [high - start for _, high, _ in sources])
-    weight = torch.tensor(weights, dtype=slab.dtype, device=slab.device)
+    weight = constant(weights, slab.dtype, slab.device)
     return torch.lerp(first, second, weight.reshape([-1] + [1] * (slab.ndim - dim - 1)))
 
 
