@@ -47,7 +47,7 @@ def train(rank: int, launch: str) -> None:
 
 def test_replicas_of_a_pipeline_train_as_one_network(tmp_path):
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, encoding="utf-8")
         for rank in range(WORLD)
     ]
     try:

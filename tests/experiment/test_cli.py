@@ -33,7 +33,7 @@ def test_train_then_validate_then_predict(config_file, task, tmp_path):
 
 def test_a_fault_is_one_message_without_traceback(config_file):
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "trainin.epochs=1"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert result.returncode == 1
     assert "trainin: unknown key; did you mean 'training'?" in result.stderr
     assert "Traceback" not in result.stderr
@@ -58,7 +58,7 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
 
 def test_ctrl_c_says_how_to_go_on(config_file, tmp_path):
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "training.iterations=5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
         while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
             time.sleep(0.05)
         running.send_signal(signal.SIGINT)

@@ -60,7 +60,7 @@ def test_torchrun_does_the_same_and_resumes(plain, config_file, tmp_path):
     def run(*more):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         arguments = ["-m", "volseg", "train", str(config_file), "--set", "parallel.strategy=spatial", *more]
-        return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run([*launcher, *arguments], capture_output=True, encoding="utf-8", timeout=120, check=False)
 
     first = run("--set", "training.epochs=1")
     assert first.returncode == 0, first.stderr

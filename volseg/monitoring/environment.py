@@ -58,6 +58,6 @@ def _driver() -> str | None:
 def _output(*command: str) -> str | None:
     """Return what a command prints, or None where it is absent or fails: the record then says that it is unknown."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()  # noqa: S603
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None

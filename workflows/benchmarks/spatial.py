@@ -221,7 +221,7 @@ def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -
     command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(batch), str(path)]
     error = "took too long"
     try:
-        done = subprocess.run(command, timeout=limit, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, timeout=limit, capture_output=True, encoding="utf-8", check=False)
         error = done.stderr[-2000:]
     except subprocess.TimeoutExpired as expired:
         error += str(expired.stderr or "")[-1500:]
