@@ -9,12 +9,17 @@ into memory of its own, a leaf of autograd, so that each stage's backward is a p
 
 Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when
 that is safe.
+
+Memory that a copy fills before a program runs must not come from the program: a block that an earlier layer of
+the same program has used and freed would be handed out for it, and each replay would overwrite the copy. So every
+micro-batch runs once unrecorded, a ``Survey``, which makes the memory; recording takes it in the same order.
 """
 
 import contextlib
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +29,9 @@ from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
-from volseg.parallel.pipeline.programs import Recorder
+from volseg.parallel.pipeline.programs import Program, Recorder, Unrecorded
 from volseg.parallel.pipeline.recording import Capture, CountedStatistics, Edge, Loan, Output, Part, Slot
+from volseg.parallel.pipeline.statistics import FrozenStatistics, Statistics
 
 __all__ = ["CaptureRefusedError", "CaptureRun", "capture"]
 
@@ -38,20 +44,38 @@ INPUT = Location(-1, torch.device("cpu"))
 """Where the micro-batch's own tensors come from."""
 
 
+Loans: TypeAlias = dict[tuple[int, int, bool], Loan]
+"""By the identity of the state, the stage, and whether a gradient is wanted."""
+
+
 class CaptureRun(PlacedRun):
-    """Run one micro-batch while recording it."""
+    """Run one micro-batch while recording it.
+
+    Parameters
+    ----------
+    placement, statistics
+        As for any placed run.
+    recorder
+        Makes the programs.
+    loans
+        Stand-ins for parameters and buffers, shared by the micro-batches.
+    rooms
+        Memory for what is received, in the order of receiving.
+    """
 
     skips_quiet = False
 
     def __init__(
         self,
         placement: Placement,
-        statistics: CountedStatistics,
+        statistics: Statistics,
         recorder: Recorder,
-        loans: dict[tuple[int, int, bool], Loan],
+        loans: Loans,
+        rooms: "deque[Tensor] | None" = None,
     ) -> None:
         super().__init__(placement, statistics)
         self._recorder, self._loans = recorder, loans
+        self.rooms: deque[Tensor] = deque() if rooms is None else rooms
         self.parts: list[Part] = []
 
     def __enter__(self) -> "CaptureRun":
@@ -75,8 +99,19 @@ class CaptureRun(PlacedRun):
     def _begin(self, location: Location) -> None:
         # A place of its own for each part: its tensors are no other part's.
         self.here = Location(location.stage, location.device)
-        self.parts.append(Part(self.here, self._recorder.program(location.device)))
+        self.parts.append(Part(self.here, self.program(location.device)))
         self.parts[-1].forward.begin()
+
+    def program(self, device: torch.device) -> Program:
+        """Return a program for the next part."""
+        return self._recorder.program(device)
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Return memory on the current stage for a copy of ``tensor``, which a replay makes."""
+        room = self.rooms.popleft().detach() if self.rooms else None
+        if room is None or (room.shape, room.dtype, room.device) != (tensor.shape, tensor.dtype, self.here.device):
+            raise CaptureRefusedError("forward does not do the same when it is run again")
+        return room
 
     def is_here(self, tensor: Tensor) -> bool:
         """Whether this very part made ``tensor``, or its stage owns it."""
@@ -111,8 +146,7 @@ class CaptureRun(PlacedRun):
         wants_grad = tensor.requires_grad and torch.is_grad_enabled()
         if id(tensor) in self.placement.owners:
             return self._borrow(tensor, part, wants_grad)
-        with torch.no_grad():
-            room = part.forward.room(tensor, self.here.device)
+        room = self.room(tensor)
         number = getattr(tensor, "_volseg_input", None)
         part.edges.append(Edge(tensor, room.requires_grad_(wants_grad), input=number))
         return room
@@ -121,13 +155,29 @@ class CaptureRun(PlacedRun):
         key = (id(state), self.here.stage, wants_grad)
         if key not in self._loans:
             is_copy = self.placement.owners[id(state)].stage != self.here.stage
-            with torch.no_grad():
-                leaf = part.forward.room(state, self.here.device) if is_copy else state.detach()
+            leaf = self.room(state) if is_copy else state.detach()
             self._loans[key] = Loan(state, leaf.requires_grad_(wants_grad), is_copy)
         leaf = self._loans[key].leaf
         if wants_grad:
             part.leaves[id(leaf)] = leaf
         return leaf
+
+
+class Survey(CaptureRun):
+    """Run one micro-batch unrecorded and make the memory that its recording will receive into.
+
+    Libraries also set themselves up here for the streams of the recording.
+    """
+
+    def program(self, device: torch.device) -> Program:  # noqa: ARG002
+        """Record nothing."""
+        return Unrecorded()
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Copy at once; keep the memory."""
+        with torch.no_grad():
+            self.rooms.append(tensor.detach().to(self.here.device, copy=True))
+        return self.rooms[-1].detach()
 
 
 def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capture:
@@ -142,38 +192,78 @@ def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capt
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
             raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
     captured = Capture([], Recorder(), CountedStatistics(len(calls)), {}, {})
-    with _without_autocast_cache(), _without_garbage_collection():
-        for index, call in enumerate(calls):
-            captured.statistics.begin(index)
-            captured.slots.append(_forward(net, placement, call, captured))
-        if torch.is_grad_enabled():
-            for slot in reversed(captured.slots):
-                _check_closed(slot)
-                _make_landings(slot)
-                for part in reversed(slot.parts):
-                    _backward(slot, part, captured)
-                for output in slot.outputs:
-                    # Lets the autograd graph go; the memory stays.
-                    output.source = output.source.detach()
-                for edge in (edge for part in slot.parts for edge in part.edges):
-                    edge.source = edge.source.detach()
+    inputs = [_Inputs(call) for call in calls]
+    with _without_autocast_cache(), captured.recorder.on_streams(placement.devices):
+        rooms = _survey(net, placement, inputs, captured.recorder)
+        with _without_garbage_collection():
+            _record(net, placement, inputs, rooms, captured)
     return captured
 
 
-def _forward(net: nn.Module, placement: Placement, call: Call, captured: Capture) -> Slot:
-    leaves, structure = pytree.tree_flatten(call)
-    static = [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
-    for number, tensor in enumerate(inputs):
-        tensor._volseg_location = INPUT  # type: ignore[attr-defined]
-        tensor._volseg_input = number  # type: ignore[attr-defined]
-    args, kwargs = pytree.tree_unflatten(static, structure)
-    run = CaptureRun(placement, captured.statistics, captured.recorder, captured.loans)
+def _survey(
+    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", recorder: Recorder
+) -> list["deque[Tensor]"]:
+    """Return the memory that each micro-batch receives into."""
+    rooms, loans = [], Loans()
+    with torch.random.fork_rng(devices=[device for device in placement.devices if device.type == "cuda"]):
+        for given in inputs:
+            run = Survey(placement, FrozenStatistics(), recorder, loans)
+            with run:
+                net(*given.args, **given.kwargs)
+            rooms.append(run.rooms)
+    del run
+    if any(device.type == "cuda" for device in placement.devices):
+        # What the survey has left behind is wanted by the recording, which has memory of its own.
+        torch.cuda.empty_cache()
+    return rooms
+
+
+def _record(
+    net: nn.Module,
+    placement: Placement,
+    inputs: "Sequence[_Inputs]",
+    rooms: Sequence["deque[Tensor]"],
+    captured: Capture,
+) -> None:
+    for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
+        captured.statistics.begin(index)
+        captured.slots.append(_forward(net, placement, given, room, captured))
+    if not torch.is_grad_enabled():
+        return
+    for slot in reversed(captured.slots):
+        _check_closed(slot)
+        _make_landings(slot)
+        for part in reversed(slot.parts):
+            _backward(slot, part, captured)
+        for output in slot.outputs:
+            # Lets the autograd graph go; the memory stays.
+            output.source = output.source.detach()
+        for edge in (edge for part in slot.parts for edge in part.edges):
+            edge.source = edge.source.detach()
+
+
+class _Inputs:
+    """A micro-batch's arguments, copied to where every batch will be copied."""
+
+    def __init__(self, call: Call) -> None:
+        leaves, structure = pytree.tree_flatten(call)
+        static = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        self.tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(self.tensors):
+            tensor._volseg_location = INPUT  # type: ignore[attr-defined]
+            tensor._volseg_input = number  # type: ignore[attr-defined]
+        self.args, self.kwargs = pytree.tree_unflatten(static, structure)
+
+
+def _forward(
+    net: nn.Module, placement: Placement, given: _Inputs, rooms: "deque[Tensor]", captured: Capture
+) -> Slot:
+    run = CaptureRun(placement, captured.statistics, captured.recorder, captured.loans, rooms)
     with run:
-        output = net(*args, **kwargs)
+        output = net(*given.args, **given.kwargs)
     results, structure = pytree.tree_flatten(output)
     places = [part.location for part in run.parts]
     for result in results:
@@ -182,7 +272,7 @@ def _forward(net: nn.Module, placement: Placement, call: Call, captured: Capture
                 "an output is an input, a parameter, or made by code that torch functions do not show"
             )
     found = [Output(result) if isinstance(result, Tensor) else result for result in results]
-    return Slot(inputs, run.parts, [leaf for leaf in found if isinstance(leaf, Output)], structure, found)
+    return Slot(given.tensors, run.parts, [leaf for leaf in found if isinstance(leaf, Output)], structure, found)
 
 
 def _make_landings(slot: Slot) -> None:

@@ -4,13 +4,15 @@
 ATen functions and repeats them into the same memory. It is no faster than running them.
 """
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CudaProgram", "HostProgram", "Program", "Recorder"]
+__all__ = ["CudaProgram", "HostProgram", "Program", "Recorder", "Unrecorded"]
 
 
 class Program(Protocol):
@@ -21,9 +23,6 @@ class Program(Protocol):
 
     def end(self) -> None:
         """Stop recording."""
-
-    def room(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return memory on ``device`` for a copy of ``tensor``, which a replay makes."""
 
     def replay(self) -> None:
         """Launch the recorded work on the device's current stream."""
@@ -50,14 +49,40 @@ class Recorder:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    @property
-    def streams(self) -> dict[torch.device, torch.cuda.Stream]:
-        """The streams so far."""
-        return self._streams
+    @contextlib.contextmanager
+    def on_streams(self, devices: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
+        """Work on the programs' streams, after what the caller has queued and before what it will queue."""
+        streams = {device: self.stream(device) for device in devices if device.type == "cuda"}
+        callers = {device: torch.cuda.current_stream(device) for device in streams}
+        with contextlib.ExitStack() as stack:
+            for device, stream in streams.items():
+                stream.wait_stream(callers[device])
+                stack.enter_context(torch.cuda.stream(stream))
+            yield streams
+        for device, stream in streams.items():
+            callers[device].wait_stream(stream)
+
+
+class Unrecorded:
+    """Runs its work and forgets it."""
+
+    def begin(self) -> None:
+        """Record nothing."""
+
+    def end(self) -> None:
+        """Nothing to finish."""
+
+    def replay(self) -> None:
+        """Nothing to launch."""
 
 
 class CudaProgram:
-    """A CUDA graph."""
+    """A CUDA graph.
+
+    Memory allocated while one is recorded is its own from its first kernel to its last use in a recording, and no
+    longer: before, it may be another allocation's. So nothing that is filled before a program runs may be
+    allocated while it is recorded.
+    """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
@@ -80,10 +105,6 @@ class CudaProgram:
             torch.cuda.set_stream(self._before[1])
             torch.cuda.set_device(self._before[0])
 
-    def room(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Leave it blank: capturing runs no kernel that could read it."""
-        return torch.empty_like(tensor, device=device)
-
     def replay(self) -> None:
         """Launch the graph."""
         self._graph.replay()
@@ -95,7 +116,6 @@ class HostProgram(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[tuple[Any, Any, Any, Any]] = []
-        self._is_paused = False
 
     def begin(self) -> None:
         """Record from now on."""
@@ -105,35 +125,36 @@ class HostProgram(TorchDispatchMode):
         """Record no more."""
         self.__exit__(None, None, None)
 
-    def room(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Fill it at once, unrecorded: what is recorded here is run as well."""
-        self._is_paused = True
-        try:
-            return tensor.detach().to(device, copy=True)
-        finally:
-            self._is_paused = False
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if not self._is_paused:
-            self._steps.append((function, args, kwargs, result))
+        self._steps.append((function, args, kwargs, result))
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
         """Run every function again and put fresh results where the first ones are; views need nothing."""
+        for function, _, _, result in self._steps:
+            for old, _ in _fresh(function, result, result):
+                # As on a GPU, where programs share memory: what was here is gone.
+                old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, result in self._steps:
             returns = function._schema.returns
             if all(value.alias_info is not None and not value.alias_info.is_write for value in returns) and returns:
                 continue
-            again = function(*args, **kwargs)
-            olds, news = ((value,) if isinstance(value, Tensor) else value for value in (result, again))
-            if not isinstance(olds, tuple | list):
-                continue
-            for place, (old, new) in enumerate(zip(olds, news, strict=True)):
-                described = returns[place] if len(returns) == len(olds) else returns[0]
-                if isinstance(old, Tensor) and described.alias_info is None:
-                    old.copy_(new)
+            for old, new in _fresh(function, result, function(*args, **kwargs)):
+                old.copy_(new)
+
+
+def _fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the results for which ``function`` allocated memory, the first ones and others of the same call."""
+    returns = function._schema.returns
+    olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))
+    if not isinstance(olds, tuple | list):
+        return
+    for place, (old, new) in enumerate(zip(olds, news, strict=True)):
+        described = returns[place] if len(returns) == len(olds) else returns[0]
+        if isinstance(old, Tensor) and described.alias_info is None:
+            yield old, new

@@ -176,22 +176,13 @@ class Replay:
     @contextlib.contextmanager
     def _on_program_streams(self) -> Iterator[Events]:
         """Work on the programs' streams, after what the caller has queued and before what it will queue."""
-        devices = [device for device in self.devices if device.type == "cuda"]
-        callers = {device: torch.cuda.current_stream(device) for device in devices}
-        streams = {device: self.captured.recorder.stream(device) for device in devices}
         free: Events = dict.fromkeys(self.devices)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for device in devices:
-                streams[device].wait_stream(callers[device])
-                stack.enter_context(torch.cuda.stream(streams[device]))
-            wait_for_departures(devices)
-            free.update({device: streams[device].record_event() for device in devices})
+        with torch.no_grad(), self.captured.recorder.on_streams(self.devices) as streams:
+            wait_for_departures(streams)
+            free.update({device: stream.record_event() for device, stream in streams.items()})
             yield free
             # The caller may free what it handed over.
-            wait_for_departures(devices)
-        for device in devices:
-            callers[device].wait_stream(streams[device])
+            wait_for_departures(streams)
 
 
 def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:
