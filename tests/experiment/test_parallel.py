@@ -36,8 +36,12 @@ def plain(configured, tmp_path):
 
 @pytest.mark.parametrize(
     "parallel",
-    ["{strategy: spatial, devices: 2}", "{strategy: pipeline, split_size: 1, devices: 2}"],
-    ids=["spatial", "pipeline"],
+    [
+        "{strategy: spatial, devices: 1}",
+        "{strategy: spatial, devices: 2}",
+        "{strategy: pipeline, split_size: 1, devices: 2}",
+    ],
+    ids=["own operators", "spatial", "pipeline"],
 )
 def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     outcome = train(configured(f"parallel={parallel}"))
@@ -49,7 +53,7 @@ def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
 
 
 def test_processes_started_by_gpus(plain, config_file, tmp_path):
-    train_on(2, config_file)
+    train_on(2, config_file, ["parallel.devices=1"])  # of each process
     assert_same_run(latest(tmp_path / "run"), plain)
     assert (tmp_path / "run" / "validation" / "summary.json").exists()
     config = load_config(tmp_path / "run" / "config.yaml")

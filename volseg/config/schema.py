@@ -166,13 +166,18 @@ class ParallelConfig(ConfigModel):
 
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
     devices: Count | tuple[str, ...] | None = None
-    """How many GPUs, or their names (``cpu`` may be named several times); null takes every visible one."""
+    """How many GPUs of each process, or their names (``cpu`` may be named several times); null takes every visible one."""
     split_size: Count | Literal["auto"] | None = None
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
     """What happens at an operator without a sharded form."""
     checkpoint: Literal["all"] | Count | None = None
     """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels."""
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether the config asks for one device: a strategy's own operators without any cutting."""
+        return self.devices == 1
 
     @model_validator(mode="after")
     def _split_size_belongs_to_a_pipeline(self) -> "ParallelConfig":

@@ -27,6 +27,7 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
+from volseg.workflow.processes import is_distributed
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.training import Score, Training
 
@@ -99,10 +100,11 @@ def join_processes(config: ExperimentConfig) -> None:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return
-    if config.parallel.strategy not in ("spatial", "auto") or config.parallel.devices is not None:
+    parallel = config.parallel
+    if parallel.strategy not in ("spatial", "auto") or not (parallel.devices is None or parallel.is_on_one_device):
         raise ConfigError(
-            f"{count} processes were started, which need parallel.strategy: spatial and no parallel.devices (each "
-            f"process has its own), got {config.parallel.strategy} and {config.parallel.devices}"
+            f"{count} processes were started, which need parallel.strategy: spatial and one device each (leave out "
+            f"parallel.devices, or 1), got {parallel.strategy} and {parallel.devices}"
         )
     start_group()
 
@@ -129,7 +131,7 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
     return ModelParallel(
         network,
         strategy=parallel.strategy,
-        devices=_devices(parallel.devices, device),
+        devices=None if is_distributed() else _devices(parallel.devices, device),
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,

@@ -41,7 +41,8 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
         If there are fewer GPUs, or the config has each fold use several.
     """
     parallel = config.parallel
-    if parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None:
+    several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
+    if several and not parallel.is_on_one_device:
         raise ConfigError(
             f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
             f"{parallel.devices}; leave out --gpus to train one fold after another on all of them"

@@ -33,9 +33,8 @@ def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resu
     # Checked here once, so that a fault is told by one process and not by each.
     loaded = load_config(config, [*overrides, strategy])
     check_components(loaded)
-    if loaded.parallel.devices is not None:
-        raise ConfigError(
-            f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {loaded.parallel.devices}"
-        )
+    devices = loaded.parallel.devices
+    if devices is not None and not loaded.parallel.is_on_one_device:
+        raise ConfigError(f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {devices}")
     arguments = [part for assignment in (*overrides, strategy) for part in ("--set", assignment)]
     launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], num_gpus)
