@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
+from volseg.parallel.pipeline.balance import balance, pipeline_ms, quickest, sums
+from volseg.parallel.pipeline.partition import LayerCost, Partition
 
 
 def every_split(layers: int, stages: int):
@@ -14,24 +15,28 @@ def every_split(layers: int, stages: int):
         yield [b - a for a, b in pairwise(ends)]
 
 
-def sums(values, lengths):
-    values = iter(values)
-    return [sum(next(values) for _ in range(length)) for length in lengths]
+LAYERS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=7)
 
 
-@given(costs=st.lists(st.integers(0, 99), min_size=1, max_size=8), data=st.data())
-def test_slowest_stage_is_the_least_of_all_cuts(costs, data):
-    stages = data.draw(st.integers(1, len(costs)))
-    best = min(max(sums(costs, lengths)) for lengths in every_split(len(costs), stages))
-    chosen = balance(costs, stages)
-    assert max(sums(costs, chosen)) == best
+def phases(forward, backward, lengths):
+    """Slowest forward and slowest backward stage."""
+    return max(sums(forward, lengths)), max(sums(backward, lengths))
+
+
+@given(layers=LAYERS, data=st.data())
+def test_phases_take_the_least_of_all_cuts(layers, data):
+    forward, backward, _ = zip(*layers, strict=True)
+    stages = data.draw(st.integers(1, len(layers)))
+    best = min(sum(phases(forward, backward, lengths)) for lengths in every_split(len(layers), stages))
+    chosen = balance(forward, stages, backward)
+    assert sum(phases(forward, backward, chosen)) == best
     assert min(chosen) >= 1
-    assert sum(chosen) == len(costs)
+    assert sum(chosen) == len(layers)
 
 
-@given(layers=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=7), data=st.data())
+@given(layers=LAYERS, data=st.data())
 def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, data):
-    costs, memory = zip(*layers, strict=True)
+    forward, backward, memory = zip(*layers, strict=True)
     stages = data.draw(st.integers(1, len(layers)))
     limits = data.draw(st.lists(st.integers(0, 300), min_size=stages, max_size=stages))
     tolerance = data.draw(st.sampled_from([0.0, 0.05, 0.5]))
@@ -42,12 +47,19 @@ def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, data):
     ]
     if not fitting:
         with pytest.raises(PartitionError, match="no cut into"):
-            balance(costs, stages, memory, limits, tolerance)
+            balance(forward, stages, backward, memory, limits, tolerance)
         return
-    quickest = min(max(sums(costs, lengths)) for lengths in fitting)
+    _, *quickest_phases = min((sum(found), *found) for found in (phases(forward, backward, each) for each in fitting))
     # As in the code: float sums may differ in their last bits.
-    quick = [lengths for lengths in fitting if max(sums(costs, lengths)) <= quickest * (1 + tolerance) * (1 + 1e-9)]
-    chosen = balance(costs, stages, memory, limits, tolerance)
+    quick = [
+        lengths
+        for lengths in fitting
+        if all(
+            mine <= least * (1 + tolerance) * (1 + 1e-9)
+            for mine, least in zip(phases(forward, backward, lengths), quickest_phases, strict=True)
+        )
+    ]
+    chosen = balance(forward, stages, backward, memory, limits, tolerance)
     assert chosen in quick
     assert max(sums(memory, chosen)) == min(max(sums(memory, lengths)) for lengths in quick)
 
@@ -61,7 +73,7 @@ def test_impossible_memory_says_what_is_needed_and_had():
     with pytest.raises(
         PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"
     ):
-        balance([1, 1], 2, [3 * 2**30, 2**30], [2**30, 2**30])
+        balance([1, 1], 2, None, [3 * 2**30, 2**30], [2**30, 2**30])
 
 
 def layer(name, ms, activations=0):
@@ -81,15 +93,20 @@ def test_table_names_the_layer_that_bounds_time_and_memory():
     assert "up_tr32 alone keeps 89% of the activations" in text
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 6))
-def test_predicted_time_is_that_of_a_simulated_flow(stage_ms, micro_batches):
-    free = [0] * len(stage_ms)
-    for _ in range(micro_batches):
-        ready = 0
-        for stage, ms in enumerate(stage_ms):
-            ready = free[stage] = max(ready, free[stage]) + ms
-    assert pipeline_ms(stage_ms, micro_batches) == free[-1]
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4), st.integers(1, 6))
+def test_predicted_time_is_that_of_a_simulated_flow(stages, micro_batches):
+    forward, backward = zip(*stages, strict=True)
+    now = 0
+    for phase in (forward, backward[::-1]):
+        # The loss stands between: backward begins when all forwards have ended.
+        free = [now] * len(stages)
+        for _ in range(micro_batches):
+            ready = 0
+            for stage, ms in enumerate(phase):
+                ready = free[stage] = max(ready, free[stage]) + ms
+        now = free[-1]
+    assert pipeline_ms(forward, backward, micro_batches) == now
 
 
-def test_split_of_equal_times_is_the_largest():
-    assert quickest_split({2: 10.0, 1: 12.0, 4: 10.1}) == 4
+def test_of_equal_times_the_largest_is_taken():
+    assert quickest({2: 10.0, 1: 12.0, 4: 10.1}) == 4

@@ -258,9 +258,7 @@ class _Inputs:
         self.args, self.kwargs = pytree.tree_unflatten(static, structure)
 
 
-def _forward(
-    net: nn.Module, placement: Placement, given: _Inputs, rooms: "deque[Tensor]", captured: Capture
-) -> Slot:
+def _forward(net: nn.Module, placement: Placement, given: _Inputs, rooms: "deque[Tensor]", captured: Capture) -> Slot:
     run = CaptureRun(placement, captured.statistics, captured.recorder, captured.loans, rooms)
     with run:
         output = net(*given.args, **given.kwargs)

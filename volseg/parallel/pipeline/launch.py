@@ -2,12 +2,13 @@
 
 A recording repeats kernels, not Python. It may stand for ``forward`` only where Python would do the same again, so:
 
-* the first batches of each kind run eagerly, and a *signature* of every micro-batch (each function, what it
-reads, its
-  plain arguments) must come out the same each time: a layer dropped at random, a drawn factor or a counter shows;
+* the first batches of each kind run eagerly, and a *signature* of every micro-batch (each function, what it reads,
+  its plain arguments) must come out the same each time: a layer dropped at random, a drawn factor or a counter shows;
 * whatever Python could read is part of the key: shapes, plain arguments, modes, plain attributes of every module,
   which parameters require grad and where they lie, autocast;
 * hooks of the user's are Python that must run: such networks stay eager.
+
+Unless recordings are asked for, some steps are then timed both ways, and a recording that is no quicker is dropped.
 """
 
 import gc
@@ -25,6 +26,7 @@ from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.rehearsal import rehearse
 from volseg.parallel.pipeline.replay import Replay
+from volseg.parallel.pipeline.trial import TIMED, Trial, clock
 
 __all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
 
@@ -98,10 +100,24 @@ class Recordings:
 
     Each holds a batch's activations, so there are few: a new kind takes the place of one that has not come for
     long, else it stays eager. Volumes of ever new sizes are therefore launched eagerly.
+
+    Parameters
+    ----------
+    net
+        The network.
+    launch
+        ``"eager"`` for none, ``"graphs"`` for recordings wherever they are right, ``"auto"`` for those that are
+        quicker as well.
+    devices
+        Of the pipeline.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
+    def __init__(self, net: nn.Module, launch: str, devices: Sequence[torch.device]) -> None:
+        self._net, self._devices = net, list(devices)
+        self.are_made = launch == "graphs" or (launch == "auto" and any(d.type == "cuda" for d in devices))
+        """Whether batches are recorded at all."""
+        self._is_tried = launch == "auto"
+        self._trials: dict[Hashable, Trial] = {}
         self._watches: dict[Hashable, Watch] = {}
         self._made: dict[Hashable, Replay] = {}
         self._last_used: dict[Hashable, int] = {}
@@ -133,27 +149,49 @@ class Recordings:
         ``call`` is the batch, ``calls`` its micro-batches.
         """
         self._batches += 1
-        if key not in self._made and self._is_time(key):
+        is_new = key not in self._made and self._is_time(key)
+        self._time(key, is_new)
+        if is_new:
             try:
                 self._made[key] = self._make(placement, call, calls, sizes, target)
             except Exception as failure:  # a failed capture costs speed, not the run
                 logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
-                self._watches[key].is_refused = True
+                self._refuse(key)
         found = self._made.get(key)
         if found is None or not found.is_free:
             return None
         self._last_used[key] = self._batches
         return found
 
+    def _time(self, key: Hashable, is_new: bool) -> None:
+        """Time this step if it is one of those that decide, and drop a recording that does not pay."""
+        watch = self._watches.get(key)
+        if not self._is_tried or watch is None or watch.batches < WARM_UP or watch.is_refused:
+            return
+        trial = self._trials.setdefault(key, Trial(clock(self._devices)))
+        if trial.is_over:
+            return
+        made = self._made.get(key)
+        # What records is neither; nor is a batch that must be launched eagerly though there is a recording.
+        trial.begin(None if is_new or (made is not None and not made.is_free) else made is not None)
+        if trial.is_over:
+            logger.info("a step takes %s", trial)
+            if not trial.pays:
+                del self._made[key]
+                self._refuse(key)
+
+    def _refuse(self, key: Hashable) -> None:
+        """Launch batches of this kind eagerly from now on."""
+        self._watches[key].is_refused = True
+        _free_memory()
+
     def _make(
         self, placement: Placement, call: Call, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
     ) -> Replay:
         """Record, and compare with an eager passage."""
         rehearsal = rehearse(self._net, placement, calls, sizes)
-        if torch.cuda.is_available():
-            # Recordings have memory of their own; what eager batches left behind is wanted there.
-            gc.collect()
-            torch.cuda.empty_cache()
+        # Recordings have memory of their own; what eager batches left behind is wanted there.
+        _free_memory()
         replay = Replay(capture(self._net, placement, calls), sizes, target)
         tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
         found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
@@ -163,7 +201,7 @@ class Recordings:
 
     def _is_time(self, key: Hashable) -> bool:
         watch = self._watches.get(key)
-        if watch is None or watch.batches < WARM_UP or watch.is_refused:
+        if watch is None or watch.batches < WARM_UP + self._is_tried * TIMED or watch.is_refused:
             return False
         if not watch.is_steady:
             logger.warning("micro-batches are launched one by one, since forward does not do the same for each")
@@ -175,6 +213,12 @@ class Recordings:
                 return False
             del self._made[oldest]
         return True
+
+
+def _free_memory() -> None:
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class WatchedRun(PlacedRun):

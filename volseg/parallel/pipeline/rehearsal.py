@@ -22,6 +22,9 @@ __all__ = ["Rehearsal", "rehearse"]
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
 HALF = 5e-2
 
+SHOWN = 3
+"""Wrong gradients named in a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
@@ -30,13 +33,19 @@ class Rehearsal:
     outputs: list[Tensor]
     gradients: dict[int, Tensor]
     """By the identity of the parameter."""
+    names: dict[int, str]
 
     def disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
         """Replay the same batch; say where it differs, or return ``None``."""
         found = replay.forward(tensors, commits=False)
         for number, (mine, expected) in enumerate(zip(found, self.outputs, strict=True)):
             if not _agree(mine, expected, expected):
-                return f"output {number} is not that of the eager passage"
+                pieces = zip(mine.split(replay.sizes), expected.split(replay.sizes), strict=True)
+                wrong = [str(index) for index, (one, other) in enumerate(pieces) if not _agree(one, other, expected)]
+                return (
+                    f"output {number} is not that of the eager passage: off by {_distance(mine, expected, expected)} "
+                    f"in micro-batches {', '.join(wrong)} of {len(replay.sizes)}"
+                )
         if not self.gradients:
             return None
         gradients = replay.backward([_cotangent(output) for output in found], len(tensors))[len(tensors) :]
@@ -45,8 +54,15 @@ class Rehearsal:
             return "gradients reach other parameters than in the eager passage"
         # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
         scale = max(self.gradients.values(), key=lambda gradient: float(gradient.abs().max()))
-        if not all(_agree(got[key], expected, scale) for key, expected in self.gradients.items()):
-            return "a gradient is not that of the eager passage"
+        off = [
+            f"{self.names[key]} by {_distance(got[key], expected, scale)}"
+            for key, expected in self.gradients.items()
+            if not _agree(got[key], expected, scale)
+        ]
+        if off:
+            return f"a gradient is not that of the eager passage: {', '.join(off[:SHOWN])}" + (
+                f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
+            )
         return None
 
 
@@ -69,7 +85,8 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     if rooted and wanted:
         found = torch.autograd.grad(rooted, wanted, [_cotangent(output) for output in rooted], allow_unused=True)
         gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
-    return Rehearsal([output.detach() for output in outputs], gradients)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return Rehearsal([output.detach() for output in outputs], gradients, names)
 
 
 def _generators(devices: Sequence[int]) -> list[Tensor]:
@@ -92,3 +109,11 @@ def _agree(mine: Tensor, expected: Tensor, scale: Tensor) -> bool:
         return float((mine.to(expected.device) != expected).float().mean()) < HALF
     allowed = TOLERANCE.get(mine.dtype, HALF) * float(scale.abs().max())
     return torch.allclose(mine.to(expected.device), expected, rtol=0, atol=allowed, equal_nan=True)
+
+
+def _distance(mine: Tensor, expected: Tensor, scale: Tensor) -> str:
+    """Describe the largest difference, as a share of the largest value of ``scale``."""
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return f"shape or type ({tuple(mine.shape)} {mine.dtype} for {tuple(expected.shape)} {expected.dtype})"
+    largest = float((mine.to(expected.device).double() - expected.double()).abs().max())
+    return f"{largest:.1e} (values up to {float(scale.abs().max()):.1e})"

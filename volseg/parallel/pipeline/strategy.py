@@ -1,9 +1,8 @@
 """``PipelineStrategy``: the layers of one network over several devices, in one process."""
 
-import gc
 import logging
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.costs import Measured, measure, observe
+from volseg.parallel.pipeline.balance import quickest
+from volseg.parallel.pipeline.costs import measure, observe
 from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
-from volseg.parallel.pipeline.partition import LayerCost, Partition, balance, pipeline_ms, quickest_split
+from volseg.parallel.pipeline.partition import LayerCost, Partition
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
+from volseg.parallel.pipeline.plan import Plan, make_plan, memory_limits
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.trace import Trace, segments
 from volseg.parallel.pipeline.transfer import Passage, send
@@ -23,9 +24,6 @@ from volseg.parallel.pipeline.transfer import Passage, send
 __all__ = ["PipelineStrategy"]
 
 logger = logging.getLogger(__name__)
-
-# Parameter, gradient, and Adam's two moments.
-STATE_COPIES = 4
 
 
 class PipelineStrategy:
@@ -41,15 +39,15 @@ class PipelineStrategy:
     split_size
         Samples per micro-batch; ``"auto"`` (and ``None``) measures powers of two and takes the quickest.
     devices
-        One per stage at most; all visible GPUs by default. A network of fewer separable layers uses the first ones.
+        One per stage at most; all visible GPUs by default. Fewer, the first ones, are used where the network has fewer
+        separable layers or more stages would be slower; ``partition`` says so.
     cuts
         Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
     launch
         ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA
         graph per stage and micro-batch, and replays it for batches of the same kind, after three eager ones
         and where ``forward`` is found to do the same each time; it keeps the activations of one batch
-        allocated for each kind. ``"auto"`` is eager: recordings have not passed
-        their rehearsal on a GPU yet (docs/log.md).
+        allocated for each kind. ``"auto"`` does so on GPUs, times some steps both ways, and keeps the quicker.
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
@@ -92,8 +90,7 @@ class PipelineStrategy:
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self.cuts = None if cuts is None else tuple(cuts)
-        self.replays = launch == "graphs"
-        self._recordings = Recordings(net)
+        self._recordings = Recordings(net, launch, self.devices)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
@@ -120,7 +117,7 @@ class PipelineStrategy:
         args, kwargs = self._on_first_stage((args, kwargs))
         placement, split_size = self._prepare(args, kwargs)
         calls, sizes = split(args, kwargs, split_size), split_sizes(batch_size(args, kwargs), split_size)
-        key = situation(self.net, (args, kwargs), target) if self.replays else None
+        key = situation(self.net, (args, kwargs), target) if self._recordings.are_made else None
         if key is None:
             return join(self._flow(placement, calls, target), sizes)
         replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target)
@@ -183,48 +180,28 @@ class PipelineStrategy:
             self._place_by_hand(args, kwargs, batch)
         if isinstance(self.split_size, int):
             if self.placement is None:
-                self._place_measured(self._measure(args, kwargs, self.split_size), self.split_size, batch)
+                self._place_planned(self._plan(args, kwargs, batch, self.split_size), min(self.split_size, batch))
             return self.split_size
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
-        measured = {size: self._measure(args, kwargs, size) for size in sizes}
-        predicted = {size: self._predict(found, len(split_sizes(batch, size))) for size, found in measured.items()}
-        chosen = quickest_split(predicted)
+        plans = {size: self._plan(args, kwargs, batch, size) for size in sizes}
+        predicted = {size: plan.ms for size, plan in plans.items()}
+        chosen = quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
         if self.placement is None:
-            self._place_measured(measured[chosen], chosen, batch)
+            self._place_planned(plans[chosen], chosen)
         return chosen
 
-    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], split_size: int) -> Measured:
-        args, kwargs = _private(split(args, kwargs, split_size)[0])
-        return measure(self.net, args, kwargs, self.devices[0])
-
-    def _predict(self, measured: Measured, micro_batches: int) -> float:
-        stages = min(len(self.devices), len(measured.layers))
-        times = [layer.ms for layer in measured.layers]
-        ends = [0, *accumulate(balance(times, stages))]
-        stage_ms = [sum(times[start:end]) for start, end in pairwise(ends)]
-        return pipeline_ms(stage_ms, micro_batches, 0.0 if self.replays else measured.launch_ms)
-
-    def _place_measured(self, measured: Measured, split_size: int, batch: int) -> None:
-        layers, stages = measured.layers, min(len(self.devices), len(measured.layers))
-        if stages < len(self.devices):
-            logger.warning(
-                "%s has %d separable layers: %d of %d devices are used",
-                *(type(self.net).__name__, stages, stages, len(self.devices)),
-            )
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, split_size: int) -> Plan:
+        """Measure a micro-batch and choose a cut, of those that are still free."""
+        own_args, own_kwargs = _private(split(args, kwargs, split_size)[0])
+        measured = measure(self.net, own_args, own_kwargs, self.devices[0])
         micro_batches = len(split_sizes(batch, split_size))
-        memory = [
-            float(STATE_COPIES * layer.parameter_bytes + micro_batches * layer.activation_bytes) for layer in layers
-        ]
-        limits = _memory_limits(self.devices[:stages])
-        times = [layer.ms for layer in layers]
-        try:
-            lengths = balance(times, stages, memory, limits)
-        except PartitionError as failure:
-            # An estimate must not forbid what may fit: even memory out and let the device decide.
-            logger.warning("%s; cutting for even memory", failure)
-            lengths = balance(memory, stages)
-        self._place(measured.trace, list(layers), lengths, min(split_size, batch))
+        return make_plan(measured, self.devices, micro_batches, memory_limits(self.devices), self._recordings.are_made)
+
+    def _place_planned(self, plan: Plan, samples: int) -> None:
+        if plan.note:
+            logger.warning("%s: %s", type(self.net).__name__, plan.note)
+        self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.note)
 
     def _place_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Cut where the user said; nothing is timed."""
@@ -252,9 +229,9 @@ class PipelineStrategy:
         lengths = [end - start for start, end in pairwise(ends)]
         self._place(trace, layers, lengths, samples)
 
-    def _place(self, trace: Trace, layers: list[LayerCost], lengths: list[int], samples: int) -> None:
+    def _place(self, trace: Trace, layers: list[LayerCost], lengths: list[int], samples: int, note: str = "") -> None:
         self.placement = place(self.net, trace, lengths, self.devices)
-        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples)
+        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, note)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 
     def _on_first_stage(self, call: Call) -> Call:
@@ -316,21 +293,3 @@ def _start_of(cut: str, starts: Sequence[str]) -> int:
         f"of a tensor. "
         f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
     )
-
-
-def _memory_limits(devices: list[torch.device]) -> list[float] | None:
-    """Return the bytes that each device can give, or ``None`` for hosts."""
-    if any(device.type != "cuda" for device in devices):
-        return None
-    # What measuring has left behind is not in use.
-    gc.collect()
-    torch.cuda.empty_cache()
-    limits = []
-    for device in devices:
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        held = torch.cuda.memory_allocated(device)
-        cached = torch.cuda.memory_reserved(device) - held
-        # A device that is named for several stages is shared by them.
-        limits.append(min(free + cached, allowed - held) / devices.count(device))
-    return limits

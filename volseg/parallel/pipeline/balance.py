@@ -1,0 +1,172 @@
+"""Cut a sequence of layers into stages, and predict how long a batch will take: pure arithmetic, exact.
+
+A loss comes after the last micro-batch, so all forwards end before a backward begins::
+
+    stage 0  F0 F1 F2 F3                    B3 B2 B1 B0
+    stage 1     F0 F1 F2 F3              B3 B2 B1 B0
+    stage 2        F0 F1 F2 F3 (loss) B3 B2 B1 B0
+
+The forward phase is as fast as the stage that is slowest forward, the backward phase as the one that is slowest
+backward, and these need not be the same: the cut minimises the sum of the two. (Balancing forward and backward
+together, as if they interleaved, would cost MONAI's V-Net 7 % on four H200.) Of cuts that are as fast within
+``TOLERANCE``, the one whose fullest device holds least is taken. Nothing here touches a module or a device.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from volseg.errors import PartitionError
+
+__all__ = ["balance", "pipeline_ms", "quickest", "sums"]
+
+TOLERANCE = 0.02
+"""How much slower than the best each phase may be where that evens out memory."""
+
+# Sums of floats taken as differences differ in the last bits from sums taken in order.
+SLACK = 1 + 1e-9
+
+UNLIMITED = float("inf")
+
+
+def balance(
+    forward: Sequence[float],
+    stages: int,
+    backward: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    memory_limits: Sequence[float] | None = None,
+    tolerance: float = TOLERANCE,
+) -> list[int]:
+    """Cut layers into consecutive non-empty stages with the least slowest forward plus slowest backward.
+
+    Parameters
+    ----------
+    forward, backward
+        Milliseconds per layer, non-negative; no backward by default.
+    stages
+        Between one and the number of layers.
+    memory
+        Bytes per layer. Of cuts whose phases are within ``tolerance`` of the fastest's, the least fullest stage wins.
+    memory_limits
+        Bytes that each stage may hold.
+    tolerance
+        Relative slack in time.
+
+    Returns
+    -------
+    list of int
+        Layers per stage.
+
+    Raises
+    ------
+    PartitionError
+        If there are fewer layers than stages, or no cut respects the limits.
+
+    Examples
+    --------
+    >>> balance([3, 1, 1, 1, 2], 2)
+    [2, 3]
+    >>> balance([1, 1, 2, 2], 2, backward=[5, 1, 2, 2])
+    [2, 2]
+    """
+    if not 1 <= stages <= len(forward):
+        raise PartitionError(
+            f"cannot split {len(forward)} layers into {stages} non-empty stages; use 1 to {len(forward)} devices"
+        )
+    free = [UNLIMITED] * stages
+    limits = free if memory_limits is None else list(memory_limits)
+    held = [0.0] * len(forward) if memory is None else list(memory)
+    behind = [0.0] * len(forward) if backward is None else list(backward)
+    front = _front([forward, behind, held], [free, free, limits], minimised=2)
+    if not front:
+        (((peak,), _),) = _front([held], [free], minimised=1)
+        raise PartitionError(
+            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
+            f"device, and the "
+            f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
+            f"use more devices, a smaller batch or smaller volumes"
+        )
+    slowest, lengths = min(front, key=lambda found: (sum(found[0]), found))
+    if memory is not None:
+        quick = [[phase * (1 + tolerance)] * stages for phase in slowest]
+        ((_, lengths),) = _front([held, forward, behind], [limits, *quick], minimised=1)
+    return list(lengths)
+
+
+def _front(
+    costs: Sequence[Sequence[float]], limits: Sequence[Sequence[float]], minimised: int
+) -> list[tuple[tuple[float, ...], tuple[int, ...]]]:
+    """Return the cuts that no other cut beats in every one of the first ``minimised`` costs (one or two).
+
+    A cut counts by its largest stage sum of each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
+    with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
+    """
+    before = [[0.0, *accumulate(cost)] for cost in costs]
+    layers = len(costs[0])
+    best: list[list[tuple[tuple[float, ...], tuple[int, ...]]]] = [[((0.0,) * minimised, ())], *([] for _ in costs[0])]
+    for stage, allowed in enumerate(zip(*limits, strict=True)):
+        reached: list[list[tuple[tuple[float, ...], tuple[int, ...]]]] = [[] for _ in best]
+        for end in range(stage + 1, layers + 1):
+            found = []
+            for start in range(stage, end):
+                held = [upto[end] - upto[start] for upto in before]
+                if best[start] and all(cost <= limit * SLACK for cost, limit in zip(held, allowed, strict=True)):
+                    found += [(tuple(map(max, worst, held)), (*lengths, end - start)) for worst, lengths in best[start]]
+            least = UNLIMITED
+            for worst, lengths in sorted(found):
+                if worst[-1] < least:
+                    least = worst[-1]
+                    reached[end].append((worst, lengths))
+        best = reached
+    return best[-1]
+
+
+def sums(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return the sum of each stage.
+
+    Examples
+    --------
+    >>> sums([1, 2, 3, 4], [1, 3])
+    [1, 9]
+    """
+    ends = [0, *accumulate(lengths)]
+    return [sum(values[start:end]) for start, end in pairwise(ends)]
+
+
+def pipeline_ms(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    launch_ms: float = 0.0,
+    copy_ms: float = 0.0,
+) -> float:
+    """Return the time of a batch of ``micro_batches`` over stages of ``forward`` and ``backward`` milliseconds.
+
+    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or
+    the time ``launch_ms`` in which the host launches one micro-batch where that is longer. ``copy_ms`` is what the
+    first one's way between all stages takes.
+
+    Examples
+    --------
+    >>> pipeline_ms([2, 3], [4, 4], micro_batches=4)
+    34.0
+    """
+    return float(
+        sum(
+            sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, launch_ms)
+            for stage_ms in (forward, backward)
+        )
+    )
+
+
+def quickest(candidates: dict[int, float]) -> int:
+    """Return the split size, or number of stages, of the least time; of equals within 2 %, the largest.
+
+    A larger micro-batch launches less, and more stages hold less each.
+
+    Examples
+    --------
+    >>> quickest({1: 9.0, 2: 5.0, 4: 5.05, 8: 7.0})
+    4
+    """
+    least = min(candidates.values())
+    return max(size for size, ms in candidates.items() if ms <= least * 1.02)
