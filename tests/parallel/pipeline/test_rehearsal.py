@@ -20,19 +20,20 @@ class Net(nn.Module):
         return self.b(self.drop(self.norm(self.a(x))).relu())
 
 
-def recorded(net: nn.Module, x: Tensor):
+def recorded(net: nn.Module, x: Tensor, lanes: int = 1):
     """A rehearsal, and a recording of the same batch."""
     strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["b"])
     strategy.plan(x)
     calls = split((x,), {}, 2)
     rehearsal = rehearse(net, strategy.placement, calls, [2, 2])
-    return rehearsal, Replay(capture(net, strategy.placement, calls), [2, 2], CPU)
+    return rehearsal, Replay(capture(net, strategy.placement, calls, lanes), [2, 2], CPU)
 
 
-def test_right_recording_passes_and_nothing_is_changed():
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_right_recording_passes_and_nothing_is_changed(lanes):
     net, x = Net().double(), torch.randn(4, 1, 6, 6, dtype=torch.float64)
     before = {name: state.clone() for name, state in net.state_dict().items()}
-    rehearsal, replay = recorded(net, x)
+    rehearsal, replay = recorded(net, x, lanes)
     assert rehearsal.disagreement(replay, [x]) is None
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in net.parameters())

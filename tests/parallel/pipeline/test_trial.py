@@ -1,34 +1,56 @@
 import pytest
 
-from volseg.parallel.pipeline.trial import Trial
+from volseg.parallel.pipeline.trial import EAGER, Trial
 
 
-def trial(*steps: tuple[bool | None, float]) -> Trial:
-    """Steps of so many seconds, recorded, eager, or (``None``) neither."""
-    now, times = 0.0, [0.0]
-    for _, seconds in steps:
+def tried(*steps: tuple[int | None, float], ways: tuple[int, ...]) -> Trial:
+    """A trial of steps of so many seconds, launched in a way or (``None``) not timed."""
+    now = 0.0
+    trial = Trial(lambda: now, ways)
+    for way, seconds in steps:
+        if way is None:
+            trial.end()
+        else:
+            trial.begin(way)
         now += seconds
-        times.append(now)
-    made = Trial(iter(times).__next__)
-    for is_recorded in (*(mode for mode, _ in steps), None):
-        made.begin(is_recorded)
-    return made
+    trial.end()
+    return trial
 
 
-EAGER = ((False, 5.0), (False, 4.0))
+EAGERLY = ((EAGER, 5.0), (EAGER, 4.0))
 
 
-@pytest.mark.parametrize(("seconds", "pays"), [(2.0, True), (3.95, False), (6.0, False)])
-def test_recording_must_be_quicker_by_more_than_noise(seconds, pays):
-    made = trial(*EAGER, (None, 60.0), (True, seconds), (True, seconds + 1))
-    assert made.is_over
-    assert made.pays == pays
+@pytest.mark.parametrize(("seconds", "way"), [(2.0, 1), (3.95, EAGER), (6.0, EAGER)])
+def test_recording_must_be_quicker_by_more_than_noise(seconds, way):
+    trial = tried(*EAGERLY, (None, 60.0), (1, seconds), (1, seconds + 1), ways=(EAGER, 1))
+    assert trial.is_over
+    assert trial.way == way
 
 
 def test_one_slow_step_of_each_is_forgiven():
-    assert trial((False, 4.0), (False, 90.0), (None, 60.0), (True, 300.0), (True, 2.0)).pays
+    steps = ((EAGER, 4.0), (EAGER, 90.0), (None, 60.0), (1, 300.0), (1, 2.0))
+    assert tried(*steps, ways=(EAGER, 1)).way == 1
 
 
-def test_both_ways_are_needed():
-    assert not trial(*EAGER).is_over
-    assert not trial(*EAGER, (None, 60.0), (True, 1.0)).is_over
+def test_ways_come_in_order_until_each_has_been_timed():
+    seen = []
+    trial = Trial(lambda: 0.0, (EAGER, 1, 2))
+    while not trial.is_over:
+        seen.append(trial.way)
+        trial.begin(trial.way)
+        trial.end()
+    assert seen == [EAGER, EAGER, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("two", "way"), [(1.0, 2), (3.0, 1)])
+def test_best_of_three(two, way):
+    assert tried(*EAGERLY, (1, 2.0), (1, 2.0), (2, two), (2, two), ways=(EAGER, 1, 2)).way == way
+
+
+def test_impossible_ways_leave_the_others_and_at_last_the_eager_one():
+    trial = Trial(lambda: 0.0, (1, 2))
+    trial.exclude(1)
+    assert trial.way == 2
+    assert trial.is_over
+    trial.exclude(2)
+    assert trial.way == EAGER

@@ -19,7 +19,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
 from volseg.parallel.pipeline.programs import Program, Recorder, Unrecorded
-from volseg.parallel.pipeline.recording import Capture, CountedStatistics, Edge, Loan, Output, Part, Slot
-from volseg.parallel.pipeline.statistics import FrozenStatistics, Statistics
+from volseg.parallel.pipeline.recording import Capture, CountedStatistics, Edge, Loan, Loans, Output, Part, Slot
+from volseg.parallel.pipeline.statistics import Statistics
 
 __all__ = ["CaptureRefusedError", "CaptureRun", "capture"]
 
@@ -44,10 +44,6 @@ INPUT = Location(-1, torch.device("cpu"))
 """Where the micro-batch's own tensors come from."""
 
 
-Loans: TypeAlias = dict[tuple[int, int, bool], Loan]
-"""By the identity of the state, the stage, and whether a gradient is wanted."""
-
-
 class CaptureRun(PlacedRun):
     """Run one micro-batch while recording it.
 
@@ -55,8 +51,8 @@ class CaptureRun(PlacedRun):
     ----------
     placement, statistics
         As for any placed run.
-    recorder
-        Makes the programs.
+    recorder, lane
+        Makes the programs, and for which lane.
     loans
         Stand-ins for parameters and buffers, shared by the micro-batches.
     rooms
@@ -70,11 +66,12 @@ class CaptureRun(PlacedRun):
         placement: Placement,
         statistics: Statistics,
         recorder: Recorder,
+        lane: int,
         loans: Loans,
         rooms: "deque[Tensor] | None" = None,
     ) -> None:
         super().__init__(placement, statistics)
-        self._recorder, self._loans = recorder, loans
+        self._recorder, self.lane, self._loans = recorder, lane, loans
         self.rooms: deque[Tensor] = deque() if rooms is None else rooms
         self.parts: list[Part] = []
 
@@ -104,7 +101,7 @@ class CaptureRun(PlacedRun):
 
     def program(self, device: torch.device) -> Program:
         """Return a program for the next part."""
-        return self._recorder.program(device)
+        return self._recorder.program(device, self.lane)
 
     def room(self, tensor: Tensor) -> Tensor:
         """Return memory on the current stage for a copy of ``tensor``, which a replay makes."""
@@ -152,7 +149,8 @@ class CaptureRun(PlacedRun):
         return room
 
     def _borrow(self, state: Tensor, part: Part, wants_grad: bool) -> Tensor:
-        key = (id(state), self.here.stage, wants_grad)
+        # Each lane has its own: a gradient accumulator belongs to one stream.
+        key = (id(state), self.here.stage, self.lane, wants_grad)
         if key not in self._loans:
             is_copy = self.placement.owners[id(state)].stage != self.here.stage
             leaf = self.room(state) if is_copy else state.detach()
@@ -180,8 +178,10 @@ class Survey(CaptureRun):
         return self.rooms[-1].detach()
 
 
-def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capture:
+def capture(net: nn.Module, placement: Placement, calls: Sequence[Call], lanes: int = 1) -> Capture:
     """Record ``net`` for micro-batches of these shapes; the tensors' values play no part.
+
+    Micro-batches take turns on ``lanes`` streams of each device.
 
     Raises
     ------
@@ -191,28 +191,36 @@ def capture(net: nn.Module, placement: Placement, calls: Sequence[Call]) -> Capt
     for path, module in net.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
             raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
-    captured = Capture([], Recorder(), CountedStatistics(len(calls)), {}, {})
+    captured = Capture([], Recorder(lanes), CountedStatistics(len(calls)), {}, {})
     inputs = [_Inputs(call) for call in calls]
     with _without_autocast_cache(), captured.recorder.on_streams(placement.devices):
-        rooms = _survey(net, placement, inputs, captured.recorder)
+        rooms = _survey(net, placement, inputs, captured)
         with _without_garbage_collection():
             _record(net, placement, inputs, rooms, captured)
     return captured
 
 
 def _survey(
-    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", recorder: Recorder
+    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", captured: Capture
 ) -> list["deque[Tensor]"]:
-    """Return the memory that each micro-batch receives into."""
-    rooms, loans = [], Loans()
-    with torch.random.fork_rng(devices=[device for device in placement.devices if device.type == "cuda"]):
-        for given in inputs:
-            run = Survey(placement, FrozenStatistics(), recorder, loans)
+    """Return the memory that each micro-batch receives into; make that of the statistics, which the lanes share."""
+    rooms: list[deque[Tensor]] = []
+    loans: Loans = {}
+    recorder, devices = captured.recorder, placement.devices
+    recorder.fan_out(devices)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        for index, given in enumerate(inputs):
+            lane = index % recorder.lanes
+            recorder.turn_to(lane, devices)
+            captured.statistics.begin(index)
+            run = Survey(placement, captured.statistics, recorder, lane, loans)
             with run:
                 net(*given.args, **given.kwargs)
             rooms.append(run.rooms)
     del run
-    if any(device.type == "cuda" for device in placement.devices):
+    recorder.turn_to(0, devices)
+    captured.statistics.forget()
+    if any(device.type == "cuda" for device in devices):
         # What the survey has left behind is wanted by the recording, which has memory of its own.
         torch.cuda.empty_cache()
     return rooms
@@ -227,7 +235,9 @@ def _record(
 ) -> None:
     for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
         captured.statistics.begin(index)
-        captured.slots.append(_forward(net, placement, given, room, captured))
+        lane = index % captured.recorder.lanes
+        run = CaptureRun(placement, captured.statistics, captured.recorder, lane, captured.loans, room)
+        captured.slots.append(_forward(net, given, run))
     if not torch.is_grad_enabled():
         return
     for slot in reversed(captured.slots):
@@ -258,8 +268,7 @@ class _Inputs:
         self.args, self.kwargs = pytree.tree_unflatten(static, structure)
 
 
-def _forward(net: nn.Module, placement: Placement, given: _Inputs, rooms: "deque[Tensor]", captured: Capture) -> Slot:
-    run = CaptureRun(placement, captured.statistics, captured.recorder, captured.loans, rooms)
+def _forward(net: nn.Module, given: _Inputs, run: CaptureRun) -> Slot:
     with run:
         output = net(*given.args, **given.kwargs)
     results, structure = pytree.tree_flatten(output)
@@ -270,7 +279,8 @@ def _forward(net: nn.Module, placement: Placement, given: _Inputs, rooms: "deque
                 "an output is an input, a parameter, or made by code that torch functions do not show"
             )
     found = [Output(result) if isinstance(result, Tensor) else result for result in results]
-    return Slot(given.tensors, run.parts, [leaf for leaf in found if isinstance(leaf, Output)], structure, found)
+    outputs = [leaf for leaf in found if isinstance(leaf, Output)]
+    return Slot(given.tensors, run.parts, outputs, structure, found, run.lane)
 
 
 def _make_landings(slot: Slot) -> None:
@@ -324,7 +334,7 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
     for parameter in parameters:
         if id(parameter) not in captured.gradients:
             captured.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
-    part.backward = captured.recorder.program(part.location.device)
+    part.backward = captured.recorder.program(part.location.device, slot.lane)
     part.backward.begin()
     try:
         sources = [source for source, _ in arriving.values()]

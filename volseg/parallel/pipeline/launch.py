@@ -8,7 +8,8 @@ A recording repeats kernels, not Python. It may stand for ``forward`` only where
   which parameters require grad and where they lie, autocast;
 * hooks of the user's are Python that must run: such networks stay eager.
 
-Unless recordings are asked for, some steps are then timed both ways, and a recording that is no quicker is dropped.
+Some steps are then timed in each way that there is (eagerly, recorded, recorded with two micro-batches beside one
+another), and the quickest is kept.
 """
 
 import gc
@@ -26,7 +27,7 @@ from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.rehearsal import rehearse
 from volseg.parallel.pipeline.replay import Replay
-from volseg.parallel.pipeline.trial import TIMED, Trial, clock
+from volseg.parallel.pipeline.trial import EAGER, Trial, clock
 
 __all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
 
@@ -37,6 +38,9 @@ WARM_UP = 3
 
 MOST_RECORDINGS = 3
 """Kinds of batches kept as recordings: training, validation and one to spare."""
+
+RECORDED = (1, 2)
+"""Numbers of lanes that are tried."""
 
 LONG = 200
 """Batches after which an unused recording gives way."""
@@ -114,17 +118,24 @@ class Recordings:
 
     def __init__(self, net: nn.Module, launch: str, devices: Sequence[torch.device]) -> None:
         self._net, self._devices = net, list(devices)
-        self.are_made = launch == "graphs" or (launch == "auto" and any(d.type == "cuda" for d in devices))
+        has_gpu = any(device.type == "cuda" for device in devices)
+        self.are_made = launch == "graphs" or (launch == "auto" and has_gpu)
         """Whether batches are recorded at all."""
-        self._is_tried = launch == "auto"
-        self._trials: dict[Hashable, Trial] = {}
+        recorded = RECORDED if has_gpu else RECORDED[:1]
+        self._ways = (EAGER, *recorded) if launch == "auto" else recorded
         self._watches: dict[Hashable, Watch] = {}
+        self._trials: dict[Hashable, Trial] = {}
         self._made: dict[Hashable, Replay] = {}
         self._last_used: dict[Hashable, int] = {}
         self._batches = 0
 
     def __len__(self) -> int:
         return len(self._made)
+
+    @property
+    def lanes(self) -> list[int]:
+        """Of each recording."""
+        return [made.lanes for made in self._made.values()]
 
     def watch(self, key: Hashable) -> Watch | None:
         """Return what to note an eager batch of this kind in, or ``None`` where it has been seen often enough."""
@@ -149,50 +160,73 @@ class Recordings:
         ``call`` is the batch, ``calls`` its micro-batches.
         """
         self._batches += 1
-        is_new = key not in self._made and self._is_time(key)
-        self._time(key, is_new)
-        if is_new:
-            try:
-                self._made[key] = self._make(placement, call, calls, sizes, target)
-            except Exception as failure:  # a failed capture costs speed, not the run
-                logger.warning("micro-batches are launched one by one, since recording them failed: %s", failure)
-                self._refuse(key)
-        found = self._made.get(key)
-        if found is None or not found.is_free:
+        if not self._is_time(key):
+            return None
+        if key not in self._trials:
+            ways = [way for way in self._ways if way <= len(calls)]
+            self._trials[key] = Trial(clock(self._devices), ways)
+        trial = self._trials[key]
+        made = self._made.get(key)
+        if made is not None and not made.is_free:
+            # Launched eagerly though there is a recording: not what is to be timed.
+            trial.end()
             return None
         self._last_used[key] = self._batches
-        return found
-
-    def _time(self, key: Hashable, is_new: bool) -> None:
-        """Time this step if it is one of those that decide, and drop a recording that does not pay."""
-        watch = self._watches.get(key)
-        if not self._is_tried or watch is None or watch.batches < WARM_UP or watch.is_refused:
-            return
-        trial = self._trials.setdefault(key, Trial(clock(self._devices)))
-        if trial.is_over:
-            return
-        made = self._made.get(key)
-        # What records is neither; nor is a batch that must be launched eagerly though there is a recording.
-        trial.begin(None if is_new or (made is not None and not made.is_free) else made is not None)
-        if trial.is_over:
+        is_undecided = not trial.is_over
+        trial.end()
+        if is_undecided and trial.is_over:
             logger.info("a step takes %s", trial)
-            if not trial.pays:
-                del self._made[key]
-                self._refuse(key)
+        if made is None or made.lanes != trial.way:
+            made = self._renew(key, placement, call, calls, sizes, target)
+        else:
+            trial.begin(trial.way)
+        return made
 
-    def _refuse(self, key: Hashable) -> None:
-        """Launch batches of this kind eagerly from now on."""
-        self._watches[key].is_refused = True
-        _free_memory()
+    def _renew(
+        self,
+        key: Hashable,
+        placement: Placement,
+        call: Call,
+        calls: Sequence[Call],
+        sizes: Sequence[int],
+        target: torch.device,
+    ) -> Replay | None:
+        """Make the recording that is to be tried next; ``None`` where that is an eager step."""
+        trial = self._trials[key]
+        # Two would not fit beside one another.
+        self._made.pop(key, None)
+        while trial.way != EAGER:
+            try:
+                self._made[key] = self._make(placement, call, calls, sizes, target, trial.way)
+            except Exception as failure:  # a failed capture costs speed, not the run
+                level = logging.WARNING if trial.way == 1 else logging.INFO
+                logger.log(level, "recording micro-batches in %d lanes failed: %s", trial.way, failure)
+                trial.exclude(trial.way)
+                continue
+            return self._made[key]
+        if trial.is_over:
+            logger.info("micro-batches are launched one by one")
+            self._watches[key].is_refused = True
+            _free_memory()
+        trial.begin(EAGER)
+        return None
 
     def _make(
-        self, placement: Placement, call: Call, calls: Sequence[Call], sizes: Sequence[int], target: torch.device
+        self,
+        placement: Placement,
+        call: Call,
+        calls: Sequence[Call],
+        sizes: Sequence[int],
+        target: torch.device,
+        lanes: int,
     ) -> Replay:
         """Record, and compare with an eager passage."""
         rehearsal = rehearse(self._net, placement, calls, sizes)
         # Recordings have memory of their own; what eager batches left behind is wanted there.
         _free_memory()
-        replay = Replay(capture(self._net, placement, calls), sizes, target)
+        if rehearsal is None and lanes > 1:
+            raise CaptureRefusedError("graphs that run beside one another would draw the same random numbers")
+        replay = Replay(capture(self._net, placement, calls, lanes), sizes, target)
         tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
         found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
         if found is not None:
@@ -200,8 +234,11 @@ class Recordings:
         return replay
 
     def _is_time(self, key: Hashable) -> bool:
+        """Whether batches of this kind have been watched, and may be recorded."""
         watch = self._watches.get(key)
-        if watch is None or watch.batches < WARM_UP + self._is_tried * TIMED or watch.is_refused:
+        if key in self._made:
+            return True
+        if watch is None or watch.batches < WARM_UP or watch.is_refused:
             return False
         if not watch.is_steady:
             logger.warning("micro-batches are launched one by one, since forward does not do the same for each")

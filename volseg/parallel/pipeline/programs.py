@@ -29,38 +29,62 @@ class Program(Protocol):
 
 
 class Recorder:
-    """Makes programs; those of one device share a memory pool and must be replayed in the order of recording."""
+    """Makes programs, and holds their streams.
 
-    def __init__(self) -> None:
-        self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    A device has one stream and one memory pool per *lane*. The programs of a lane must be replayed in the order of
+    recording; those of different lanes run beside one another, so that kernels too small for a whole GPU share it.
 
-    def program(self, device: torch.device) -> Program:
+    Parameters
+    ----------
+    lanes
+        How many.
+    """
+
+    def __init__(self, lanes: int = 1) -> None:
+        self.lanes = lanes
+        self._pools: dict[tuple[torch.device, int], Any] = {}
+        self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+    def program(self, device: torch.device, lane: int) -> Program:
         """Return a new program for ``device``."""
         if device.type != "cuda":
             return HostProgram()
-        if device not in self._pools:
-            self._pools[device] = torch.cuda.graph_pool_handle()
-        return CudaProgram(self._pools[device], self.stream(device))
+        if (device, lane) not in self._pools:
+            self._pools[device, lane] = torch.cuda.graph_pool_handle()
+        return CudaProgram(self._pools[device, lane], self._stream(device, lane))
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream on which the programs of ``device`` are recorded and replayed."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+    def _stream(self, device: torch.device, lane: int) -> torch.cuda.Stream:
+        if (device, lane) not in self._streams:
+            self._streams[device, lane] = torch.cuda.Stream(device)
+        return self._streams[device, lane]
 
     @contextlib.contextmanager
     def on_streams(self, devices: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
-        """Work on the programs' streams, after what the caller has queued and before what it will queue."""
-        streams = {device: self.stream(device) for device in devices if device.type == "cuda"}
-        callers = {device: torch.cuda.current_stream(device) for device in streams}
+        """Work on the streams of lane 0, after what the caller has queued and before what it will queue."""
+        gpus = [device for device in devices if device.type == "cuda"]
+        callers = {device: torch.cuda.current_stream(device) for device in gpus}
+        streams = {device: self._stream(device, 0) for device in gpus}
         with contextlib.ExitStack() as stack:
             for device, stream in streams.items():
                 stream.wait_stream(callers[device])
                 stack.enter_context(torch.cuda.stream(stream))
             yield streams
-        for device, stream in streams.items():
-            callers[device].wait_stream(stream)
+        for device, caller in callers.items():
+            for lane in range(self.lanes):
+                caller.wait_stream(self._stream(device, lane))
+
+    def fan_out(self, devices: Iterable[torch.device]) -> None:
+        """Let the other lanes begin after what lane 0 has queued."""
+        for device in devices:
+            for lane in range(1, self.lanes if device.type == "cuda" else 1):
+                self._stream(device, lane).wait_stream(self._stream(device, 0))
+
+    def turn_to(self, lane: int, devices: Iterable[torch.device]) -> None:
+        """Work on the streams of ``lane`` from now on, within ``on_streams``."""
+        if self.lanes > 1:
+            for device in devices:
+                if device.type == "cuda":
+                    torch.cuda.set_stream(self._stream(device, lane))
 
 
 class Unrecorded:

@@ -1,7 +1,7 @@
 """What a recorded batch is made of: slots (micro-batches), their parts (stages), and the edges between them."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from volseg.parallel.pipeline.placement import Location
 from volseg.parallel.pipeline.programs import Program, Recorder
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 
-__all__ = ["Capture", "CountedStatistics", "Edge", "Loan", "Output", "Part", "Slot"]
+__all__ = ["Capture", "CountedStatistics", "Edge", "Loan", "Loans", "Output", "Part", "Slot"]
 
 
 class CountedStatistics(WholeBatchStatistics):
@@ -31,6 +31,11 @@ class CountedStatistics(WholeBatchStatistics):
         super().commit()
         for counter in self.counters:
             counter.add_(1)
+
+    def forget(self) -> None:
+        """Begin anew in the same memory."""
+        self.counters.clear()
+        self.blank()
 
 
 @dataclass(eq=False)
@@ -58,6 +63,10 @@ class Loan:
     state: Tensor
     leaf: Tensor
     is_copy: bool
+
+
+Loans: TypeAlias = dict[tuple[int, int, int, bool], Loan]
+"""By the identity of the state, the stage, the lane, and whether a gradient is wanted."""
 
 
 @dataclass(eq=False)
@@ -96,6 +105,7 @@ class Slot:
     structure: Any
     leaves: list[Any]
     """What was returned, flat; an ``Output`` for each tensor."""
+    lane: int = 0
 
 
 @dataclass(eq=False)
@@ -105,7 +115,7 @@ class Capture:
     slots: list[Slot]
     recorder: Recorder
     statistics: CountedStatistics
-    loans: dict[tuple[int, int, bool], Loan]
+    loans: Loans
     """Copies are made once per batch."""
     gradients: dict[int, Tensor]
-    """Sum over micro-batches, by the identity of the stand-in."""
+    """Sum over the micro-batches of a lane, by the identity of the stand-in."""

@@ -49,10 +49,18 @@ class Replay:
         self._ticket: weakref.ref[_Ticket] | None = None
         self._cut_inputs: set[int] = set()
         self._copied = [loan for loan in captured.loans.values() if loan.is_copy]
-        self._by_leaf = {id(loan.leaf): loan for loan in captured.loans.values() if id(loan.leaf) in captured.gradients}
-        self.parameters = list({id(loan.state): loan.state for loan in self._by_leaf.values()}.values())
+        self._leaves: dict[Tensor, list[int]] = {}
+        for loan in captured.loans.values():
+            if id(loan.leaf) in captured.gradients:
+                self._leaves.setdefault(loan.state, []).append(id(loan.leaf))
+        self.parameters = list(self._leaves)
         places = {part.location.device for slot in captured.slots for part in slot.parts}
         self.devices = places | {target} | {tensor.device for tensor in captured.slots[0].inputs}
+
+    @property
+    def lanes(self) -> int:
+        """On how many streams of each device the micro-batches take turns."""
+        return self.captured.recorder.lanes
 
     @property
     def is_free(self) -> bool:
@@ -85,9 +93,12 @@ class Replay:
         ]
         with self._on_program_streams() as free:
             arrivals = []
+            captured.statistics.blank()
             for loan in self._copied:
                 _copy(loan.state.detach(), loan.leaf, free)
+            captured.recorder.fan_out(self.devices)
             for index, slot in enumerate(captured.slots):
+                captured.recorder.turn_to(slot.lane, self.devices)
                 for tensor, static in zip(tensors, slot.inputs, strict=True):
                     _copy(self._piece(tensor, index), static, free)
                 for part in slot.parts:
@@ -99,8 +110,9 @@ class Replay:
             # Only now: a wait in between would keep the target from its next micro-batch.
             for event, room in arrivals:
                 _wait(event, room)
-            if commits:
-                captured.statistics.commit()
+        # On the caller's streams, which wait for every lane.
+        if commits:
+            captured.statistics.commit()
         return tuple(rooms)
 
     def backward(self, gradients: Sequence[Tensor | None], num_inputs: int) -> list[Tensor | None]:
@@ -109,7 +121,9 @@ class Replay:
         with self._on_program_streams() as free:
             for total in captured.gradients.values():
                 total.zero_()
+            captured.recorder.fan_out(self.devices)
             for index, slot in reversed(list(enumerate(captured.slots))):
+                captured.recorder.turn_to(slot.lane, self.devices)
                 for output, gradient in zip(slot.outputs, gradients, strict=True):
                     if output.landing is not None and gradient is None:
                         output.landing.zero_()
@@ -134,12 +148,11 @@ class Replay:
         return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
 
     def _gradient(self, parameter: Tensor, reached: set[int]) -> Tensor | None:
-        """Sum over the stages that use ``parameter``; ``None``, as from autograd, where no gradient reaches it."""
-        found = [
-            self.captured.gradients[key]
-            for key, loan in self._by_leaf.items()
-            if loan.state is parameter and key in reached
-        ]
+        """Sum over the stages and lanes that use ``parameter``.
+
+        ``None``, as from autograd, where no gradient reaches it.
+        """
+        found = [self.captured.gradients[key] for key in self._leaves[parameter] if key in reached]
         if not found:
             return None
         # A copy: the next batch overwrites the recording's own.
@@ -182,6 +195,7 @@ class Replay:
             free.update({device: stream.record_event() for device, stream in streams.items()})
             yield free
             # The caller may free what it handed over.
+            self.captured.recorder.turn_to(0, streams)
             wait_for_departures(streams)
 
 

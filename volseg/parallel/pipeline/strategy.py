@@ -130,6 +130,11 @@ class PipelineStrategy:
         """Whether some kind of batch is launched from a recording by now."""
         return len(self._recordings) > 0
 
+    @property
+    def lanes(self) -> list[int]:
+        """For each kind of batch that is replayed, how many micro-batches share a device."""
+        return self._recordings.lanes
+
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
         self._prepare(*self._on_first_stage((args, kwargs)))

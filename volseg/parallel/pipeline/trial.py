@@ -1,22 +1,26 @@
-"""Time whole steps of training, launched eagerly and from a recording, to keep the quicker of the two.
+"""Time whole steps of training, launched in several ways, to keep the quickest.
 
-A recording holds a batch's activations for good, so it must pay. Which is quicker depends on the network, the GPU and
-the host: small kernels are bound by Python, large ones are not. What is timed is the way from one call of the network
-to the next, with whatever the training loop does in between, since that is what a user waits for.
+Which way is quickest depends on the network, the GPU and the host. Small kernels are bound by Python, large ones are
+not, and a recording holds a batch's activations for good, so it must pay. Micro-batches that share a GPU fill it better
+where one leaves multiprocessors idle, but fill and drain the pipeline by pairs. What is timed is the way from one call
+of the network to the next, with whatever the training loop does in between, since that is what a user waits for.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["TIMED", "Trial", "clock"]
+__all__ = ["EAGER", "TIMED", "Trial", "clock"]
+
+EAGER = 0
+"""The way without a recording; others are numbers of lanes."""
 
 TIMED = 2
 """Steps timed of each; the quicker counts, since a validation or a slow disk may fall into one."""
 
 WORTH = 0.97
-"""A recording is kept if its steps take less than this share of eager ones."""
+"""A later way is taken if its steps take less than this share of an earlier one's."""
 
 
 def clock(devices: Iterable[torch.device]) -> Callable[[], float]:
@@ -38,41 +42,69 @@ class Trial:
     ----------
     clock
         Returns seconds.
+    ways
+        In the order of preference; if there is only one, nothing is timed.
 
     Examples
     --------
-    >>> trial = Trial(iter([0.0, 5.0, 10.0, 13.0, 17.0]).__next__)
-    >>> for is_recorded in (False, False, True, True, None):
-    ...     trial.begin(is_recorded)
-    >>> trial.is_over, trial.pays
-    (True, True)
+    >>> trial = Trial(iter([0.0, 5.0, 5.0, 10.0, 10.0, 13.0, 13.0, 17.0]).__next__, ways=(EAGER, 1))
+    >>> for _ in range(4):
+    ...     trial.begin(trial.way)
+    >>> trial.end()
+    >>> trial.is_over, trial.way
+    (True, 1)
     >>> print(trial)
-    3000.0 ms recorded, 5000.0 ms eagerly
+    eagerly 5000.0 ms, recorded (1 lane) 3000.0 ms
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], ways: Sequence[int]) -> None:
         self._clock = clock
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}
-        self._running: bool | None = None
+        self._seconds: dict[int, list[float]] = {way: [] for way in ways}
+        self._running: int | None = None
         self._since = 0.0
 
-    def begin(self, is_recorded: bool | None) -> None:
-        """Note that a step begins, and the one before has ended; ``None`` if it is not to be timed."""
-        now = self._clock()
+    def end(self) -> None:
+        """Note that the step before, if any was timed, has ended."""
         if self._running is not None:
-            self._seconds[self._running].append(now - self._since)
-        self._running, self._since = is_recorded, now
+            self._seconds[self._running].append(self._clock() - self._since)
+        self._running = None
+
+    def begin(self, way: int) -> None:
+        """Note that a step begins that is launched in ``way``."""
+        self.end()
+        if not self.is_over:
+            self._running, self._since = way, self._clock()
+
+    def exclude(self, way: int) -> None:
+        """Take a way out that turned out impossible."""
+        del self._seconds[way]
+
+    @property
+    def _untimed(self) -> list[int]:
+        return [way for way, seconds in self._seconds.items() if len(seconds) < TIMED]
 
     @property
     def is_over(self) -> bool:
-        """Whether both ways have been timed."""
-        return min(map(len, self._seconds.values())) >= TIMED
+        """Whether every way has been timed, or there is no choice."""
+        return len(self._seconds) < 2 or not self._untimed
 
     @property
-    def pays(self) -> bool:
-        """Whether recorded steps were quicker."""
-        return min(self._seconds[True]) < WORTH * min(self._seconds[False])
+    def way(self) -> int:
+        """The next to be timed, or the best."""
+        if not self._seconds:
+            return EAGER
+        if not self.is_over:
+            return self._untimed[0]
+        best, *others = self._seconds
+        for way in others:
+            if min(self._seconds[way]) < WORTH * min(self._seconds[best]):
+                best = way
+        return best
 
     def __str__(self) -> str:
-        recorded, eager = (min(self._seconds[mode]) * 1e3 for mode in (True, False))
-        return f"{recorded:.1f} ms recorded, {eager:.1f} ms eagerly"
+        names = {EAGER: "eagerly", 1: "recorded (1 lane)"}
+        return ", ".join(
+            f"{names.get(way, f'recorded ({way} lanes)')} {min(seconds) * 1e3:.1f} ms"
+            for way, seconds in self._seconds.items()
+            if seconds
+        )
