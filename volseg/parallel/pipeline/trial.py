@@ -50,7 +50,7 @@ class Trial:
     >>> trial = Trial(iter([0.0, 5.0, 5.0, 10.0, 10.0, 13.0, 13.0, 17.0]).__next__, ways=(EAGER, 1))
     >>> for _ in range(4):
     ...     trial.begin(trial.way)
-    >>> trial.end()
+    ...     trial.end()
     >>> trial.is_over, trial.way
     (True, 1)
     >>> print(trial)
