@@ -97,7 +97,8 @@ def vnet(counts: list[int]) -> Iterator[Row]:
         yield row(same, kind="plain", gpus=1, split=None)
         for split in (2, 4):
             yield from ours(row(same, split=split), counts, ["graphs"])
-            yield from (row(same, kind="eisen", gpus=count, split=split) for count in counts)
+            if net == "vnet-eisen":  # MONAI's fails there: a child that takes a skip gets none
+                yield from (row(same, kind="eisen", gpus=count, split=split) for count in counts)
         yield from ours(row(same, split=2), counts[-1:], ["eager"])
     for net in ("vnet-monai", "vnet-eisen"):
         same = row(net=net, shape=BATCH, split=None)

@@ -92,7 +92,7 @@ def wrap(row: Row, net: nn.Module) -> nn.Module:
     if kind == "eisen":
         from eisen.utils import ModelParallel as EisenModelParallel
 
-        return EisenModelParallel(net, row["split"], gpus)
+        return EisenModelParallel(net.cuda(), row["split"], gpus)
     from volseg.parallel import ModelParallel
 
     if kind == "spatial":

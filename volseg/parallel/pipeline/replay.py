@@ -96,11 +96,13 @@ class Replay:
             captured.statistics.blank()
             for loan in self._copied:
                 _copy(loan.state.detach(), loan.leaf, free)
+            # All at once: a copy leaves after what its device was given before, and must not wait for a micro-batch.
+            for index, slot in enumerate(captured.slots):
+                for tensor, static in zip(tensors, slot.inputs, strict=True):
+                    _copy(self._piece(tensor, index), static, free)
             captured.recorder.fan_out(self.devices)
             for index, slot in enumerate(captured.slots):
                 captured.recorder.turn_to(slot.lane, self.devices)
-                for tensor, static in zip(tensors, slot.inputs, strict=True):
-                    _copy(self._piece(tensor, index), static, free)
                 for part in slot.parts:
                     for edge in part.edges:
                         _copy(edge.source, edge.target, free)
@@ -121,14 +123,14 @@ class Replay:
         with self._on_program_streams() as free:
             for total in captured.gradients.values():
                 total.zero_()
+            # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
+            # device would leave only then, and the stages would take turns.
+            landings = [self._land(gradients, index, free) for index in reversed(range(len(captured.slots)))]
             captured.recorder.fan_out(self.devices)
-            for index, slot in reversed(list(enumerate(captured.slots))):
+            for slot, landed in zip(reversed(captured.slots), landings, strict=True):
                 captured.recorder.turn_to(slot.lane, self.devices)
-                for output, gradient in zip(slot.outputs, gradients, strict=True):
-                    if output.landing is not None and gradient is None:
-                        output.landing.zero_()
-                    elif output.landing is not None and gradient is not None:
-                        _copy(self._piece(gradient, index), output.landing, free)
+                for event, landing in landed:
+                    _wait(event, landing)
                 for part in reversed(slot.parts):
                     if part.backward is not None:
                         for edge in part.sends:
@@ -146,6 +148,19 @@ class Replay:
         }
         own = [self._gradient(parameter, reached) for parameter in self.parameters]
         return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
+
+    def _land(
+        self, gradients: Sequence[Tensor | None], index: int, free: Events
+    ) -> list[tuple["torch.cuda.Event | None", Tensor]]:
+        """Start the way of the outputs' gradients to micro-batch ``index``; return what to wait for."""
+        landed: list[tuple[torch.cuda.Event | None, Tensor]] = []
+        for output, gradient in zip(self.captured.slots[index].outputs, gradients, strict=True):
+            landing = output.landing
+            if landing is not None and gradient is None:
+                landing.zero_()
+            elif landing is not None and gradient is not None:
+                landed.append((copy_into(self._piece(gradient, index), landing, free[landing.device]), landing))
+        return landed
 
     def _gradient(self, parameter: Tensor, reached: set[int]) -> Tensor | None:
         """Sum over the stages and lanes that use ``parameter``.
