@@ -39,7 +39,7 @@ WARM_UP = 3
 MOST_RECORDINGS = 3
 """Kinds of batches kept as recordings: training, validation and one to spare."""
 
-RECORDED = (1, 2)
+RECORDED = (1, 2, 4)
 """Numbers of lanes that are tried."""
 
 LONG = 200
@@ -166,8 +166,7 @@ class Recordings:
             ways = [way for way in self._ways if way <= len(calls)]
             self._trials[key] = Trial(clock(self._devices), ways)
         trial = self._trials[key]
-        made = self._made.get(key)
-        if made is not None and not made.is_free:
+        if key in self._made and not self._made[key].is_free:
             # Launched eagerly though there is a recording: not what is to be timed.
             trial.end()
             return None
@@ -176,11 +175,10 @@ class Recordings:
         trial.end()
         if is_undecided and trial.is_over:
             logger.info("a step takes %s", trial)
-        if made is None or made.lanes != trial.way:
-            made = self._renew(key, placement, call, calls, sizes, target)
-        else:
+        if key in self._made and self._made[key].lanes == trial.way:
             trial.begin(trial.way)
-        return made
+            return self._made[key]
+        return self._renew(key, placement, call, calls, sizes, target)
 
     def _renew(
         self,
@@ -193,8 +191,9 @@ class Recordings:
     ) -> Replay | None:
         """Make the recording that is to be tried next; ``None`` where that is an eager step."""
         trial = self._trials[key]
-        # Two would not fit beside one another.
-        self._made.pop(key, None)
+        if self._made.pop(key, None) is not None:
+            # Two would not fit beside one another.
+            _free_memory()
         while trial.way != EAGER:
             try:
                 self._made[key] = self._make(placement, call, calls, sizes, target, trial.way)
@@ -207,7 +206,6 @@ class Recordings:
         if trial.is_over:
             logger.info("micro-batches are launched one by one")
             self._watches[key].is_refused = True
-            _free_memory()
         trial.begin(EAGER)
         return None
 

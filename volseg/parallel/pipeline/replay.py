@@ -8,7 +8,8 @@ backward still needs it.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,8 +122,8 @@ class Replay:
         """Launch every backward program; return the gradients of the inputs, then of the parameters."""
         captured = self.captured
         with self._on_program_streams() as free:
-            for total in captured.gradients.values():
-                total.zero_()
+            for totals in _by_device(captured.gradients.values()):
+                torch._foreach_zero_(totals)
             # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
             # device would leave only then, and the stages would take turns.
             landings = [self._land(gradients, index, free) for index in reversed(range(len(captured.slots)))]
@@ -146,8 +147,7 @@ class Replay:
             if gradient is not None
             for key in output.reaches
         }
-        own = [self._gradient(parameter, reached) for parameter in self.parameters]
-        return [*(self._input_gradient(number) for number in range(num_inputs)), *own]
+        return [*(self._input_gradient(number) for number in range(num_inputs)), *self._own_gradients(reached)]
 
     def _land(
         self, gradients: Sequence[Tensor | None], index: int, free: Events
@@ -162,19 +162,29 @@ class Replay:
                 landed.append((copy_into(self._piece(gradient, index), landing, free[landing.device]), landing))
         return landed
 
-    def _gradient(self, parameter: Tensor, reached: set[int]) -> Tensor | None:
-        """Sum over the stages and lanes that use ``parameter``.
+    def _own_gradients(self, reached: set[int]) -> list[Tensor | None]:
+        """Return each parameter's gradient, ``None``, as from autograd, where none reaches it.
 
-        ``None``, as from autograd, where no gradient reaches it.
+        Summed over the stages and lanes that use it, and copied: the next batch overwrites the recording's own.
         """
-        found = [self.captured.gradients[key] for key in self._leaves[parameter] if key in reached]
-        if not found:
-            return None
-        # A copy: the next batch overwrites the recording's own.
-        total = found[0].to(parameter.device, copy=True)
-        for other in found[1:]:
-            total += other.to(parameter.device)
-        return total
+        found = [
+            [self.captured.gradients[key].to(parameter.device) for key in keys if key in reached]
+            for parameter, keys in self._leaves.items()
+        ]
+        own: list[Tensor | None] = [None] * len(found)
+        # Many at a time: launching a kernel for each would take longer than adding them.
+        groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = defaultdict(list)
+        for number, sums in enumerate(found):
+            if sums:
+                groups[sums[0].device, sums[0].dtype, len(sums)].append(number)
+        for numbers in groups.values():
+            first, *others = zip(*(found[number] for number in numbers), strict=True)
+            totals = torch._foreach_add(first, others[0]) if others else torch._foreach_mul(first, 1)
+            for more in others[1:]:
+                torch._foreach_add_(totals, more)
+            for number, total in zip(numbers, totals, strict=True):
+                own[number] = total
+        return own
 
     def _input_gradient(self, number: int) -> Tensor | None:
         """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""
@@ -212,6 +222,13 @@ class Replay:
             # The caller may free what it handed over.
             self.captured.recorder.turn_to(0, streams)
             wait_for_departures(streams)
+
+
+def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.device].append(tensor)
+    return found.values()
 
 
 def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:

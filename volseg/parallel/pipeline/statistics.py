@@ -87,27 +87,27 @@ class _Gathered:
         self.running, self.momentum, self.by_instance = site.running, site.momentum, site.by_instance
         mean = site.running[0]
         self.rows = torch.zeros(2, rows, len(mean), dtype=mean.dtype, device=site.device)
-        self.counts: dict[int, int] = {}
-
-    def commit(self) -> None:
-        """Move the running statistics towards those of all micro-batches together."""
-        rows = sorted(self.counts)
-        counts = [self.counts[row] for row in rows]
-        means, variances = self.rows[0][rows[0] : rows[-1] + 1], self.rows[1][rows[0] : rows[-1] + 1]
-        mean, variance = combine(means, variances, counts, by_instance=self.by_instance)
-        for running, new in zip(self.running, (mean, variance), strict=True):
-            running.lerp_(new.to(running.device), self.momentum)
+        # Zero where a micro-batch's forward took another way.
+        self.counts = [0] * rows
 
 
 @lru_cache(maxsize=64)
-def _column(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``counts`` as ``(parts, 1)``; kept, since each norm asks for it, and copies from the host take time."""
+def _weights(
+    columns: tuple[tuple[tuple[int, ...], int], ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return each part's count ``(parts, C)`` and their totals ``(C,)``; kept, since copies from the host take time.
+
+    ``columns`` are the counts of a norm call's parts, and its number of channels.
+    """
     with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=dtype, device=device)[:, None]
+        widths = torch.tensor([width for _, width in columns], device=device)
+        counts = torch.tensor([counts for counts, _ in columns], dtype=dtype, device=device)
+        totals = torch.tensor([sum(counts) for counts, _ in columns], dtype=dtype, device=device)
+        return counts.repeat_interleave(widths, 0).T.contiguous(), totals.repeat_interleave(widths)
 
 
 def combine(
-    means: Tensor, variances: Tensor, counts: Sequence[int], by_instance: bool = False
+    means: Tensor, variances: Tensor, counts: Tensor, totals: Tensor, by_instance: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of a whole from those of its parts.
 
@@ -116,18 +116,33 @@ def combine(
     means, variances
         ``(parts, C)``.
     counts
-        Values per channel in each part; samples where ``by_instance``.
+        ``(parts, C)``: values per channel in each part; samples where ``by_instance``. A part of none counts nothing.
+    totals
+        ``(C,)``: sum over the parts.
     by_instance
         Instance norm's running statistics are averages over samples: no spread between the parts enters.
     """
-    total = sum(counts)
-    weights = _column(tuple(counts), means.dtype, means.device)
-    mean = (means * weights).sum(0) / total
+    mean = (means * counts).sum(0) / totals
     if by_instance:
-        return mean, (variances * weights).sum(0) / total
-    within = (variances * (weights - 1)).sum(0)
-    between = ((means - mean).square() * weights).sum(0)
-    return mean, (within + between) / (total - 1)
+        return mean, (variances * counts).sum(0) / totals
+    within = (variances * (counts - 1).clamp_min_(0)).sum(0)
+    between = ((means - mean).square() * counts).sum(0)
+    return mean, (within + between) / (totals - 1)
+
+
+def _commit(calls: Sequence[_Gathered]) -> None:
+    """Move the running statistics of some norms of one device towards those of all micro-batches together.
+
+    All at once: a network of fifty norms would otherwise launch hundreds of tiny kernels between forward and loss.
+    """
+    first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
+    means, variances = torch.cat([kept.rows for kept in calls], 2)
+    columns = tuple((tuple(kept.counts), width) for kept, width in zip(calls, widths, strict=True))
+    whole = combine(means, variances, *_weights(columns, means.dtype, means.device), by_instance=first.by_instance)
+    for place, values in enumerate(whole):
+        running = [kept.running[place] for kept in calls]
+        new = [value.to(old.device) for value, old in zip(values.split(widths), running, strict=True)]
+        torch._foreach_lerp_(running, new, first.momentum)
 
 
 class WholeBatchStatistics:
@@ -164,14 +179,21 @@ class WholeBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update every running buffer once, in the order of the calls."""
-        for kept in self.gathered.values():
-            kept.commit()
+        """Update every running buffer once per call of its norm, in the order of the calls."""
+        groups: dict[tuple[Any, ...], list[_Gathered]] = defaultdict(list)
+        for (_, call), kept in self.gathered.items():
+            rows = kept.rows
+            groups[call, rows.device, rows.dtype, kept.by_instance, kept.momentum].append(kept)
+        for _, calls in sorted(groups.items(), key=lambda group: group[0][0]):
+            _commit(calls)
 
     def blank(self) -> None:
         """Zero what was gathered, so that the same memory can serve the next batch."""
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for kept in self.gathered.values():
-            kept.rows.zero_()
+            by_device[kept.rows.device].append(kept.rows)
+        for rows in by_device.values():
+            torch._foreach_zero_(rows)
 
 
 def norm_with(statistics: Statistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
