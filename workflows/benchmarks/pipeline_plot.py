@@ -16,7 +16,9 @@ def rectangle(x: float, y: float, width: float, height: float, colour: str, opac
 
 def plot(found: list[Row], path: Path) -> None:
     """Draw time per step and memory per GPU as bars, and the timelines, in one SVG."""
-    bars = [row for row in found if "ms" in row and row["part"] in ("vnet", "blocks", "whole", "resnet")]
+    bars = [
+        row for row in found if "ms" in row and row["part"] in ("vnet", "peers", "blocks", "whole", "resnet", "swin")
+    ]
     slowest, fullest = max(row["ms"] for row in bars), max(max(row["peak_gib"]) for row in bars)
     drawn, y = ['<text x="10" y="20">ms per step</text><text x="900" y="20">GiB on each GPU</text>'], 40
     for row in bars:

@@ -19,7 +19,7 @@ FIFTY_EPOCHS = 450
 """Batches: nine per epoch, as 260 volumes make of 32."""
 
 
-WARM = {"graphs": 11, "auto": 13, "eager": 3}
+WARM = {"graphs": 14, "auto": 16, "eager": 3}
 """Steps before those that are timed: recordings are watched, tried and chosen in them."""
 
 
@@ -162,13 +162,13 @@ def measure(row: Row) -> Row:
         for _ in range(row.get("warm", WARM.get(row.get("launch", ""), 3))):
             step()
     setup_s = time.perf_counter() - start
-    for index in range(torch.cuda.device_count()):
+    for index in range(row["gpus"]):
         torch.cuda.reset_peak_memory_stats(index)
     times = [step() for _ in range(row.get("steps", 5))]
     found: Row = {
         **speed(row, times),
         "setup_s": setup_s,
-        "peak_gib": [torch.cuda.max_memory_allocated(i) / 2**30 for i in range(row["gpus"])],
+        "peak_gib": peak_gib(row["gpus"]),
         "reserved_gib": [torch.cuda.max_memory_reserved(i) / 2**30 for i in range(row["gpus"])],
     }
     if row["kind"] == "ours":
@@ -178,11 +178,23 @@ def measure(row: Row) -> Row:
     return found
 
 
+def peak_gib(gpus: int) -> list[float]:
+    """Return the most memory that tensors and recordings held on each GPU.
+
+    The allocator counts what a recording uses between its kernels as free; but nothing else may use it.
+    """
+    peaks = [torch.cuda.max_memory_allocated(index) for index in range(gpus)]
+    for segment in torch.cuda.memory_snapshot():
+        if segment["segment_pool_id"] != (0, 0) and segment["device"] < gpus:
+            peaks[segment["device"]] += segment["total_size"] - segment["allocated_size"]
+    return [peak / 2**30 for peak in peaks]
+
+
 def speed(row: Row, times: list[float]) -> Row:
     """Return the median of some steps, and what follows from it."""
     ms = statistics.median(times)
     found = {"ms": ms, "ms_all": times, "samples_per_s": row["shape"][0] / ms * 1e3}
-    if row["part"] == "vnet":
+    if row["shape"] == [32, 1, 64, 64, 64]:
         found["fifty_epochs_s_extrapolated"] = FIFTY_EPOCHS * ms / 1e3
     return found
 
@@ -270,14 +282,14 @@ def timeline(step: Callable[[], float], gpus: int, bins: int = 200) -> list[list
 
 
 def check(row: Row) -> Row:
-    """Compare five training steps, from eager to recorded, with the plain network's by micro-batches, in float64."""
+    """Compare training steps, from eager to recorded, with the plain network's by micro-batches, in float64."""
     torch.manual_seed(0)
     net = build(row["net"]).double().cuda().eval()
     plain = build(row["net"]).double().cuda().eval()
     plain.load_state_dict(net.state_dict())
     model: Any = wrap(row, net)
     worst = 0.0
-    for _ in range(5):
+    for _ in range(11):  # eager, recorded, recorded in two lanes
         image = torch.randn(row["shape"], device="cuda:0", dtype=torch.float64)
         actual, expected = model(image), torch.cat([plain(piece) for piece in image.split(row["split"])])
         worst = max(worst, (actual - expected).abs().max().item())
@@ -288,6 +300,8 @@ def check(row: Row) -> Row:
         for p, q in zip(net.parameters(), plain.parameters(), strict=True)
         if p.grad is not None and q.grad is not None
     ]
-    gradient = max(((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item() for mine, theirs in pairs)
+    # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
+    scale = max(theirs.abs().max().item() for _, theirs in pairs)
+    gradient = max((mine - theirs).abs().max().item() for mine, theirs in pairs) / scale
     recorded = model.strategy.is_replaying
     return {"largest_output_error": worst, "largest_relative_gradient_error": gradient, "recorded": recorded}

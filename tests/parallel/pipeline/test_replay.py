@@ -1,0 +1,37 @@
+import torch
+from torch import Tensor, nn
+
+from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.pipeline.capture import capture
+from volseg.parallel.pipeline.micro_batch import split
+from volseg.parallel.pipeline.replay import Replay
+
+CPU = torch.device("cpu")
+
+
+def test_all_gradients_leave_before_any_backward_begins():
+    """Copies are ordered behind what their device was given: a later one would wait for a whole backward.
+
+    On two H200 the stages took turns in backward (459 ms where 290 were possible) while everything was equal.
+    """
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(6, 2)
+    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["1"])
+    strategy.plan(x)
+    replay = Replay(capture(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU)
+    landings = [slot.outputs[0].landing for slot in replay.captured.slots]
+    seen: list[list[Tensor]] = []
+    for slot in replay.captured.slots:
+        for part in slot.parts:
+            launch = part.backward.replay
+
+            def watched(launch=launch):
+                seen.append([landing.clone() for landing in landings])
+                launch()
+
+            part.backward.replay = watched
+    gradient = torch.randn(6, 2)
+    replay.forward([x])
+    replay.backward([gradient], 1)
+    assert len(seen) == 6
+    for landed in seen:
+        torch.testing.assert_close(torch.cat(landed), gradient, rtol=0, atol=0)
