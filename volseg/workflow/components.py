@@ -15,6 +15,7 @@ from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
+from volseg.workflow.dice_ce import DiceCELoss
 from volseg.workflow.named import Named
 
 __all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer"]
@@ -40,13 +41,14 @@ OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 def _losses() -> dict[str, Callable[..., Any]]:
     """Return MONAI's losses that take logits; others (of registration, of probabilities) would be silently wrong."""
     registry = Registry("loss", _classes(monai.losses, _Loss))
-    return {
+    taken = {
         name: loss
         for name, loss in registry.items()
         if (registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax"))
         and loss.__name__ == name  # `dice_ce` and others are second names
         and not name.startswith("Masked")  # takes a mask, which no batch has
     }
+    return {**taken, "DiceCELoss": DiceCELoss}
 
 
 LOSSES = Registry("loss", _losses())
@@ -119,10 +121,13 @@ class AnyDepth(nn.Module):
         """Return the scalar loss of ``logits`` against ``label``."""
         if not isinstance(logits, list | tuple):
             return self.plain(logits, label)
+        weights = self.deep.get_weights(levels=len(logits))
+        if isinstance(self.plain, DiceCELoss) and self.plain.is_fused:
+            heads = zip(weights, logits, strict=True)
+            return torch.stack([self.plain.of_head(head, label, weight) for weight, head in heads]).sum()
         # DeepSupervisionLoss.forward begins its sum with a number from the host, which a CUDA graph cannot hold.
         if label.dtype == torch.int64:  # which torch cannot resize; the values are exact in float32
             label = label.float()
-        weights = self.deep.get_weights(levels=len(logits))
         terms = [weight * self.deep.get_loss(head, label) for weight, head in zip(weights, logits, strict=True)]
         return torch.stack(terms).sum()
 
