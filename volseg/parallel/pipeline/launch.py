@@ -62,21 +62,39 @@ def situation(net: nn.Module, call: Call, target: torch.device) -> Hashable | No
             described.append((leaf,))
         else:
             return None
-    if any(map(runs.has_foreign_hooks, net.modules())):
+    condition = _condition(net)
+    if condition is None:
         return None
     cast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, target)
-    return str(structure), tuple(described), modes, _condition(net)
+    return str(structure), tuple(described), modes, condition
 
 
-def _condition(net: nn.Module) -> Hashable:
-    """Everything plain that ``forward`` could read from its modules."""
-    attributes = tuple(
-        tuple((name, value) for name, value in vars(module).items() if isinstance(value, PLAIN))
-        for module in net.modules()
-    )
-    states = tuple((state.data_ptr(), state.requires_grad) for state in (*net.parameters(), *net.buffers()))
-    return attributes, states
+class _PlainTypes(dict[type, bool]):
+    """Whether values of a type are plain, found out once for each type."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, PLAIN)
+        return self[kind]
+
+
+_is_plain = _PlainTypes()
+
+
+def _condition(net: nn.Module) -> Hashable | None:
+    """Everything plain that ``forward`` could read from its modules; ``None`` if the user's hooks are to be called.
+
+    Asked before every batch, while the GPUs may be waiting: hence one pass, and types looked up.
+    """
+    found: list[Hashable] = []
+    for module in net.modules():
+        if runs.has_foreign_hooks(module):
+            return None
+        inside = vars(module)
+        found += [item for item in inside.items() if _is_plain[type(item[1])]]
+        for kind in ("_parameters", "_buffers"):
+            found += [(state.data_ptr(), state.requires_grad) for state in inside[kind].values() if state is not None]
+    return tuple(found)
 
 
 class Watch:

@@ -47,7 +47,8 @@ class PipelineStrategy:
         ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA
         graph per stage and micro-batch, and replays it for batches of the same kind, after three eager ones
         and where ``forward`` is found to do the same each time; it keeps the activations of one batch
-        allocated for each kind. ``"auto"`` does so on GPUs, times some steps both ways, and keeps the quicker.
+        allocated for each kind. Micro-batches share a device by twos or fours where that is quicker in the steps that
+        follow. ``"auto"`` does all this on GPUs, times eager steps as well, and keeps the quickest.
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
