@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.errors import ParallelError
+from volseg.errors import DataError, ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import compare
 
@@ -234,6 +234,55 @@ def scattered() -> dict[str, float]:
     return errors
 
 
+def supervised(**where: Any) -> dict[str, float]:
+    """Train with heads of three grids, the coarsest too thin to be cut, and the loss that reads each voxel once."""
+    from monai.losses import DeepSupervisionLoss, DiceCELoss
+
+    from volseg.models.deep_supervision import DynUNet
+    from volseg.workflow.components import build_loss
+
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        kernels, strides = [3] * 4, [1, 2, 2, 2]
+        settings = {"filters": (4, 4, 8, 8), "deep_supervision": True, "deep_supr_num": 2}
+        nets.append(DynUNet(3, 1, 3, kernels, strides, strides[1:], **settings).double().train())
+    plain, model = nets[0], ModelParallel(nets[1], strategy="spatial", **where)
+    image = torch.randn(2, 1, 8, 16, 8, dtype=torch.float64)
+    label = torch.randint(0, 3, (2, 1, 8, 16, 8), dtype=torch.uint8)
+    fused = build_loss({"name": "DiceCELoss", "batch": True}, inputs=["logits", "label"], output="loss")
+    loss = fused({"logits": model(image), "label": label})["loss"]
+    monai_loss = DeepSupervisionLoss(DiceCELoss(softmax=True, to_onehot_y=True, batch=True))
+    heads = plain(image)
+    expected = sum(w * monai_loss.get_loss(h, label) for w, h in zip(monai_loss.get_weights(3), heads, strict=True))
+    (3 * loss).backward()
+    (3 * expected).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    errors = {
+        "loss": float((loss - expected).detach().abs()),
+        "gradients": max(float((a.grad - b.grad).abs().max()) for a, b in pairs),
+    }
+    if dist.is_initialized():
+        everyone = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, loss.detach())
+        errors["ranks"] = max(float((other - loss).abs()) * 1e30 for other in everyone)  # bit for bit
+    return errors
+
+
+def refused() -> dict[str, float]:
+    """A label that is no class, in the slab of one process, is refused by all: no process waits for another."""
+    from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
+
+    model = ModelParallel(nn.Conv3d(1, 3, 1), strategy="spatial")
+    label = torch.zeros(1, 1, 8, 4, 4, dtype=torch.uint8)
+    label[:, :, 0] = 7
+    try:
+        dice_cross_entropy(model(torch.zeros(1, 1, 8, 4, 4)), label, Terms())
+    except DataError as fault:
+        return {"message": float(("[7]" if dist.get_rank() == 0 else "another process") not in str(fault))}
+    return {"not refused": 1.0}
+
+
 def replicas() -> dict[str, float]:
     """Two replicas of two shards: gradients are those of the mean loss over both volumes."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -330,6 +379,8 @@ EXTRA = {
     "in half precision": in_half,
     "different volumes": different,
     "scattered batch": scattered,
+    "supervised": supervised,
+    "label that is no class": refused,
     "replicas": replicas,
     "dropout": dropped,
 }

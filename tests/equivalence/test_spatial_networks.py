@@ -33,7 +33,7 @@ def test_shards_of_one_process_equal_one_device(name: str, shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("name", ["accumulated", "in half precision"])
+@pytest.mark.parametrize("name", ["accumulated", "in half precision", "supervised"])
 def test_training_habits(name: str, shards: int) -> None:
     assert_equal(spatial.EXTRA[name](devices=["cpu"] * shards))
 
