@@ -119,7 +119,8 @@ def blocks(counts: list[int]) -> Iterator[Row]:
         same = row(net=net, shape=[32, int(net.removeprefix("blocks")), side, side, side], split=2)
         yield row(same, kind="plain", gpus=1)
         yield from ours(same, counts if side == 64 else counts[-1:], ["graphs"])
-        yield from ours(same, counts[-1:], ["eager"])
+        if side == 64:
+            yield from ours(same, counts[-1:], ["eager"])
 
 
 def swin(counts: list[int]) -> Iterator[Row]:
