@@ -1,7 +1,7 @@
 """The training loop as MONAI's tutorials write it, with the network, loss, optimizer and patches of a config.
 
 Two forms: `in_workers` is the common one (CacheDataset in memory, transforms per sample in worker processes,
-autocast); `on_gpu` follows MONAI's guide to fast training (cases cached on the GPU, transforms there, ThreadDataLoader).
+autocast); `on_gpu` follows MONAI's fast training guide (cases cached on the GPU, transforms there, ThreadDataLoader).
 The transforms do what ``volseg.transforms.augmentation`` does, with the same probabilities. Where MONAI offers a choice
 the faster one is taken: one ``RandAffined`` for rotation and scaling, no border read around the patch, foreground
 indices cached, plain tensors in the network.

@@ -124,7 +124,7 @@ class StopAfter(Hook):
     def __init__(self, clock: Windows) -> None:
         self.clock = clock
 
-    def on_batch_end(self, training: Training, fields: object) -> None:
+    def on_batch_end(self, training: Training, fields: object) -> None:  # noqa: ARG002 (names of the event)
         """Tell the stopwatch."""
         if self.clock.after_batch():
             raise Measured
