@@ -1,23 +1,35 @@
-"""Dice and time of a Task04 config on this machine, as JSON: per fold the mean Dice, the seconds, and Dice over time.
+"""Dice and time of a Task04 config on this machine, as JSON and SVG: each fold from the cold start of its own process.
 
-python workflows/benchmarks/task04.py configs/task04_unet.yaml DIR/Task04_Hippocampus \
-        --folds 0 --result workflows/benchmarks/results/task04_unet.json
+python workflows/benchmarks/task04.py configs/task04_unet.yaml DIR/Task04_Hippocampus --cores 2 --gpus 4 \
+        --folds 0 1 2 3 4 --result workflows/benchmarks/results/task04_unet.json
+
+The seconds of a fold begin when its process is started and end when that has exited: imports, reading, checking,
+preprocessing, training, validation with mirroring and the writing of the predictions lie between. The curve's points
+are the validations on the way (not mirrored), by the same clock. ``--beside`` draws nnU-Net's curve (``nnunet.py``).
 """
 
 import argparse
 import json
+import os
 import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
-from volseg import experiment
-from volseg.experiment.folds import FoldResult
-from volseg.monitoring.environment import environment
+from cores import first_cores
+from curve_plot import Curve, draw
+
+COLOURS = ("#1b6ca8", "#2a9d8f", "#8e44ad", "#d9a441", "#6b8e23")
 
 
 def main() -> None:
-    """Train the folds that are not finished, one after another; write what all of them came to."""
+    """Train the folds, as many at a time as there are GPUs; write what all of them came to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
@@ -25,29 +37,118 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="where the run folders go")
     parser.add_argument("--gpus", type=int, default=1, help="folds at a time, each on a GPU of its own")
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--cores", type=int, help="CPU cores of each fold; default an equal share of all")
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="results of nnunet.py to draw as well")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file; the plot lies beside it")
+    parser.add_argument("--train-fold", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.train_fold is not None:
+        train_fold(chosen)
+        return
+    chosen.cores = chosen.cores or len(os.sched_getaffinity(0)) // chosen.gpus
+    seconds = train_folds(chosen)
+    result = gathered(chosen, seconds)
+    chosen.result.parent.mkdir(parents=True, exist_ok=True)
+    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    draw([*own_curves(result), *map(nnunet_curve, chosen.beside)], chosen.result.with_suffix(".svg"))
 
-    overrides = [*chosen.overrides, f"data.root={chosen.root}", f"output={chosen.runs / chosen.config.stem}"]
-    config = experiment.load_config(chosen.config, overrides)
-    crossed = experiment.cross_validate(config, folds=chosen.folds, gpus=chosen.gpus)
-    result = {
+
+def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
+    """Train each fold in a process of its own; return the seconds of each process.
+
+    Raises
+    ------
+    SystemExit
+        If a fold fails; the others are trained to their end.
+    """
+    places: SimpleQueue[tuple[str | None, set[int]]] = SimpleQueue()
+    for place in range(chosen.gpus):
+        gpu = str(place) if chosen.gpus > 1 else os.environ.get("CUDA_VISIBLE_DEVICES")
+        places.put((gpu, first_cores(chosen.cores, place)))
+
+    def trained(fold: int) -> float:
+        gpu, cores = place = places.get()
+        os.sched_setaffinity(0, cores)  # of this thread, which the process it starts takes over
+        environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+        begin, started = time.perf_counter(), time.time()
+        again = [sys.executable, *sys.argv, "--train-fold", str(fold), "--started", repr(started)]
+        try:
+            subprocess.run(again, env=environment, check=True)
+        finally:
+            places.put(place)
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor(chosen.gpus) as lanes:
+        jobs = {fold: lanes.submit(trained, fold) for fold in chosen.folds}
+    if failed := [fold for fold, job in jobs.items() if job.exception() is not None]:
+        sys.exit(f"fold(s) {failed} failed, see above")
+    return {fold: job.result() for fold, job in jobs.items()}
+
+
+def train_fold(chosen: argparse.Namespace) -> None:
+    """Train one fold as `volseg train` does, and write down when each validation was done."""
+    from volseg import experiment
+    from volseg.workflow import Hook, Training
+    from volseg.workflow.records import EpochRecord
+
+    class Clock(Hook):
+        """Seconds since the start of the process, at each validation."""
+
+        def __init__(self) -> None:
+            self.curve: list[dict[str, float]] = []
+            self.seconds_to_training = 0.0
+
+        def on_training_begin(self, training: Training) -> None:  # noqa: ARG002 (names of the event)
+            """Everything has been imported, read and prepared."""
+            self.seconds_to_training = time.time() - chosen.started
+
+        def on_epoch_end(self, training: Training, record: EpochRecord) -> None:  # noqa: ARG002
+            """Note the epochs that were validated."""
+            if record.score is not None:
+                point = {"epoch": record.epoch, "seconds": time.time() - chosen.started, "mean_dice": record.score}
+                self.curve.append(point)
+
+    clock = Clock()
+    outcome = experiment.train(config_of(chosen, chosen.train_fold), hooks=[clock])
+    times = {"seconds_to_training": clock.seconds_to_training, "curve": clock.curve}
+    outcome.folder.write_json("times.json", times)
+
+
+def config_of(chosen: argparse.Namespace, fold: int | None = None) -> Any:
+    """Return the config of one fold, or of all of them."""
+    from volseg import experiment
+
+    folder = chosen.runs / chosen.config.stem
+    own = [f"output={folder}"] if fold is None else [f"output={folder / f'fold_{fold}'}", f"split.fold={fold}"]
+    return experiment.load_config(chosen.config, [*chosen.overrides, f"data.root={chosen.root}", *own])
+
+
+def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[str, Any]:
+    """Return what the folds left in their folders."""
+    from volseg import experiment
+    from volseg.monitoring.environment import environment
+
+    config = config_of(chosen)
+    crossed = experiment.cross_validate(config, folds=chosen.folds)  # they are finished: nothing is trained
+    print(experiment.cross_validation_words(crossed))
+    return {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
+        "cores_per_fold": chosen.cores,
+        "folds_at_a_time": chosen.gpus,
         "folds": [
-            {"fold": fold.number, "seconds": crossed.seconds.get(fold.number), **described(fold)}
+            {"fold": fold.number, "seconds": seconds[fold.number], **described(fold)}
             for fold in crossed.folds
+            if fold.number in seconds
         ],
         "config": config.model_dump(mode="json"),
         "mean_dice": sum(fold.mean_dice for fold in crossed.folds) / len(crossed.folds),
         "over_cases": {label.name: asdict(label.over_cases) for label in crossed.labels},
     }
-    chosen.result.parent.mkdir(parents=True, exist_ok=True)
-    chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(experiment.cross_validation_words(crossed))
 
 
-def described(fold: FoldResult) -> dict:
+def described(fold: Any) -> dict[str, Any]:
     """Return one fold's numbers."""
     training = [record.seconds for record in fold.history]
     labels = fold.folder.task().labels
@@ -59,12 +160,34 @@ def described(fold: FoldResult) -> dict:
         "num_validation_cases": len(fold.summary["metric_per_case"]),
         "mean_dice": fold.mean_dice,
         "dice": {f"dice/{labels[int(label)]}": mean["Dice"] for label, mean in fold.summary["mean"].items()},
-        "curve": [
-            {"epoch": record.epoch, "seconds_training": sum(training[: record.epoch + 1]), "mean_dice": record.score}
-            for record in fold.history
-            if record.score is not None
-        ],
+        **json.loads((fold.folder.path / "times.json").read_text(encoding="utf-8")),
     }
+
+
+def own_curves(result: Mapping[str, Any]) -> Sequence[Curve]:
+    """Return a curve per fold."""
+    return [
+        Curve(
+            title=f"volseg {result['config']['name']}, fold {fold['fold']}, {result['cores_per_fold']} cores",
+            colour=COLOURS[fold["fold"] % len(COLOURS)],
+            points=[(point["seconds"], point["mean_dice"]) for point in fold["curve"]],
+            end=(fold["seconds"], fold["mean_dice"]),
+        )
+        for fold in result["folds"]
+    ]
+
+
+def nnunet_curve(path: Path) -> Curve:
+    """Return nnU-Net's curve; on the way it has its pseudo Dice (of patches, averaged over epochs)."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    machine = found["environment"]
+    length = f"fold {found['fold']}, {found['epochs']} epochs"
+    return Curve(
+        title=f"nnU-Net {machine['nnunetv2']}, {length}, {machine['cpu_cores']} cores",
+        colour="#c0392b",
+        points=[(point["seconds"], point["ema_pseudo_dice"]) for point in found["curve"]],
+        end=(found["seconds_from_start_to_predictions"], found["mean_dice"]),
+    )
 
 
 if __name__ == "__main__":
