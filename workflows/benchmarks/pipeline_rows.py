@@ -185,7 +185,7 @@ def peak_gib(gpus: int) -> list[float]:
     """
     peaks = [torch.cuda.max_memory_allocated(index) for index in range(gpus)]
     for segment in torch.cuda.memory_snapshot():
-        if segment["segment_pool_id"] != (0, 0) and segment["device"] < gpus:
+        if segment.get("segment_pool_id", (0, 0)) != (0, 0) and segment["device"] < gpus:
             peaks[segment["device"]] += segment["total_size"] - segment["allocated_size"]
     return [peak / 2**30 for peak in peaks]
 
