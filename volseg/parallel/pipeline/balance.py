@@ -8,8 +8,9 @@ A loss comes after the last micro-batch, so all forwards end before a backward b
 
 The forward phase is as fast as the stage that is slowest forward, the backward phase as the one that is slowest
 backward, and these need not be the same: the cut minimises the sum of the two. (Balancing forward and backward
-together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of cuts that are as fast within
-``TOLERANCE``, the one whose fullest device holds least is taken. Nothing here touches a module or a device.
+together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of
+cuts that are as fast within ``TOLERANCE``, the one whose fullest device holds least is taken. Nothing here touches a
+module or a device.
 """
 
 from collections.abc import Sequence
