@@ -25,7 +25,7 @@ from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
 from volseg.parallel.sharding.layout import spans
-from volseg.parallel.sharding.recipes import Normalized, Recipe
+from volseg.parallel.sharding.recipes import Recipe, normalized
 from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["Deferred", "Moment", "Pooled", "Statistics", "statistics"]
@@ -167,7 +167,7 @@ class Deferred:
             results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
         recipe = None
         if len(self.slabs) == 1:
-            recipe = Normalized((self.slabs[0], work.scales[0], work.shifts[0]), self.activation)
+            recipe = normalized(self.slabs[0], work.scales[0], work.shifts[0], self.activation)
         return list(results), recipe, self.room, work.wait
 
 
@@ -220,11 +220,11 @@ class _Normalize(torch.autograd.Function):
         partials = [kernels.gradient_sums(*row, activation) for row in rows]
         stacked = context.communicator.collect(partials)
         average = pooled.needed(mean.shape[0])
-        slope, offset, moment, total = kernels.backward_coefficients(
-            stacked, mean, rstd, weight, voxels, average
-        ).unbind(0)
+        found = kernels.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
+        slope, offset = found[0], found[1]
+        moment, total = found[2:].sum(1)
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
         inputs = [kernels.gradient_input(*row, activation) for row in rows]
-        weight_gradient = moment.sum(0).to(weight) if weight is not None else None
-        bias_gradient = total.sum(0).to(rstd if weight is None else weight) if has_bias else None
+        weight_gradient = moment.to(weight) if weight is not None else None
+        bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
         return None, weight_gradient, bias_gradient, *inputs

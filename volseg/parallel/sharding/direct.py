@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding import kernels
+from volseg.parallel.sharding import first_convolution, kernels
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner
 from volseg.parallel.sharding.recipes import Recipe
@@ -130,11 +130,15 @@ class _Convolve(torch.autograd.Function):
         if halo is not None:
             buffer = extended(slab, room, halo.own)
             (fill(buffer, halo) if wait is None else wait)()
-        result = torch.ops.aten.convolution(buffer, weight, bias, *plan.settings.arguments)
+        if plan.channels_last and first_convolution.suits(buffer, weight, bias, plan.settings):
+            result = first_convolution.forward(buffer, weight, plan.settings.padding)
+        else:
+            result = torch.ops.aten.convolution(buffer, weight, bias, *plan.settings.arguments)
         if plan.channels_last:
             # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
             result = kernels.in_layout(result, channels_last=True)
-        ctx.plan, ctx.halo, ctx.recipe = plan, halo, recipe
+        # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
+        ctx.plan, ctx.halo, ctx.write = plan, halo, None if recipe is None else recipe.write
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         if recipe is None:
             ctx.save_for_backward(weight, buffer)
@@ -150,13 +154,18 @@ class _Convolve(torch.autograd.Function):
         if ctx.plan.channels_last:
             # A join's gradient comes as a slice of channels, which cuDNN's wrapper would copy at a third of the speed.
             gradient = kernels.in_layout(gradient, channels_last=True)
-        buffer = kept[0] if ctx.recipe is None else _again(ctx, kept)
+        buffer = kept[0] if ctx.write is None else _again(ctx, kept)
         needs = ctx.needs_input_grad[:3]
 
-        def derive(*mask: bool) -> Sequence[Tensor]:
-            return torch.ops.aten.convolution_backward(
-                gradient, buffer, weight, ctx.bias_sizes, *ctx.plan.settings.arguments, list(mask)
+        def derive(*mask: bool) -> Sequence[Any]:
+            settings = ctx.plan.settings
+            alone = mask == (False, True, False) and ctx.plan.channels_last
+            if alone and first_convolution.suits(buffer, weight, None, settings):
+                return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
+            derived: Sequence[Any] = torch.ops.aten.convolution_backward(
+                gradient, buffer, weight, ctx.bias_sizes, *settings.arguments, list(mask)
             )
+            return derived
 
         if ctx.halo is None:
             slab_gradient, weight_gradient, bias_gradient = derive(*needs)
@@ -188,11 +197,11 @@ def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     shape, dtype, layout = ctx.like
     buffer = torch.empty(shape, dtype=dtype, device=kept[-1].device, memory_format=layout)
     if ctx.halo is None:
-        ctx.recipe.write(kept, buffer)
+        ctx.write(kept, buffer, 0)
         return buffer
     front, back, *tensors = kept
     before, behind = ctx.halo.own
     buffer.narrow(DIM, 0, before).copy_(front)
     buffer.narrow(DIM, shape[DIM] - behind, behind).copy_(back)
-    ctx.recipe.write(tensors, inner(buffer, ctx.halo.own))
+    ctx.write(tensors, inner(buffer, ctx.halo.own), 0)
     return buffer

@@ -196,9 +196,8 @@ def _exchange(
     for planes, number in receives:
         if planes.numel():
             target = planes.permute(order)
-            arriving = (
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            )
+            direct = target.is_contiguous() and not staged
+            arriving = target if direct else torch.empty_like(target, memory_format=torch.contiguous_format)
             if arriving is not target:
                 copies.append((target, arriving))
             operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))

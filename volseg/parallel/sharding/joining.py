@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding import kernels
+from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.deferred import Moment
 from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
-from volseg.parallel.sharding.recipes import Joined, Kept, Recipe
+from volseg.parallel.sharding.recipes import Recipe, joined, kept
 from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["join_channels"]
@@ -24,18 +24,26 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     behind an encoder's skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    slabs = [part.slabs[0] for part in parts]
+    # A volume that only waits to be computed again is written straight into its channels.
+    slabs = [part._slabs[0] if isinstance(part.deferred, Again) else part.slabs[0] for part in parts]
     shape = list(like.shape)
     shape[1] = sum(slab.shape[1] for slab in slabs)
     if len({slab.dtype for slab in slabs}) > 1:
-        return ShardedVolume([torch.cat(slabs, 1)], like.dims, shape, like.context)
-    recipes = tuple(part.current_recipe() or Kept((slab,)) for part, slab in zip(parts, slabs, strict=True))
-    recipe = Joined(recipes, tuple(slab.shape[1] for slab in slabs))
+        return ShardedVolume([torch.cat([part.slabs[0] for part in parts], 1)], like.dims, shape, like.context)
+    recipes = [_recipe(part) for part in parts]
+    recipe = joined(recipes, [slab.shape[1] for slab in slabs])
     cut_along_depth = like.context.communicator.shards > 1 and like.dims == (DIM,)
-    deferred = DeferredJoin(slabs, recipe, like.context.room if cut_along_depth else 0)
+    first = like.deferred.like if isinstance(like.deferred, Again) else slabs[0]
+    deferred = DeferredJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)
     result = ShardedVolume(slabs[:1], like.dims, shape, like.context, deferred)
     like.context.defer(result)
     return result
+
+
+def _recipe(part: ShardedVolume) -> Recipe:
+    if isinstance(part.deferred, Again):
+        return part.deferred.recipe
+    return part.current_recipe() or kept(part.slabs[0])
 
 
 @dataclass
@@ -43,7 +51,8 @@ class DeferredJoin:
     """A join that waits for the next operator, whose halo it can send early."""
 
     slabs: list[Tensor]
-    recipe: Joined
+    recipe: Recipe
+    like: Tensor
     room: int
     halo: Halo | None = None
     wait: Callable[[], None] | None = None
@@ -56,7 +65,7 @@ class DeferredJoin:
     def _inputs(self) -> list[Tensor]:
         return [*self.slabs, *self.recipe.tensors]
 
-    def activated(self, activation: kernels.Activation) -> None:
+    def activated(self, activation: object) -> None:
         """Take no activation along."""
         del activation
 
@@ -73,16 +82,10 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, join: DeferredJoin, *slabs: Tensor) -> Tensor:
         ctx.channels = [slab.shape[1] for slab in slabs]
-        if not join.room and not slabs[0].is_cuda:
-            return torch.cat(slabs, 1)
-        out = roomy(slabs[0], join.room, sum(ctx.channels))
+        out = roomy(join.like, join.room, sum(ctx.channels), slabs[0].device)
 
         def planes(start: int, count: int) -> None:
-            first = 0
-            for slab, channels in zip(slabs, ctx.channels, strict=True):
-                target = out.narrow(1, first, channels).narrow(DIM, start, count)
-                kernels.copy(slab.narrow(DIM, start, count), target)
-                first += channels
+            join.recipe.write(join.recipe.tensors, out.narrow(DIM, start, count), start)
 
         join.wait = write_outer_first(out, join.room, join.halo, planes)
         return out

@@ -52,7 +52,9 @@ class LocalDevices(Communicator):
         return fetched
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
-        """Stack the shards' values on the home device."""
+        """Stack the shards' values on the home device; one shard's is not copied."""
+        if len(partials) == 1:
+            return partials[0].unsqueeze(0)
         return torch.stack([partial.to(self.home, non_blocking=True) for partial in partials])
 
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:

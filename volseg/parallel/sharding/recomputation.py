@@ -1,10 +1,11 @@
 """Activation checkpointing of the blocks of any network: forget them, and compute them again in the backward pass.
 
-A block is an innermost module with two convolutions or more (a residual unit, nnU-Net's double convolution). Blocks
-of the finest levels hold nearly all memory, so a number of levels can be chosen.
+A block is one level's way down or up as far as the network has modules for them (nnU-Net's double convolution, V-Net's
+transitions): between two blocks one volume is kept. Blocks of the finest levels hold nearly all memory, so a number of
+levels can be chosen.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import log2
@@ -17,8 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel.sharding.halo import roomy
+from volseg.errors import ParallelError
+from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.table import volumes
 from volseg.parallel.sharding.volume import ShardedVolume
 
@@ -26,19 +27,29 @@ __all__ = ["Recomputation", "blocks"]
 
 
 def blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the innermost modules that hold two convolutions or more; a lone convolution elsewhere stays as it is."""
+    """Return the modules to recompute: a level's way down, or its way up, where the network has modules for them.
 
-    def convolutions(module: nn.Module) -> int:
-        return sum(isinstance(child, _ConvNd) for child in module.modules())
+    The innermost modules that hold two convolutions or more; instead of one of them the module around it, where that
+    adds one convolution (a transposed one and the join with the skip, or a strided one). A lone convolution elsewhere
+    stays as it is.
+    """
+    counts = {module: sum(isinstance(child, _ConvNd) for child in module.modules()) for module in net.modules()}
+    # A list of modules has no forward of its own.
+    runnable = [module for module in counts if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
 
-    found = []
-    for module in net.modules():
-        inner = [child for child in module.modules() if child is not module]
-        # A list of modules has no forward of its own.
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            continue
-        if convolutions(module) >= 2 and all(convolutions(child) < 2 for child in inner):
-            found.append(module)
+    def inside(module: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+        return [child for child in module.modules() if child in chosen and child is not module]
+
+    found = [
+        module
+        for module in runnable
+        if counts[module] >= 2 and all(counts[child] < 2 for child in module.modules() if child is not module)
+    ]
+    innermost = set(found)
+    for module in runnable:
+        inner = inside(module, innermost)
+        if module is not net and len(inner) == 1 and counts[module] == counts[inner[0]] + 1 and inner[0] in found:
+            found[found.index(inner[0])] = module
     return found
 
 
@@ -75,7 +86,8 @@ class Recomputation:
 
     def _run(self, block: nn.Module, forward: Callable, finest: int, *args: Any, **kwargs: Any) -> Any:
         given = volumes((args, kwargs))
-        if not given or not self._chosen(given[0].shape[2:].numel(), finest):
+        # A way up reads the coarse level below and the skip of its own.
+        if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
             return forward(*args, **kwargs)
         random = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
         leaves, structure = tree_flatten((args, kwargs))
@@ -120,22 +132,9 @@ class _Held:
             self.volume = None
 
     def take(self) -> ShardedVolume:
-        """Return the input: itself, or computed again without history, which the recomputation does not need."""
+        """Return the input: itself, or to be computed again without history, which the recomputation does not need."""
         if self.volume is not None:
             return self.volume
-        recipe = self.recipe
-        assert recipe is not None
-        if [tensor._version for tensor in recipe.tensors] != self.versions:
-            raise UnsupportedOperatorError(
-                "the input of a recomputed block was changed in place after the block ran; do that out of place, or "
-                "leave out checkpoint="
-            )
-        device = recipe.tensors[0].device
-        with torch.no_grad():
-            if self.room:
-                slab = roomy(self.like, self.room, device=device)
-            else:
-                slab = torch.empty_like(self.like, device=device)
-            recipe.write(recipe.tensors, slab)
-        slab.requires_grad_(self.requires_grad)
-        return ShardedVolume([slab], self.dims, self.shape, self.context).with_recipe(recipe, self.room)
+        assert self.recipe is not None
+        again = Again(self.recipe, self.like, self.room, self.versions, self.requires_grad)
+        return ShardedVolume([again.placeholder()], self.dims, self.shape, self.context, again)

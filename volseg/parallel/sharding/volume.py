@@ -15,6 +15,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding.context import Context
 
 if TYPE_CHECKING:
+    from volseg.parallel.sharding.again import Again
     from volseg.parallel.sharding.deferred import Deferred
     from volseg.parallel.sharding.halo import Halo
     from volseg.parallel.sharding.joining import DeferredJoin
@@ -44,7 +45,7 @@ class ShardedVolume(Tensor):
     context: Context
     recipe: "Recipe | None"
     room: int
-    deferred: "Deferred | DeferredJoin | None"
+    deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
     _versions_of_recipe: list[int]
@@ -56,7 +57,7 @@ class ShardedVolume(Tensor):
         dims: Sequence[int],
         shape: Sequence[int],
         context: Context,
-        deferred: "Deferred | DeferredJoin | None" = None,
+        deferred: "Deferred | DeferredJoin | Again | None" = None,
     ) -> "ShardedVolume":
         """Wrap slabs, or a norm that is still to be applied to ``slabs``."""
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
