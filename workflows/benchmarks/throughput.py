@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import plain_monai
 import torch
@@ -54,7 +55,7 @@ def main() -> None:
     config = experiment.load_config(chosen.config, [*chosen.overrides, f"data.root={chosen.root}"])
     device, task = choose_device(config), load_task(chosen.root)
     cases = prepare_all(task.training[: chosen.cases], preprocessing_of(config))
-    result = {
+    result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
         "device": device.type,
