@@ -26,8 +26,9 @@ except ImportError:  # CPU builds of torch come without it
 
 __all__ = ["available", "combine", "gradient", "sums"]
 
-TILE = 1024
-"""Elements per tile: four accumulators of it stay in registers."""
+TILE, TILE_LAST = 4096, 1024
+"""Elements per tile, contiguous and with channels last. A thread takes eight voxels that lie side by side: a smaller
+tile of contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""
 
 
 def available() -> bool:
@@ -152,9 +153,10 @@ if triton is not None:
         tl.store(loss, tl.sum(total, 0))
 
 
-def _tile(classes: int) -> dict[str, int]:
-    width = triton.next_power_of_2(classes)
-    return {"BV": max(16, TILE // width), "BK": width, "num_warps": 4}
+def _tile(flat: Tensor) -> dict[str, int]:
+    width = triton.next_power_of_2(flat.shape[1])
+    size = TILE_LAST if flat.stride(1) == 1 else TILE
+    return {"BV": max(16, size // width), "BK": width, "num_warps": 4}
 
 
 def _label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -167,7 +169,7 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     """See ``dice_kernels.sums``."""
     flat = logits.flatten(2)  # a view, unless the planes have gaps between them
     batch, classes, voxels = flat.shape
-    tile = _tile(classes)
+    tile = _tile(flat)
     wanted = max(1, 4 * _processors(logits.device) // batch)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), wanted) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
@@ -203,7 +205,7 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     """See ``dice_kernels.gradient``."""
     flat, out = logits.flatten(2), torch.empty_like(logits)
     batch, classes, voxels = flat.shape
-    tile = _tile(classes)
+    tile = _tile(flat)
     flat_out = out.view(batch, classes, voxels)
     label, strides = _label(label)
     with _on(logits):
