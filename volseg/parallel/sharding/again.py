@@ -51,6 +51,12 @@ class Again:
                 "leave out checkpoint="
             )
 
+    @property
+    def recipe_alone(self) -> Recipe:
+        """The recipe, for whoever writes the slab elsewhere."""
+        self.check()
+        return self.recipe
+
     def activated(self, activation: object) -> None:
         """Take no activation along."""
         del activation

@@ -94,7 +94,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
     """Convolve the slab of this process."""
     context = volume.context
     wait = volume.settle(plan.halo) if plan.halo is not None and any(plan.halo.own) else None
-    (slab,) = volume.slabs
+    (slab,) = volume.lent_slabs()
     (weight,) = context.spread(weight)
     bias = None if bias is None else context.spread(bias)[0]
     recipe, room = volume.current_recipe(), volume.room
@@ -108,6 +108,8 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
             wait = None
         weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
     result = _Convolve.apply(slab, weight, bias, plan, recipe, room, wait)
+    if recipe is not None:
+        volume.release()
     shape = list(result.shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume([result], volume.dims, shape, context)

@@ -24,26 +24,22 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     behind an encoder's skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    # A volume that only waits to be computed again is written straight into its channels.
-    slabs = [part._slabs[0] if isinstance(part.deferred, Again) else part.slabs[0] for part in parts]
+    recipes = [part.recipe_to_read() for part in parts]
+    # Where there is a recipe, the slab stands for its history alone: it may have given its memory back.
+    slabs = [part.slabs[0] if recipe is None else part._slabs[0] for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
     shape[1] = sum(slab.shape[1] for slab in slabs)
     if len({slab.dtype for slab in slabs}) > 1:
         return ShardedVolume([torch.cat([part.slabs[0] for part in parts], 1)], like.dims, shape, like.context)
-    recipes = [_recipe(part) for part in parts]
-    recipe = joined(recipes, [slab.shape[1] for slab in slabs])
+    recipe = joined(
+        [recipe or kept(slab) for recipe, slab in zip(recipes, slabs, strict=True)], [slab.shape[1] for slab in slabs]
+    )
     cut_along_depth = like.context.communicator.shards > 1 and like.dims == (DIM,)
     first = like.deferred.like if isinstance(like.deferred, Again) else slabs[0]
     deferred = DeferredJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)
     result = ShardedVolume(slabs[:1], like.dims, shape, like.context, deferred)
     like.context.defer(result)
     return result
-
-
-def _recipe(part: ShardedVolume) -> Recipe:
-    if isinstance(part.deferred, Again):
-        return part.deferred.recipe
-    return part.current_recipe() or kept(part.slabs[0])
 
 
 @dataclass

@@ -123,7 +123,7 @@ class _Held:
         self.volume: ShardedVolume | None = volume
         self.versions = volume._versions()[1:]
         # Shape and layout of the slab, without its memory.
-        slab = volume.slabs[0]
+        slab = volume._slabs[0]
         self.like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
 
     def let_go(self) -> None:

@@ -49,6 +49,9 @@ class ShardedVolume(Tensor):
     _slabs: list[Tensor]
     _shape: torch.Size
     _versions_of_recipe: list[int]
+    _shown: bool
+    _released: bool
+    _bytes: int
 
     @staticmethod
     def __new__(
@@ -71,6 +74,7 @@ class ShardedVolume(Tensor):
         shell.deferred = deferred
         shell.recipe = None
         shell.room = 0
+        shell._shown = shell._released = False
         shell.dims = tuple(dims)
         shell.context = context
         shell._shape = torch.Size(shape)
@@ -102,9 +106,44 @@ class ShardedVolume(Tensor):
     @property
     def slabs(self) -> list[Tensor]:
         """The slabs that this process holds; what was deferred is computed now."""
+        self._shown = True
+        return self.lent_slabs()
+
+    def lent_slabs(self) -> list[Tensor]:
+        """Return the slabs to an operator that calls ``release`` behind, and keeps the recipe instead of the slab."""
         if self.deferred is not None:
             self.settle()
+        if self._released:
+            self._restore()
         return self._slabs
+
+    def release(self) -> None:
+        """Give the slab's memory back where it can be computed again and nobody else has seen it.
+
+        The tensor stays: autograd knows it by its identity. A skip that waits for its join, and a join that a frame of
+        the network's ``forward`` still names, take no memory so.
+        """
+        if self._shown or self._released or self.current_recipe() is None:
+            return
+        self._bytes = self._slabs[0].untyped_storage().nbytes()
+        self._slabs[0].untyped_storage().resize_(0)
+        self._released = True
+
+    def _restore(self) -> None:
+        if self.current_recipe() is None:
+            raise UnsupportedOperatorError(
+                "what a volume was computed from was changed in place before the volume was used again; do that out of "
+                "place"
+            )
+        assert self.recipe is not None
+        (slab,) = self._slabs
+        storage = slab.untyped_storage()
+        storage.resize_(self._bytes)
+        with torch.no_grad():
+            # Through another tensor, so that it does not count as a change in place.
+            out = torch.empty(0, dtype=slab.dtype, device=slab.device)
+            self.recipe.write(self.recipe.tensors, out.set_(storage, slab.storage_offset(), slab.shape, slab.stride()), 0)
+        self._released = False
 
     def settle(self, halo: "Halo | None" = None) -> "Callable[[], None] | None":
         """Compute what was deferred; with ``halo``, start its exchange and return the function that waits for it."""
@@ -122,10 +161,15 @@ class ShardedVolume(Tensor):
             return None
         return self.recipe
 
+    def recipe_to_read(self) -> "Recipe | None":
+        """Return the current recipe, without computing a slab that only waits to be computed from it."""
+        waiting = getattr(self.deferred, "recipe_alone", None)
+        return self.current_recipe() if waiting is None else waiting
+
     def _versions(self) -> list[int]:
         """Return how often the slab, and what it would be computed from, were changed in place."""
         tensors = self.recipe.tensors if self.recipe is not None else ()
-        return [tensor._version for tensor in (self.slabs[0], *tensors)]
+        return [tensor._version for tensor in (self._slabs[0], *tensors)]
 
     def with_recipe(self, recipe: "Recipe | None", room: int) -> "ShardedVolume":
         """Note how the slab can be computed again, and the room around it."""
@@ -163,7 +207,8 @@ class ShardedVolume(Tensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether gradients flow to the slabs."""
-        return any(slab.requires_grad for slab in self.slabs)
+        self.settle()
+        return any(slab.requires_grad for slab in self._slabs)
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
