@@ -22,7 +22,9 @@ The parts, from plan to effect:
   handlers.
 - ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_kernels``: norms that wait for their activation,
   joins that wait for their convolution, inputs that are computed again instead of kept.
-- ``halo``, ``direct``: convolution of a process's one slab with the halo received in place.
+- ``halo``, ``direct``, ``first_convolution``: convolution of a process's one slab with the halo received in place;
+  the one of few input channels.
+- ``dice_cross_entropy``, ``dice_kernels``, ``dice_triton``: the usual loss in one pass over logits and label.
 - ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``, ``verify``: what a user sees.
 
 Where this refuses: a function without a handler raises. Nothing is run on what only looks like the volume, nothing
