@@ -32,6 +32,8 @@ class Context:
         Planes of room that norms and joins leave around their slabs.
     channels_last
         Whether volumes of the network are meant to lie in memory with channels last.
+    frugal
+        Whether memory matters more than time: set where blocks are recomputed.
     graph_generator
         Random numbers that differ between processes, while a CUDA graph is captured.
     """
@@ -47,6 +49,7 @@ class Context:
         self.net = net
         self.room = 0
         self.channels_last = False
+        self.frugal = False
         self.graph_generator: torch.Generator | None = None
         self._buckets: dict[int, list[Tensor]] = {}
         self._shared: dict[int, list[Tensor]] = {}

@@ -8,8 +8,9 @@ Forward: the halo travels while the slab's inner planes are still being normalis
 travels back while the weights' gradient is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from volseg.parallel.sharding import first_convolution, kernels
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner
-from volseg.parallel.sharding.recipes import Recipe
+from volseg.parallel.sharding.recipes import Join, Recipe, Write
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Window
 
@@ -52,12 +53,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How this process convolves: its halo (None where there is one shard), and the number of output planes."""
+    """How this process convolves: its halo (None where there is one shard), and the number of output planes.
+
+    ``in_parts``: whether the gradients of joined inputs are computed one after the other, for less memory.
+    """
 
     settings: Settings
     halo: Halo | None
     outputs: int
     channels_last: bool = False
+    in_parts: bool = False
 
 
 def plan(
@@ -73,7 +78,7 @@ def plan(
         return None
     (size,) = volume.sizes
     if communicator.shards == 1:
-        return Plan(whole, None, outputs, volume.context.channels_last)
+        return Plan(whole, None, outputs, volume.context.channels_last, volume.context.frugal)
     if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
         return None
     each = halo_of_each(size, communicator.shards, window, outputs)
@@ -87,7 +92,7 @@ def plan(
         if computed != owed:
             return None
     last = volume.context.channels_last
-    return Plan(along, Halo(communicator, each, last), outputs, last)
+    return Plan(along, Halo(communicator, each, last), outputs, last, volume.context.frugal)
 
 
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: Plan) -> ShardedVolume:
@@ -107,7 +112,11 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
                 wait()
             wait = None
         weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
-    result = _Convolve.apply(slab, weight, bias, plan, recipe, room, wait)
+    # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
+    parts = volume.parts if recipe is not None and volume.parts is not None else [slab]
+    work = _Input(slab.detach(), plan, recipe, room, wait)
+    result = _Convolve.apply(work, weight, bias, *parts)
+    work.slab = None
     if recipe is not None:
         volume.release()
     shape = list(result.shape)
@@ -115,23 +124,29 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
     return ShardedVolume([result], volume.dims, shape, context)
 
 
+@dataclass
+class _Input:
+    """What a convolution reads, besides what autograd knows: the slab, how to compute it again, its room and halo."""
+
+    slab: Tensor | None
+    plan: Plan
+    recipe: Recipe | None
+    room: int
+    wait: Callable[[], None] | None
+
+
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        slab: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: Plan,
-        recipe: Recipe | None,
-        room: int,
-        wait: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, given: _Input, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        plan, recipe = given.plan, given.recipe
         halo = plan.halo if plan.halo is not None and any(map(sum, plan.halo.planes)) else None
+        # The input itself where it is kept: what autograd saves must be known to it.
+        slab = given.slab if recipe is not None else parts[0]
+        assert slab is not None
         buffer = slab
         if halo is not None:
-            buffer = extended(slab, room, halo.own)
-            (fill(buffer, halo) if wait is None else wait)()
+            buffer = extended(slab, given.room, halo.own)
+            (fill(buffer, halo) if given.wait is None else given.wait)()
         if plan.channels_last and first_convolution.suits(buffer, weight, bias, plan.settings):
             result = first_convolution.forward(buffer, weight, plan.settings.padding)
         else:
@@ -142,6 +157,7 @@ class _Convolve(torch.autograd.Function):
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.halo, ctx.write = plan, halo, None if recipe is None else recipe.write
         ctx.bias_sizes = None if bias is None else list(bias.shape)
+        ctx.channels = [part.shape[1] for part in parts]
         if recipe is None:
             ctx.save_for_backward(weight, buffer)
         else:
@@ -154,27 +170,77 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         if ctx.plan.channels_last:
-            # A join's gradient comes as a slice of channels, which cuDNN's wrapper would copy at a third of the speed.
+            # A join's gradient may come as a slice of channels, which cuDNN's wrapper would copy at a third of the
+            # speed.
             gradient = kernels.in_layout(gradient, channels_last=True)
+        if ctx.plan.in_parts and _separable(ctx):
+            return None, *_in_parts(ctx, gradient, weight, kept)
         buffer = kept[0] if ctx.write is None else _again(ctx, kept)
-        needs = ctx.needs_input_grad[:3]
-
-        def derive(*mask: bool) -> Sequence[Any]:
-            settings = ctx.plan.settings
-            alone = mask == (False, True, False) and ctx.plan.channels_last
-            if alone and first_convolution.suits(buffer, weight, None, settings):
-                return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
-            derived: Sequence[Any] = torch.ops.aten.convolution_backward(
-                gradient, buffer, weight, ctx.bias_sizes, *settings.arguments, list(mask)
-            )
-            return derived
-
+        needs_input, (needs_weight, needs_bias) = any(ctx.needs_input_grad[3:]), ctx.needs_input_grad[1:3]
+        derive = partial(_derive, ctx, gradient, buffer, weight)
         if ctx.halo is None:
-            slab_gradient, weight_gradient, bias_gradient = derive(*needs)
-            return slab_gradient, weight_gradient, bias_gradient, None, None, None, None
-        finish = add_returned(derive(True, False, False)[0], ctx.halo) if needs[0] else None
-        _, weight_gradient, bias_gradient = derive(False, *needs[1:])
-        return None if finish is None else finish(), weight_gradient, bias_gradient, None, None, None, None
+            joined, weight_gradient, bias_gradient = derive(needs_input, needs_weight, needs_bias)
+        else:
+            finish = add_returned(derive(True, False, False)[0], ctx.halo) if needs_input else None
+            _, weight_gradient, bias_gradient = derive(False, needs_weight, needs_bias)
+            joined = None if finish is None else finish()
+        inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
+        return None, weight_gradient, bias_gradient, *inputs
+
+
+def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: bool) -> Sequence[Any]:
+    """Return the gradients of input, weight and bias that are asked for."""
+    settings = ctx.plan.settings
+    alone = mask == (False, True, False) and ctx.plan.channels_last
+    if alone and first_convolution.suits(buffer, weight, None, settings):
+        return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
+    found: Sequence[Any] = torch.ops.aten.convolution_backward(
+        gradient, buffer, weight, ctx.bias_sizes, *settings.arguments, list(mask)
+    )
+    return found
+
+
+def _separable(ctx: Any) -> bool:
+    settings, write = ctx.plan.settings, ctx.write
+    # A join of joins has more parts than inputs.
+    return (
+        isinstance(write, Join)
+        and len(write.channels) == len(ctx.channels)
+        and not settings.transposed
+        and settings.groups == 1
+    )
+
+
+def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Yield the gradients of weight, bias and inputs of a convolution of joined channels, one input after the other.
+
+    Neither the join nor its gradient comes into being: half of what a level's way up takes.
+    """
+    edges = 0 if ctx.halo is None else 2
+    layout = _layout(gradient)
+    weights: list[Tensor | None] = []
+    inputs: list[Callable[[], Tensor | None]] = []
+    bias_gradient = None
+    for write, own, (first, count) in ctx.write.parts(kept[edges:]):
+        shape = list(ctx.like[0])
+        shape[1] = count
+        borders = [edge.narrow(1, first, count) for edge in kept[:edges]]
+        buffer = _written(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders)
+        part = weight.narrow(1, first, count).contiguous(memory_format=layout)
+        needs = first == 0 and ctx.needs_input_grad[2]
+        found, weight_gradient, bias_found = _derive(ctx, gradient, buffer, part, True, ctx.needs_input_grad[1], needs)
+        inputs.append(partial(_itself, found) if ctx.halo is None else add_returned(found, ctx.halo))
+        weights.append(weight_gradient)
+        bias_gradient = bias_found if first == 0 else bias_gradient
+    yield torch.cat([w for w in weights if w is not None], 1) if ctx.needs_input_grad[1] else None
+    yield bias_gradient
+    for needed, finish in zip(ctx.needs_input_grad[3:], inputs, strict=True):
+        value = finish()
+        yield value if needed else None
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _layout(tensor: Tensor) -> torch.memory_format:
@@ -196,14 +262,26 @@ def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
 
 def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     """Compute the convolution's input again."""
+    edges = 0 if ctx.halo is None else 2
     shape, dtype, layout = ctx.like
-    buffer = torch.empty(shape, dtype=dtype, device=kept[-1].device, memory_format=layout)
-    if ctx.halo is None:
-        ctx.write(kept, buffer, 0)
+    return _written(shape, dtype, layout, ctx.write, kept[edges:], kept[:edges])
+
+
+def _written(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+    write: Write,
+    tensors: Sequence[Tensor],
+    edges: Sequence[Tensor],
+) -> Tensor:
+    """Write a slab between its edges, where it has some."""
+    buffer = torch.empty(shape, dtype=dtype, device=tensors[0].device, memory_format=layout)
+    if not edges:
+        write(tensors, buffer, 0)
         return buffer
-    front, back, *tensors = kept
-    before, behind = ctx.halo.own
-    buffer.narrow(DIM, 0, before).copy_(front)
-    buffer.narrow(DIM, shape[DIM] - behind, behind).copy_(back)
-    ctx.write(tensors, inner(buffer, ctx.halo.own), 0)
+    before, behind = (edge.shape[DIM] for edge in edges)
+    for edge, start in zip(edges, (0, shape[DIM] - behind), strict=True):
+        buffer.narrow(DIM, start, edge.shape[DIM]).copy_(edge)
+    write(tensors, inner(buffer, (before, behind)), 0)
     return buffer

@@ -45,6 +45,11 @@ class ProcessGroupShards(Communicator):
         self.coordinates = [tuple(reversed(position))]
         # Gradients are summed on a stream of their own, while the backward pass goes on.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.side_stream is not None and hasattr(
+            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"
+        ):
+            # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def peer(self, axis: int, position: int) -> int:
         """Return the global rank of the process at ``position`` on this process's line of the grid."""

@@ -61,6 +61,11 @@ class DeferredJoin:
     def _inputs(self) -> list[Tensor]:
         return [*self.slabs, *self.recipe.tensors]
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The slabs, for an operator that hands each its own gradient."""
+        return self.slabs
+
     def activated(self, activation: object) -> None:
         """Take no activation along."""
         del activation

@@ -186,9 +186,11 @@ def _send_slabs(
         for dim, (start, stop) in zip(dims, own, strict=True):
             size[dim] = stop - start
         slab = torch.empty(size, dtype=dtype, device=communicator.home)
-        dist.recv(slab, dist.get_global_rank(group, 0), group=group)
+        source = dist.get_global_rank(group, 0)
+        for request in dist.batch_isend_irecv([dist.P2POp(dist.irecv, slab, source, group)]):
+            request.wait()
         return slab
-    requests = []
+    operations = []
     for number in range(1, communicator.shards):
         position, rest = [], number
         for count in reversed(communicator.grid):
@@ -196,8 +198,8 @@ def _send_slabs(
             rest //= count
         owned = [layout[p] for layout, p in zip(layouts, reversed(position), strict=True)]
         piece = box(value, dims, owned).contiguous()
-        requests.append((dist.isend(piece, dist.get_global_rank(group, number), group=group), piece))
-    for request, _ in requests:
-        if request is not None:
-            request.wait()
+        operations.append(dist.P2POp(dist.isend, piece, dist.get_global_rank(group, number), group))
+    # In one batch: NCCL warns of single ones, and would open a communicator for each pair.
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
     return box(value, dims, own).clone()

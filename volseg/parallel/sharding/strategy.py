@@ -77,6 +77,7 @@ class SpatialStrategy:
         self.context = Context(self.communicator, on_unsupported, net)
         self.context.room = _room(net)
         self.recomputation = Recomputation(net, checkpoint)
+        self.context.frugal = checkpoint is not None
         self.offload = offload
         self._checked = False
         self._generator: torch.Generator | None = None

@@ -35,6 +35,8 @@ class ShardedVolume(Tensor):
         A norm that waits for the activation behind it (see ``deferred``).
     recipe, room
         How the one slab can be computed again (see ``recipes``), and planes of room around it (see ``halo``).
+    parts
+        The slabs that this one joins, if it does.
     dims
         The tensor dim that each mesh axis cuts.
     context
@@ -45,6 +47,7 @@ class ShardedVolume(Tensor):
     context: Context
     recipe: "Recipe | None"
     room: int
+    parts: list[Tensor] | None
     deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
@@ -74,6 +77,7 @@ class ShardedVolume(Tensor):
         shell.deferred = deferred
         shell.recipe = None
         shell.room = 0
+        shell.parts = None
         shell._shown = shell._released = False
         shell.dims = tuple(dims)
         shell.context = context
@@ -142,7 +146,8 @@ class ShardedVolume(Tensor):
         with torch.no_grad():
             # Through another tensor, so that it does not count as a change in place.
             out = torch.empty(0, dtype=slab.dtype, device=slab.device)
-            self.recipe.write(self.recipe.tensors, out.set_(storage, slab.storage_offset(), slab.shape, slab.stride()), 0)
+            out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
+            self.recipe.write(self.recipe.tensors, out, 0)
         self._released = False
 
     def settle(self, halo: "Halo | None" = None) -> "Callable[[], None] | None":
@@ -151,6 +156,7 @@ class ShardedVolume(Tensor):
         if deferred is None:
             return None
         self._slabs, recipe, room, wait = deferred.run(halo)
+        self.parts = getattr(deferred, "parts", None)
         self.with_recipe(recipe, room)
         return wait
 
