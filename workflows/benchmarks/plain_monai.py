@@ -7,10 +7,12 @@ the faster one is taken: one ``RandAffined`` for rotation and scaling, no border
 indices cached, plain tensors in the network.
 """
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import monai.losses
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader, set_track_meta
 from monai.transforms import (
@@ -34,7 +36,7 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.config.schema import ExperimentConfig, ParallelConfig
 from volseg.data.cases import Case, Task
 from volseg.experiment.building import build_model
-from volseg.workflow.components import build_loss, build_optimizer
+from volseg.workflow.components import SEGMENTATION, AnyDepth, build_optimizer
 from volseg.workflow.precision import Precision
 
 __all__ = ["in_workers", "on_gpu", "steps"]
@@ -71,7 +73,7 @@ def steps(config: ExperimentConfig, task: Task, batches: Iterable[dict], device:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     model = build_model(config, task, device).train()
-    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
+    losses = [monai_loss(loss.spec()) for loss in config.losses]
     optimizer = build_optimizer(config.optimizer.spec(), model, on_gpu=False)
     precision = Precision.choose(config.training.precision, device)
     scaler = precision.scaler()
@@ -81,7 +83,7 @@ def steps(config: ExperimentConfig, task: Task, batches: Iterable[dict], device:
         optimizer.zero_grad()
         with precision.autocast():
             fields["logits"] = model(fields["image"])
-            loss = sum(term(fields)[term.outputs[0]] for term in losses)
+            loss = sum(term(fields["logits"], fields["label"]) for term in losses)
         scaler.scale(loss).backward()
         if config.training.clip:
             scaler.unscale_(optimizer)
@@ -89,6 +91,14 @@ def steps(config: ExperimentConfig, task: Task, batches: Iterable[dict], device:
         scaler.step(optimizer)
         scaler.update()
         yield
+
+
+def monai_loss(spec: Mapping[str, Any]) -> AnyDepth:
+    """Return MONAI's own loss, where the config's name would give ours."""
+    parameters = {**SEGMENTATION, **{key: value for key, value in spec.items() if key != "name"}}
+    loss = getattr(monai.losses, spec["name"])
+    known = inspect.signature(loss).parameters
+    return AnyDepth(loss(**{key: value for key, value in parameters.items() if key in known}))
 
 
 def transforms(config: ExperimentConfig, device: torch.device | str) -> Compose:
