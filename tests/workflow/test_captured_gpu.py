@@ -64,8 +64,9 @@ def test_a_captured_training_equals_the_plain_one(batches, make_optimizer):
     schedule = {"schedule": lambda progress: 1 - progress}
     captured = trained(net(), batches("device"), make_optimizer, **schedule)
     plain = trained(net(), batches("device"), make_optimizer, capture=False, **schedule)
-    assert captured._step.captured is not None
-    assert not captured._step.refused
+    assert captured._captured.num_recorded == 1
+    assert captured._captured.refused is None
+    assert plain._captured is None
     # float32: cuDNN sums with atomics in the backward pass, so two runs of the same step differ in the last bits.
     for one, other in zip(captured.history, plain.history, strict=True):
         assert one.losses["loss"] == pytest.approx(other.losses["loss"], rel=1e-4)
@@ -82,14 +83,19 @@ def test_recorded_batches_equal_batches_from_memory(batches):
 def test_no_batch_waits_for_the_device(batches):
     training = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
     training.model.train()
+    # The run has released its recording, so another one is made.
     source = training.batches.epoch(0)
-    batch = next(source)
+
+    def train_on(count):
+        for _ in range(count):
+            training.position, training._losses, training._num_checked = 0, [], 0
+            training._train_batch(training._on_device(next(source)))
+
+    train_on(4)
+    assert training._captured.num_recorded == 2
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
-            training.position, training._losses, training._num_checked = 0, [], 0
-            training._train_batch(training._on_device(batch))
-            batch = next(source)
+        train_on(3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -104,7 +110,7 @@ def test_a_network_that_looks_at_values_trains_uncaptured_and_says_so(batches, c
             return self.inner(x) * (2.0 if x.mean().item() > 100 else 1.0)
 
     training = trained(Looks().cuda(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
-    assert training._step.refused
+    assert training._captured.refused
     assert "cannot be recorded as a CUDA graph" in caplog.text
     reference = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True), capture=False)
     assert training.history[-1].losses["loss"] == pytest.approx(reference.history[-1].losses["loss"], rel=1e-3)

@@ -6,7 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interruption", "catch_signals"]
+__all__ = ["Interruption", "StopRequested", "catch_signals", "stop_if_requested"]
+
+_listening: list["Interruption"] = []
+"""Who catches signals now, the innermost last; signals are the process's, so this is too."""
+
+
+class StopRequested(Exception):  # noqa: N818  (no error: what was begun is left, and can be done again)
+    """A signal came while something long was under way that a training can do again."""
+
+
+def stop_if_requested() -> None:
+    """Leave a long task between two of its parts if a signal was caught; without `catch_signals` around, do nothing.
+
+    Raises
+    ------
+    StopRequested
+        To be caught by whoever catches the signals.
+    """
+    if _listening and _listening[-1]:
+        raise StopRequested
 
 
 class Interruption:
@@ -54,7 +73,9 @@ def catch_signals() -> Iterator[Interruption]:
 
     for number in before:
         signal.signal(number, record)
+    _listening.append(interruption)
     try:
         yield interruption
     finally:
+        _listening.remove(interruption)
         restore()

@@ -17,6 +17,7 @@ from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding import SpatialStrategy
 from volseg.parallel.sharding.scatter import scatter_batch
+from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.processes import is_distributed
 from volseg.workflow.validation import Example, Validated
 
@@ -134,7 +135,13 @@ class GroupValidation:
         """Validate, or follow."""
         if self.validation is None:
             message = follow(self.model, self.autocast)
+            if message.get("stopped"):
+                raise StopRequested
             return Verdict(score=message["score"], scores=message["scores"])
-        validated = self.validation()
+        try:
+            validated = self.validation()
+        except StopRequested:
+            dismiss(self.model, {"stopped": True})
+            raise
         dismiss(self.model, {"score": validated.score, "scores": dict(validated.scores)})
         return validated

@@ -18,14 +18,15 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
+from volseg.parallel import CapturedStep
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.captured_step import CapturedStep, is_on_one_device, plain_rates
+from volseg.workflow.captured_step import can_be_recorded, plain_rates
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Interruption, catch_signals
+from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_distributed, is_main_process, largest_over_processes
+from volseg.workflow.processes import is_main_process, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
@@ -88,8 +89,8 @@ class Training:
     average_decay : float, optional
         Decay of an exponential moving average of the weights, with which is validated.
     capture : bool
-        Record the step as a CUDA graph after a few batches, where it can be: on one GPU, in bfloat16 or float32, with
-        a fused optimizer, every batch a step. Batches of another shape than the recorded one run as they are.
+        Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
+        or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
     hooks : sequence of Hook
         Called in this order.
 
@@ -167,19 +168,16 @@ class Training:
         self._losses: list[dict[str, Tensor]] = []  # of this epoch, on the device
         self._cases: list[Sequence[str]] = []
         self._num_checked = 0
+        self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._step = CapturedStep(self._computed, self.optimizer) if self._can_capture(capture) else self._computed
+        self._captured: CapturedStep | None = None
+        if capture and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
+            self._captured = CapturedStep(self.network, self._computed, optimizer=optimizer)
 
     @property
     def finished(self) -> bool:
         """Whether there is no epoch left, or a hook has asked to stop."""
         return self.epoch >= self.epochs or self._stop_reason is not None
-
-    def _can_capture(self, wanted: bool) -> bool:
-        """Tell whether a whole step is the same kernels every time."""
-        fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        alone = self.device.type == "cuda" and not is_distributed() and is_on_one_device(self.network)
-        return wanted and fused and alone and self.accumulate == 1 and not self.scaler.is_enabled()
 
     @property
     def is_main_process(self) -> bool:
@@ -205,27 +203,28 @@ class Training:
                 self._emit("on_training_begin")
                 while not self.finished:
                     self._emit("on_epoch_begin")
-                    seconds, seconds_waited = self._train_epoch()
-                    if self._must_stop():
+                    self._train_epoch()
+                    if self._must_stop() or not self._close_epoch():
                         self._emit("on_interrupt")
                         break
-                    self._close_epoch(seconds, seconds_waited)
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
+                if self._captured is not None:
+                    self._captured.release()  # its memory is the final validation's; and no group ends before
                 self._emit("on_training_end")
         self._interruption.raise_as_signal()
         return self.history
 
-    def _train_epoch(self) -> tuple[float, float]:
-        """Train on the rest of the current epoch; return its seconds and those spent waiting for batches."""
+    def _train_epoch(self) -> None:
+        """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
         self.model.train()
-        begin, waited = time.perf_counter(), 0.0
+        begin = time.perf_counter()
         batches = self._remaining_batches()
         while True:
             asked = time.perf_counter()
             batch = next(batches, None)
-            waited += time.perf_counter() - asked
+            self._seconds_waited += time.perf_counter() - asked
             if batch is None:
                 break
             self._train_batch(self._on_device(batch))
@@ -233,14 +232,17 @@ class Training:
             if at_check and self.position % self.accumulate == 0 and self._must_stop():
                 break
         self._check_losses()
-        return time.perf_counter() - begin, waited
+        self._seconds += time.perf_counter() - begin
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
         self._emit("on_batch_begin", batch)
         self._cases.append(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        losses = self._step(tensors)
+        if self._captured is None:
+            losses = self._computed(tensors)
+        else:  # the next replay overwrites them
+            losses = {name: loss.clone() for name, loss in self._captured(tensors).items()}
         self._losses.append(losses)
         self.position += 1
         if self.position % self.accumulate == 0 or self.position == self.num_batches:
@@ -273,18 +275,25 @@ class Training:
         left = self.num_batches - self.position + self.position % self.accumulate
         return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
 
-    def _close_epoch(self, seconds: float, seconds_waited: float) -> None:
-        """Validate where it is due, write the record, tell the hooks."""
-        losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
+    def _close_epoch(self) -> bool:
+        """Validate where it is due, write the record, tell the hooks; return False if a signal stopped the validation.
+
+        The epoch then stays open, all its batches done: a training that goes on from there validates first.
+        """
         is_last = self.epoch + 1 == self.epochs
         due = (self.epoch + 1) % self.validate_every == 0 or is_last
-        outcome = self.validate(self.validation) if self.validation is not None and due else None
+        try:
+            outcome = self.validate(self.validation) if self.validation is not None and due else None
+        except StopRequested:
+            self._must_stop()  # tells which signal it was to the processes that did not get it
+            return False
+        losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
         record = EpochRecord(
             epoch=self.epoch,
             losses={name: values.float().mean().item() for name, values in losses.items()},
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            seconds=seconds,
-            seconds_waited=seconds_waited,
+            seconds=self._seconds,
+            seconds_waited=self._seconds_waited,
             score=outcome.score if outcome else None,
             scores=dict(outcome.scores) if outcome else {},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
@@ -292,11 +301,13 @@ class Training:
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
         self._losses, self._cases, self._num_checked = [], [], 0
+        self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
             self.best = record
             self._emit("on_best", record)
         self._emit("on_epoch_end", record)
+        return True
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
@@ -361,6 +372,7 @@ class Training:
             "epoch": self.epoch,
             "position": self.position,
             "losses": self._losses,
+            "seconds": [self._seconds, self._seconds_waited],
             "cases": [list(cases) for cases in self._cases],
             "history": [record.as_dict() for record in self.history],
             "best": self.best.as_dict() if self.best else None,
@@ -389,6 +401,7 @@ class Training:
         self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state["losses"]]
         self._cases = [tuple(cases) for cases in state["cases"]]
         self._num_checked = len(self._losses)
+        self._seconds, self._seconds_waited = state.get("seconds", (0.0, 0.0))  # older checkpoints have none
         self.history = [EpochRecord(**record) for record in state["history"]]
         self.best = EpochRecord(**state["best"]) if state["best"] else None
         restore_random_state(state["random"])

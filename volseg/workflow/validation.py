@@ -18,6 +18,7 @@ from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.transforms.grid import Grid
+from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
 __all__ = ["Example", "Testing", "Validated", "Validation"]
@@ -104,11 +105,12 @@ class Validation:
         self.examples: list[Example] = []
 
     def __call__(self) -> Validated:
-        """Predict and judge every case."""
+        """Predict and judge every case; stop between two of them where a training has been interrupted."""
         self.examples = []
         evaluated: dict[str, EvaluatedCase] = {}
         further: dict[str, list[float]] = {name: [] for metric in self.metrics for name in metric.outputs}
         for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
+            stop_if_requested()
             prediction = labels.cpu()
             evaluated[case["case"]] = self._evaluated(case, prediction)
             reference = case["reference"]

@@ -2,131 +2,203 @@
 
 At 128^3 per GPU the Python of a step takes as long as its kernels. A captured step has none: one launch replays
 forward, loss, backward and, if the step does it, the optimizer.
+
+The first calls run as they are, on the stream that records later: libraries choose kernels then, and optimizers make
+their state. What cannot be recorded (a network that looks at values) goes on as it is, in all processes, and says so
+once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import nn
+from torch.optim import Optimizer
 
 from volseg.errors import ParallelError
+from volseg.parallel.capture import Captured
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.recorder import Recorder
+from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.strategy import SpatialStrategy
-from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["CapturedStep"]
-
-
-@dataclass
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    inputs: Any
-    outputs: Any
-    gradients: list[Tensor | None]
 
 
 class CapturedStep:
     """A step function that is captured per input shape and then replayed.
 
+    Drop or ``release`` it before ``destroy_process_group()``, which waits for recordings that are alive.
+
     Parameters
     ----------
     model
-        Its parameters' gradients are those of the last call, captured or not.
+        A network on one GPU, or a spatial ``ModelParallel`` with one process per GPU. Its parameters' gradients are
+        those of the last call, captured or not.
     step
         From inputs (tensors and volumes, nested as you like) to tensors. It must do the same on every call: no
-        ``.item()``, no branch on values, ``zero_grad(set_to_none=True)`` inside. Under a captured step an optimizer
-        needs ``capturable=True`` where it has that option.
+        ``.item()``, no branch on values, ``zero_grad(set_to_none=True)`` inside.
     warm_up
         Calls per shape that run as they are, before one is captured: the optimizer's state and cuDNN's choices come
         into being.
     limit
         Number of shapes to capture; calls with further shapes run as they are.
+    optimizer
+        Whose step is part of ``step``, fused. Its learning rates move to the device, where the recording reads them:
+        change them in place (``group["lr"].fill_(rate)``).
     """
 
-    def __init__(self, model: ModelParallel, step: Callable[..., Any], warm_up: int = 3, limit: int = 2) -> None:
-        if not isinstance(model.strategy, SpatialStrategy) or model.strategy.communicator.home.type != "cuda":
-            raise ParallelError("a step is captured for strategy='spatial' on GPUs with one process each")
-        if len(set(model.strategy.communicator.devices)) != 1:
-            raise ParallelError(
-                "a step over several devices of one process cannot be captured; start one process per GPU"
-            )
-        self.model, self.step, self.warm_up, self.limit = model, step, warm_up, limit
-        self.device = model.strategy.communicator.home
-        self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, _Graph] = {}
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[..., Any],
+        warm_up: int = 3,
+        limit: int = 2,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.device = _one_gpu(model)
+        self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
-        self._pool: Any = None
+        self._first: Captured | None = None
+        self._rates = _Rates(None, self.device)
+        self._recorder = Recorder(self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run or replay the step; results of a replay are overwritten by the next one."""
-        key = _key(inputs)
-        if key in self._graphs:
-            return self._replay(self._graphs[key], inputs)
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls <= self.warm_up or len(self._graphs) >= self.limit:
-            # The side stream of the capture: autograd remembers the stream of what it allocates.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                outputs = self.step(*inputs)
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            return outputs
-        self._graphs[key] = self._capture(inputs)
-        return self._replay(self._graphs[key], inputs)
+        return self._recorder(*inputs)
 
-    def _capture(self, inputs: Any) -> _Graph:
-        static = tree_map(_cloned, inputs)
-        for parameter in self.model.parameters():
+    @property
+    def num_recorded(self) -> int:
+        """Shapes recorded so far."""
+        return self._recorder.num_recorded
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is recorded any more, or None."""
+        return self._recorder.refused
+
+    def release(self) -> None:
+        """Free all recordings; later calls run as they are first, as in the beginning."""
+        self._first = None
+        self._recorder.release()
+
+    def _run(self, *inputs: Any) -> Any:
+        """Run the step on the capture's stream: autograd and NCCL remember the stream of what they first did."""
+        # Each stream waits for the other, here and at the next call, so blocks that change hands need no
+        # record_stream.
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = self.step(*inputs)
+        current.wait_stream(self._stream)
+        return outputs
+
+    def _record(self, *inputs: Any) -> "_RecordedStep":
+        self._rates = _Rates(self.optimizer, self.device)
+        recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=self._first)
+        self._first = self._first or recorded.captured
+        return recorded
+
+    def _all_agree(self, agrees: bool) -> bool:
+        """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
+        strategy = _group_strategy(self.model)
+        if strategy is not None:
+            assert isinstance(strategy.communicator, ProcessGroupShards)
+            vote = torch.tensor([int(agrees)], device=self.device)
+            for group in (strategy.communicator.group, strategy.replicas):
+                if group is not None:
+                    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+            agrees = bool(vote.item())
+        if not agrees:  # nor may the rates differ between processes: a tensor rounds to float32, a number does not
+            self._rates.put_back()
+            self.model.zero_grad()
+        return agrees
+
+
+class _RecordedStep:
+    """One recording, with the gradients it leaves and the random numbers it draws."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        stream: torch.cuda.Stream,
+        shares: Captured | None,
+    ) -> None:
+        self._parameters = list(model.parameters())
+        for parameter in self._parameters:
             parameter.grad = None
-        torch.cuda.synchronize(self.device)
-        # What the warm-up calls used lies in another pool: the graph has its own.
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        self._share_randomness(graph)
-        # thread_local: NCCL's watchdog thread asks about its events while this thread captures.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = self.step(*static)
-        self._pool = graph.pool()
-        return _Graph(graph, static, outputs, [parameter.grad for parameter in self.model.parameters()])
+        self._group = _group_strategy(model)
+        self._own: torch.Generator | None = None
+        if self._group is not None:
+            # Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
+            self._own = torch.Generator(self._group.communicator.home)
+            self._group.context.graph_generator = self._own
+        own = [] if self._own is None else [self._own]
+        self.captured = Captured(
+            lambda inputs: step(*inputs), {"inputs": inputs}, generators=own, stream=stream, shares=shares
+        )
+        self._gradients = [parameter.grad for parameter in self._parameters]
 
-    def _share_randomness(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Give all processes the same default generator, for whole channels, and each its own for voxels."""
-        strategy: Any = self.model.strategy
-        seed = torch.randint(2**62, (1,)).to(self.device)
-        group = getattr(strategy.communicator, "group", None)
-        if group is not None:
-            dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
-        torch.cuda.manual_seed(int(seed.item()))
-        own = torch.Generator(self.device).manual_seed(int(seed.item()) + 1 + strategy.communicator.indices[0])
-        strategy.context.graph_generator = own
-        graph.register_generator_state(own)
-
-    def _replay(self, captured: _Graph, inputs: Any) -> Any:
-        for static, given in zip(_tensors(captured.inputs), _tensors(inputs), strict=True):
-            static.copy_(given, non_blocking=True)
-        captured.graph.replay()
-        for parameter, gradient in zip(self.model.parameters(), captured.gradients, strict=True):
+    def __call__(self, *inputs: Any) -> Any:
+        if self._group is None or self._own is None:
+            outputs = self.captured({"inputs": inputs})
+        else:
+            # A seed of its own for every step, the same on all processes, whatever each has drawn in between.
+            with self._group._same_randomness():
+                self._own.manual_seed((torch.initial_seed() + 1 + self._group.communicator.indices[0]) % 2**63)
+                outputs = self.captured({"inputs": inputs})
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        return captured.outputs
+        return outputs
+
+    def release(self) -> None:
+        """Free the recording, and the gradients in its memory."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if gradient is not None and parameter.grad is gradient:
+                parameter.grad = None
+        self._gradients = []
+        self.captured.release()
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    leaves = tree_flatten(values)[0]
-    found: list[Tensor] = []
-    for leaf in leaves:
-        found += leaf.slabs if isinstance(leaf, ShardedVolume) else [leaf] if isinstance(leaf, Tensor) else []
-    return found
+class _Rates:
+    """Move the learning rates of an optimizer to the device, where a recording can read them."""
+
+    def __init__(self, optimizer: Optimizer | None, device: torch.device) -> None:
+        self._groups = [] if optimizer is None else optimizer.param_groups
+        names = ["lr", "capturable"]
+        self._before = [{name: group[name] for name in names if name in group} for group in self._groups]
+        for group in self._groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+            if "capturable" in group:
+                group["capturable"] = True
+
+    def put_back(self) -> None:
+        """Leave them as they were, for a step that was not recorded."""
+        for group, before in zip(self._groups, self._before, strict=True):
+            group.update(before)
 
 
-def _cloned(leaf: Any) -> Any:
-    if isinstance(leaf, ShardedVolume):
-        return ShardedVolume([slab.clone() for slab in leaf.slabs], leaf.dims, leaf.shape, leaf.context)
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+def _group_strategy(model: nn.Module) -> SpatialStrategy | None:
+    """Return the strategy of a model whose volumes lie on several processes."""
+    strategy = model.strategy if isinstance(model, ModelParallel) else None
+    if isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, ProcessGroupShards):
+        return strategy
+    return None
 
 
-def _key(inputs: Any) -> Any:
-    leaves, structure = tree_flatten(inputs)
-    return str(structure), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+def _one_gpu(model: nn.Module) -> torch.device:
+    if not isinstance(model, ModelParallel):
+        devices = {parameter.device for parameter in model.parameters()}
+    elif isinstance(model.strategy, SpatialStrategy):
+        devices = set(model.strategy.communicator.devices)
+    else:
+        raise ParallelError("a step is captured for strategy='spatial', not for a pipeline, which records its stages")
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise ParallelError(
+            f"a step is captured on one GPU per process, and this model is on {sorted(map(str, devices))}; start one "
+            "process per GPU"
+        )
+    return next(iter(devices))

@@ -7,7 +7,7 @@ others compute.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -68,7 +68,7 @@ def _fused(slab: Tensor) -> bool:
     return slab.is_cuda and slab.dtype != torch.float64 and triton_kernels.available()
 
 
-@lru_cache(maxsize=256)
+@cache  # without a limit: recorded steps read these tensors from where they lie
 def shares(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return each shard's share of the voxels, ``(shards, 1, 1)``; cached, so that no step waits for its copy."""
     voxels = torch.tensor(counts, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     return slab.index_select(dim, constant(tuple(indices), torch.int64, slab.device))
 
 
-@lru_cache(maxsize=512)
+@cache  # without a limit: recorded steps read these tensors from where they lie
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the plan on a device; cached, so that no step waits for their copy, or cannot be captured."""
     with torch.inference_mode(False):  # a later step may save it for its backward pass
