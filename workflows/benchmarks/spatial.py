@@ -21,13 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from spatial_checks import CHECKS
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel.sharding.graphs import CapturedStep
 from volseg.parallel.sharding.scatter import from_slab, slab_shape
 
 CLASSES = 3
+
+LARGEST = {1: (704, 672, 640, 576), 2: (896, 832, 768), 4: (1088, 1024, 960), 8: (1344, 1280, 1216)}
+"""Sides of cubes to try, the largest first; a smaller one is not tried once one has fitted."""
 
 
 def build(name: str) -> nn.Module:
@@ -53,6 +58,8 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
+    if row["kind"] in CHECKS:
+        return CHECKS[row["kind"]](row, device)
     net = build(row["net"]).to(device)
     shape = tuple(row["shape"])
     plain = row["kind"] == "plain"
@@ -70,6 +77,8 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     label: Any = torch.randint(0, CLASSES, own, device=device, dtype=torch.uint8)
     if not plain:
         image, label = (from_slab(model, part, (1, 1, *shape)) for part in (image, label))  # type: ignore[arg-type]
+    # The same loss twice: MONAI's holds sixty bytes per voxel by itself.
+    monai_loss = plain or row.get("loss") == "monai"
     objective = DiceCELoss(softmax=True, to_onehot_y=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, nesterov=True)
 
@@ -77,13 +86,13 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
             output = model(image)
-        loss = objective(output.float(), label)
+        loss = objective(output.float(), label) if monai_loss else dice_cross_entropy(output, label, Terms())
         loss.backward()
         optimizer.step()
         return loss.detach()
 
     run: Any = CapturedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
-    for _ in range(5):
+    for _ in range(row.get("warm", 5)):
         loss = run(image, label)
     first_loss = float(loss)
     if cuda:
@@ -172,6 +181,17 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             ]
             found.append({"part": "eager128", **common, "shape": [128 * count, 128, 128]})
             found.append({"part": "checkpoint", **common, "shape": [160 * count, 320, 320], "checkpoint": "all"})
+            found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
+    for count in gpus:
+        common = {"kind": "spatial", "net": "dynunet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
+        found.append({"part": "huge", **common, "shape": [1024, 512, 512]})
+        found += [{"part": "largest", **common, "shape": [side] * 3} for side in LARGEST.get(count, ())]
+        found.append(
+            {"part": "inference", "kind": "inference", "net": "dynunet", "gpus": count, "shape": [192, 160, 160]}
+        )
+        found.append(
+            {"part": "elements", "kind": "elements", "net": "dynunet", "gpus": count, "shape": [320, 480, 480]}
+        )
     return [row for row in found if not chosen or row["part"] in chosen]
 
 
@@ -201,6 +221,8 @@ def main() -> None:
     while waiting and time.time() - begin < arguments.total:
         number += 1
         batch = [row for row in waiting if row["gpus"] == waiting[0]["gpus"]]
+        tries = [row for row in batch if row["part"] == "largest"]
+        batch = [row for row in batch if row["part"] != "largest"] + tries[:1]
         limit = min(arguments.total - (time.time() - begin), 40 + arguments.limit * len(batch))
         results = launch(batch, arguments.output.with_suffix(f".{number}.tmp"), limit, number)
         for row, result in zip(batch, results, strict=False):
@@ -210,6 +232,8 @@ def main() -> None:
             told |= {key: round(value, 3) for key, value in told.items() if isinstance(value, float)}
             print(json.dumps(told), flush=True)
         waiting = [row for row in waiting if not any(row is done for done in batch[: len(results)])]
+        fitted = {row["gpus"] for row in report["rows"] if row["part"] == "largest" and "error" not in row}
+        waiting = [row for row in waiting if row["part"] != "largest" or row["gpus"] not in fitted]
         arguments.output.write_text(json.dumps(report, indent=1))
     report["rows"] += [row | {"error": "not started: out of time"} for row in waiting]
     arguments.output.write_text(json.dumps(report, indent=1))
