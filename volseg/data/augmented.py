@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volseg.capture import Captured
 from volseg.data.patches import PatchBatches
+from volseg.parallel.capture import Captured
 from volseg.transforms.augmentation import BatchAugmentation
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
