@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +98,82 @@ def test_resume_may_extend_a_run_but_not_change_it(outcome, configured):
     assert [record.epoch for record in longer.history] == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"begun with another config: optimizer\.lr: 0\.01 -> 0\.5"):
         train(configured("optimizer.lr=0.5"), resume=True)
+
+
+def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configured):
+    """Else an interrupted extension would show the shorter run's Dice as its own."""
+    validate(outcome.folder, checkpoint="best")
+    summaries = [outcome.folder.path / name / "summary.json" for name in ("validation", "validation_best")]
+    train(configured(), resume=True)  # nothing is left to train, so they stay true
+    assert all(summary.exists() for summary in summaries)
+    with pytest.raises(KeyboardInterrupt):
+        train(configured("training.epochs=3"), resume=True, hooks=[InterruptAt(2, 1)])
+    assert not any(path.exists() for path in (*summaries, outcome.folder.path / "report.md"))
+    train(configured("training.epochs=3"), resume=True)
+    assert [summary.exists() for summary in summaries] == [True, False]
+
+
+def test_ctrl_c_while_cases_are_validated_is_gone_on_from(outcome, configured, tmp_path):
+    class Judging(Hook):
+        def __init__(self):
+            self.judged = 0
+
+        def on_training_begin(self, training):
+            def predicted(network, volumes, logits):
+                self.judged += not network.training
+                if training.epoch == 1 and not network.training:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            training.network.register_forward_hook(predicted)
+
+    config, hook = configured(f"output={tmp_path / 'interrupted'}"), Judging()
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[hook])
+    assert hook.judged == len(outcome.folder.split().validation) + 1
+    saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
+    assert (saved["epoch"], saved["position"]) == (1, 3)
+    resumed = train(config, resume=True)
+    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in outcome.history]
+    assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
+
+
+def test_deterministic_runs_agree_bit_for_bit_and_leave_torch_as_it_was(configured, tmp_path):
+    states = []
+    for name in ("one", "two"):
+        outcome = train(configured("training.deterministic=true", f"output={tmp_path / name}"))
+        states.append(load_checkpoint(outcome.folder.checkpoints / "latest.pt"))
+        assert not torch.are_deterministic_algorithms_enabled()
+    for part in ("model", "optimizer", "average"):
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+    for mine, theirs in zip(states[0]["history"], states[1]["history"], strict=True):
+        assert (mine["losses"], mine["scores"]) == (theirs["losses"], theirs["scores"])
+
+
+def test_deterministic_mode_refuses_an_operator_that_sums_in_no_order(configured):
+    """On a CPU every operator of a network is deterministic; a hook stands for one that is not."""
+
+    class Puts(Hook):
+        def on_batch_begin(self, training, batch):
+            torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        train(configured("training.deterministic=true"), hooks=[Puts()])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+def test_deterministic_runs_on_a_gpu_agree_bit_for_bit(config_file, tmp_path):
+    """In processes of their own: cuBLAS reads its workspace's size once."""
+    states = []
+    for name in ("one", "two"):
+        command = [sys.executable, "-m", "volseg", "train", str(config_file), "-o", str(tmp_path / name)]
+        done = subprocess.run(
+            [*command, "--set", "training.deterministic=true"], capture_output=True, encoding="utf-8", check=False
+        )
+        assert done.returncode == 0, done.stderr
+        states.append(load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt"))
+    for part in ("model", "optimizer", "average"):
+        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
 
 
 def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):

@@ -4,6 +4,8 @@ import resource
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from volseg.errors import CheckpointError
 from volseg.workflow import Checkpoints, Hook, load_checkpoint, save_checkpoint
@@ -138,3 +140,31 @@ def test_the_last_epoch_is_written_whoever_stopped_the_training(make_training, t
     hooks = [Checkpoints(tmp_path, every_minutes=60), StopAfter(2)]
     make_training(epochs=5, hooks=hooks if checkpoints_first else hooks[::-1]).run()
     assert load_checkpoint(tmp_path / LATEST)["epoch"] == 2
+
+
+@given(content=st.binary(max_size=300), name=st.sampled_from(["", "PK\x03\x04", "\x80\x02", "cbuiltins\neval\n"]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_refused_with_the_name_of_the_file(content, name, tmp_path):
+    path = tmp_path / "odd.pt"
+    path.write_bytes(name.encode("latin-1") + content)
+    with pytest.raises(CheckpointError, match=r"odd\.pt"):
+        load_checkpoint(path)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_bytes_of_a_checkpoint_are_refused_or_harmless(data, tmp_path):
+    whole = bytearray(save_checkpoint({"weight": torch.ones(50), "names": ["a", "b"]}, tmp_path / "it.pt").read_bytes())
+    for _ in range(data.draw(st.integers(1, 20))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "odd.pt").write_bytes(whole)
+    try:
+        assert load_checkpoint(tmp_path / "odd.pt")["format"] <= 1
+    except CheckpointError as fault:
+        assert "odd.pt" in str(fault)
+
+
+def test_a_format_that_is_no_number_is_refused(tmp_path):
+    torch.save({"format": "new"}, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match=r"odd\.pt holds no volseg checkpoint"):
+        load_checkpoint(tmp_path / "odd.pt")

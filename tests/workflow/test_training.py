@@ -1,5 +1,6 @@
 """The loop against the same steps written by hand, and its refusals."""
 
+import copy
 import math
 import os
 import signal
@@ -11,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.workflow import Hook, Named, Patience, Training
+from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.randomness import restore_random_state
 
 
 class Validated:
@@ -188,6 +191,50 @@ def test_ctrl_c_ends_after_the_batch_with_the_hooks_told(make_training):
         make_training(hooks=[hook]).run()
     assert hook.saved == (1, 3)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class InterruptedValidation:
+    """A validation of five cases, during the second of which Ctrl-C comes."""
+
+    def __init__(self):
+        self.judged = 0
+
+    def __call__(self):
+        for case in range(5):
+            stop_if_requested()
+            self.judged += 1
+            if case == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("went on after Ctrl-C")
+
+
+def test_ctrl_c_in_a_validation_leaves_it_at_once_and_nothing_is_lost(make_training):
+    class Save(Hook):
+        def on_interrupt(self, training):
+            self.state = copy.deepcopy(training.state_dict())
+
+    hook, validation = Save(), InterruptedValidation()
+    with pytest.raises(KeyboardInterrupt):
+        make_training(validation=validation, validate_every=2, average_decay=0.5, hooks=[hook]).run()
+    assert validation.judged == 2
+    assert (hook.state["epoch"], hook.state["position"]) == (1, 6)
+    assert hook.state["seconds"][0] > 0
+
+    options = {"validate_every": 2, "average_decay": 0.5}
+    resumed = make_training(validation=Validated(0.5, 0.6), **options)
+    resumed.load_state_dict(hook.state)
+    whole = make_training(validation=Validated(0.5, 0.6), **options)
+    whole.run()
+    # Dropout has drawn from torch's generator for both by now: set it as the interrupted training left it.
+    restore_random_state(hook.state["random"])
+    resumed.run()
+    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in whole.history]
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
+    assert resumed.history[1].seconds >= hook.state["seconds"][0]
+
+
+def test_nothing_stops_where_no_training_listens():
+    stop_if_requested()
 
 
 def test_a_plain_data_loader_serves(make_training):

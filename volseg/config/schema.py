@@ -144,6 +144,8 @@ class TrainingConfig(ConfigModel):
     """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch."""
     capture: bool = True
     """Record the training step as a CUDA graph where it can be."""
+    deterministic: bool = False
+    """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint."""
 

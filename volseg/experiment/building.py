@@ -152,6 +152,8 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
     """Return the network in the memory layout that the config asks for."""
     layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
     wanted = config.training.memory_format
+    if wanted == "auto" and config.training.deterministic:  # what is measured may differ next time
+        wanted = "contiguous"
     if wanted == "auto":
         device = next(network.parameters()).device
         shape = (config.patch.batch, task.num_channels, *config.patch.size)

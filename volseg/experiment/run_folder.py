@@ -11,6 +11,7 @@
         tensorboard/
         validation/              summary.json, predictions of the validation cases
         report.md
+        in_use.json              who trains here, while somebody does
 """
 
 import json
@@ -114,6 +115,11 @@ class RunFolder:
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
         self.config_file.unlink(missing_ok=True)
         return False
+
+    def forget_validation(self) -> None:
+        """Remove the summaries of weights that a longer training is about to replace, and the report of them."""
+        for file in (*self.path.glob("validation*/summary.json"), self.path / "report.md"):
+            file.unlink(missing_ok=True)
 
     def require_same_split(self, split: Split) -> None:
         """Raise unless ``split`` is the one with which the run was begun.

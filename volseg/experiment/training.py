@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from volseg.experiment.building import (
     preprocessing_of,
 )
 from volseg.experiment.cases import ChosenCases, choose_cases, sound_cases
+from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
@@ -33,7 +35,7 @@ from volseg.monitoring.tensorboard import TensorBoard
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.processes import is_main_process, largest_over_processes
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
 from volseg.workflow.validation import Validated, Validation
 
@@ -55,14 +57,23 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     Raises
     ------
     ConfigError, DataError
-        Before anything is trained, if the config cannot be run or a case is bad.
+        Before anything is trained, if the config cannot be run, a case is bad, or another process trains in the folder.
     NonFiniteLossError
         If the training diverges.
     """
+    with ExitStack() as held:
+        return _train(config, resume, hooks, held)
+
+
+def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: ExitStack) -> Outcome:
     started = time.perf_counter()
     check_components(config)
+    held.enter_context(deterministic(config.training.deterministic))
     join_processes(config)
     folder = RunFolder(config.folder)
+    existed = folder.path.is_dir()
+    if existed and is_main_process():
+        held.enter_context(only_process_in(folder.path))
     resume = _may_begin(folder, config, resume)
     seed_everything(config.seed)
     chosen = choose_cases(config)
@@ -83,7 +94,11 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     )
     if resume:
         training.load_state_dict(folder.newest_checkpoint())
+        if not training.finished and is_main_process():
+            folder.forget_validation()
     elif is_main_process():  # now that everything could be built: a config that cannot be run leaves no folder behind
+        if not existed:
+            held.enter_context(only_process_in(folder.path))
         folder.begin(config, chosen.task, chosen.split, environment())
     training.run()
     final = None

@@ -1,12 +1,15 @@
-"""The state of every random number generator a training draws from, as tensors that a checkpoint can hold."""
+"""What makes a training repeatable: the state of every random number generator, and kernels that sum in one order."""
 
+import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state", "seed_everything"]
+__all__ = ["deterministic", "random_state", "restore_random_state", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
@@ -14,6 +17,31 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries draw from the global generator
     torch.manual_seed(seed)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let only kernels run that give the same bits each time, if that is ``wanted``; torch refuses the others by name.
+
+    Must begin before the process first uses cuBLAS, which reads the size of its workspace once.
+    """
+    if not wanted:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    fills: Any = torch.utils.deterministic  # whose one setting torch's stubs do not know
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    filled = fills.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    fills.fill_uninitialized_memory = False  # a pass over every new tensor, to tell what reads before it writes
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1:]
+        fills.fill_uninitialized_memory = filled
 
 
 def random_state() -> dict[str, Any]:

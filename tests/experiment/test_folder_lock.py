@@ -1,0 +1,76 @@
+"""Two processes never write into one run folder, and a lock that nobody holds is none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from volseg.errors import ConfigError
+from volseg.experiment import train
+from volseg.experiment.folder_lock import LOCK, only_process_in
+from volseg.workflow import Hook
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from volseg.experiment.folder_lock import only_process_in
+with only_process_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Return another process that holds ``tmp_path/run``."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def hold(folder: Path) -> None:
+    with only_process_in(folder):
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_a_folder_in_use_is_refused_by_the_name_of_its_user(holder, tmp_path, configured):
+    with pytest.raises(ConfigError, match=rf"run is in use by process {holder.pid} on .*; wait for its end, or choose"):
+        hold(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        train(configured())
+    with pytest.raises(ConfigError, match="is in use by process"):
+        train(configured(), resume=True)
+
+
+def test_the_lock_of_a_killed_process_is_none(holder, tmp_path):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    hold(tmp_path / "run")
+
+
+def test_neither_lock_nor_empty_folder_is_left(tmp_path):
+    hold(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    hold(tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["file"]
+
+
+def test_a_training_holds_its_folder_to_the_end(configured):
+    class Second(Hook):
+        def on_epoch_end(self, training, record):
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                train(configured(), resume=True)
+
+    outcome = train(configured(), hooks=[Second()])
+    assert len(outcome.history) == 2
+    assert not (outcome.folder.path / LOCK).exists()

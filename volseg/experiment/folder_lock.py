@@ -1,0 +1,90 @@
+"""One process at a time in a run folder.
+
+The lock is one of the operating system (``flock``) on a small file that says who holds it. The system gives it up when
+its holder ends in any way, so a lock that a killed process or a lost machine left behind is none, and nobody has to
+guess from a process id whether its owner still lives. Where the file system knows no such locks (some network ones, and
+Windows), nothing is locked, and that is said.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from volseg.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LOCK", "only_process_in"]
+
+logger = logging.getLogger(__name__)
+
+LOCK = "in_use.json"
+
+
+@contextmanager
+def only_process_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``, which is made if need be; leave neither lock nor an empty folder behind.
+
+    Raises
+    ------
+    ConfigError
+        If another process holds it: which one, where, since when.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    descriptor = _locked(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is still held
+        os.close(descriptor)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _locked(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor, path)
+            # Its last holder may have removed the file between our opening and locking it, and another hold a new one.
+            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{path.parent} is in use by {_holder(path)}; wait for its end, or choose another folder by --output"
+        ) from None
+    except OSError as fault:
+        logger.info(
+            "%s: its file system has no locks (%s); start no second training in it", path.parent, fault.strerror
+        )
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError):  # it has not written its name yet, or is gone this moment
+        return "another process"
