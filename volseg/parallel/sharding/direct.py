@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding import first_convolution, kernels
+from volseg.parallel.sharding import first_convolution, kernels, large
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner
 from volseg.parallel.sharding.recipes import Join, Recipe, Write
@@ -150,7 +150,7 @@ class _Convolve(torch.autograd.Function):
         if plan.channels_last and first_convolution.suits(buffer, weight, bias, plan.settings):
             result = first_convolution.forward(buffer, weight, plan.settings.padding)
         else:
-            result = torch.ops.aten.convolution(buffer, weight, bias, *plan.settings.arguments)
+            result = large.convolution(buffer, weight, bias, plan.settings.arguments)
         if plan.channels_last:
             # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
             result = kernels.in_layout(result, channels_last=True)
@@ -194,10 +194,7 @@ def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: b
     alone = mask == (False, True, False) and ctx.plan.channels_last
     if alone and first_convolution.suits(buffer, weight, None, settings):
         return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
-    found: Sequence[Any] = torch.ops.aten.convolution_backward(
-        gradient, buffer, weight, ctx.bias_sizes, *settings.arguments, list(mask)
-    )
-    return found
+    return large.convolution_backward(gradient, buffer, weight, ctx.bias_sizes, settings.arguments, list(mask))
 
 
 def _separable(ctx: Any) -> bool:

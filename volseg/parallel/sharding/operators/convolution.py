@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from volseg.parallel.sharding.direct import Plan, Settings, convolve
 from volseg.parallel.sharding.direct import plan as direct_plan
+from volseg.parallel.sharding.large import LIMIT
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
@@ -101,8 +103,19 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
     extra_inside = [0 if i in cut else extra[i] for i in range(count)]
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
+    alone = list(weight.shape[2:]) == stride and not any(inside) and not any(extra_inside)
+
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
-        return func(slab, weights[position], biases[position], stride, inside, extra_inside, given["groups"], dilation)
+        def run(part: Tensor) -> Tensor:
+            own = weights[position], biases[position]
+            return func(part, *own, stride, inside, extra_inside, given["groups"], dilation)
+
+        elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * given["groups"] * prod(stride)
+        if not alone or count != 3 or elements <= LIMIT:
+            return run(slab)
+        # Each input plane has output planes of its own; see ``large`` for why not all at once.
+        stacks = min(slab.shape[2], -(-2 * elements // LIMIT))
+        return torch.cat([run(part) for part in slab.tensor_split(stacks, 2)], 2)
 
     def whole(tensor: Tensor) -> Tensor:
         return func(tensor, weight, bias, stride, padding, extra, given["groups"], dilation)
