@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.errors import ParallelError
+from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 
 
@@ -76,3 +76,61 @@ def test_auto_says_what_it_takes_and_why(split_size, chosen, caplog):
     with caplog.at_level("INFO", logger="volseg.parallel.model_parallel"):
         ModelParallel(nn.Conv3d(1, 1, 1), split_size=split_size, devices=["cpu", "cpu"])
     assert f"takes {chosen}" in caplog.text
+
+
+class Unshardable(nn.Module):
+    """Norm (buffers), dropout (random numbers), then an operator without a sharded form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2), nn.Dropout(0.5))
+        self.last = nn.Conv3d(2, 2, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.last(torch.fft.fft(self.layers(x), dim=2).real)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_auto_takes_the_layers_where_an_operator_has_no_sharded_form(devices, caplog):
+    """The attempt leaves no trace: the same numbers as by the pipeline alone."""
+    trained = []
+    for strategy in ("auto", "pipeline"):
+        torch.manual_seed(0)
+        model = ModelParallel(Unshardable(), strategy=strategy, devices=["cpu"] * devices)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # made before the choice, as in any loop
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 1, 6, 4, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+        trained.append((model, loss.item(), torch.rand(3)))
+    (auto, loss, after), (pipeline, expected_loss, expected_after) = trained
+    assert torch.equal(after, expected_after)
+    # float32: two pipelines measure their layers each, and may cut the batch differently.
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    torch.testing.assert_close(auto.state_dict(), pipeline.state_dict())
+    assert auto.chosen == "pipeline"
+    assert "fft" in auto.why
+    assert caplog.text.count("takes the pipeline: an operator of the network has no sharded form") == 1
+    assert type(auto.strategy) is type(pipeline.strategy)
+
+
+def test_auto_stays_spatial_where_it_can_and_runs_forward_once(caplog):
+    plain = net()
+    calls = []
+    plain.register_forward_pre_hook(lambda module, inputs: calls.append(1))
+    model = ModelParallel(plain, devices=["cpu"] * 2)
+    assert (model.chosen, model.why) == ("spatial", "no split_size was given")
+    model(torch.randn(1, 1, 6, 4, 4))
+    assert (model.chosen, model.why) == ("spatial", "every operator of the first volume has a sharded form")
+    assert calls == [1]
+    assert "pipeline" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"strategy": "spatial"}, {"checkpoint": "all"}, {"axes": "D"}])
+def test_who_asks_for_the_spatial_split_is_told_what_it_cannot(options):
+    model = ModelParallel(Unshardable(), devices=["cpu"] * 2, **options)
+    with pytest.raises(UnsupportedOperatorError, match="fft"):
+        model(torch.randn(1, 1, 6, 4, 4))

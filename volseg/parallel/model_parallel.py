@@ -4,6 +4,10 @@ The wrapper is a thin dispatcher. A *strategy* object places the network and run
 volume into slabs, ``PipelineStrategy`` cuts the network into stages. Everything that a training loop does to
 a module (parameters, state, modes) reaches the plain network under the plain network's names.
 
+``strategy="auto"`` takes the spatial split, and the layers where the first volume meets an operator without a sharded
+form: only the run itself tells what a network calls, and a rehearsal on other shapes or devices could take another
+branch. That first attempt leaves no trace in buffers or random numbers.
+
 It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement apart, and raise.
 """
 
@@ -15,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from volseg.errors import ParallelError, PlacementError
+from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
 
 __all__ = ["ModelParallel", "Strategy"]
 
@@ -44,7 +48,9 @@ class ModelParallel(nn.Module):
         Any module. It is used in place (not copied) and stays reachable as ``.module``.
     strategy
         ``"spatial"`` cuts volumes into slabs, ``"pipeline"`` cuts the layers into stages. ``"auto"`` takes the pipeline
-        where ``split_size`` is given, else the spatial split, which also divides a batch of one.
+        where ``split_size`` is given, else the spatial split, which also divides a batch of one; in one process, and
+        without options of the spatial split, it takes the pipeline after all where the first volume meets an operator
+        without a sharded form.
     devices
         Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named
         several times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
@@ -59,6 +65,11 @@ class ModelParallel(nn.Module):
         Activations to recompute instead of keep: ``None``, ``"all"``, or the number of finest levels (spatial only).
     options
         Passed on to the strategy, see ``SpatialStrategy`` and ``PipelineStrategy``.
+
+    Attributes
+    ----------
+    chosen, why : str
+        The strategy in use, ``"spatial"`` or ``"pipeline"``, and the reason.
 
     Raises
     ------
@@ -91,10 +102,10 @@ class ModelParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        chosen = _choose(strategy, split_size)
+        chosen, self.why = _choose(strategy, split_size)
+        self.chosen = chosen
         if strategy == "auto":
-            why = "no split_size was given" if split_size is None else f"split_size={split_size!r} was given"
-            logger.info("ModelParallel(strategy='auto') takes %s: %s", chosen, why)
+            logger.info("ModelParallel(strategy='auto') takes %s: %s", chosen, self.why)
         self._arguments = dict(
             strategy=strategy,
             devices=devices,
@@ -123,6 +134,8 @@ class ModelParallel(nn.Module):
 
             built = PipelineStrategy(net, split_size=split_size, **common)
         object.__setattr__(self, "strategy", built)
+        may_change = strategy == "auto" and chosen == "spatial" and on_unsupported == "raise" and checkpoint is None
+        self._tries = may_change and mesh is None and not options and _is_in_one_process(built)
         self._share_registries()
         self.training = net.training
 
@@ -133,7 +146,31 @@ class ModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network over the devices; spatial outputs are sharded volumes."""
+        if self._tries:
+            return self._first_forward(*args, **kwargs)
         return self.strategy(*args, **kwargs)
+
+    def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the spatial split, or the pipeline if it cannot; the choice is made then."""
+        put_back = _remember(self.module)
+        try:
+            result = self.strategy(*args, **kwargs)
+        except UnsupportedOperatorError as fault:
+            put_back()
+            self._take_layers(str(fault).partition("\n")[0])
+            return self.strategy(*args, **kwargs)
+        self._tries = False
+        self.why = "every operator of the first volume has a sharded form"
+        return result
+
+    def _take_layers(self, reason: str) -> None:
+        from volseg.parallel.pipeline import PipelineStrategy
+
+        pipeline = PipelineStrategy(self.module, devices=self._arguments["devices"])
+        object.__setattr__(self, "strategy", pipeline)
+        self._tries, self.chosen = False, "pipeline"
+        self.why = f"an operator of the network has no sharded form: {reason}"
+        logger.warning("ModelParallel(strategy='auto') takes the pipeline: %s", self.why)
 
     @property
     def partition(self) -> Any:
@@ -173,14 +210,47 @@ class ModelParallel(nn.Module):
         return type(self.strategy).__name__
 
 
-def _choose(strategy: str, split_size: int | str | None) -> str:
+def _choose(strategy: str, split_size: int | str | None) -> tuple[str, str]:
+    """Return the strategy to begin with, and why."""
     if strategy not in STRATEGIES:
         raise ParallelError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy == "auto":
-        return "spatial" if split_size is None else "pipeline"
+        if split_size is None:
+            return "spatial", "no split_size was given"
+        return "pipeline", f"split_size={split_size!r} was given"
     if strategy == "spatial" and split_size is not None:
         raise ParallelError(
             f"split_size={split_size!r} is the micro-batch of strategy='pipeline'; the spatial split has none: leave "
             f"it out"
         )
-    return strategy
+    return strategy, "it was asked for"
+
+
+def _is_in_one_process(strategy: Strategy) -> bool:
+    from volseg.parallel.sharding import SpatialStrategy
+    from volseg.parallel.sharding.local import LocalDevices
+
+    return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
+
+
+def _remember(net: nn.Module) -> Callable[[], None]:
+    """Note what a forward pass changes (buffers, random numbers); return the function that puts it back."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in net.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    random = torch.get_rng_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    on_gpus = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer.copy_(value)
+        torch.set_rng_state(random)
+        for device, state in on_gpus:
+            torch.cuda.set_rng_state(state, device)
+
+    return put_back
