@@ -60,6 +60,7 @@ def train(
     outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
+    experiment.leave_processes()
 
 
 @app.command("cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2")

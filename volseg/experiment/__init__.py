@@ -11,7 +11,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
 from volseg.experiment.verifying import verify
-from volseg.workflow.processes import is_main_process
+from volseg.workflow.processes import is_main_process, leave_processes
 
 __all__ = [
     "CrossValidated",
@@ -22,6 +22,7 @@ __all__ = [
     "cross_validation_words",
     "dice_table",
     "is_main_process",
+    "leave_processes",
     "load_config",
     "predict",
     "quickstart",

@@ -32,6 +32,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
 from volseg.monitoring.progress import Progress, progress
 from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.waiting import WaitingAdvice
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.processes import is_main_process, largest_over_processes
@@ -190,4 +191,4 @@ def _own_hooks(config: ExperimentConfig, folder: RunFolder) -> list[Hook]:
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), TensorBoard(folder.tensorboard), *stopping, checkpoints]
+    return [Progress(), TensorBoard(folder.tensorboard), WaitingAdvice(), *stopping, checkpoints]

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_distributed", "is_main_process", "largest_over_processes"]
+__all__ = ["is_distributed", "is_main_process", "largest_over_processes", "leave_processes"]
 
 
 def is_distributed() -> bool:
@@ -23,3 +23,12 @@ def largest_over_processes(value: int, device: torch.device) -> int:
     values = torch.tensor([value], device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return int(values.item())
+
+
+def leave_processes() -> None:
+    """End this process's part of the job, when all have done theirs; without one, do nothing.
+
+    Not after a failure: the others may never come to the end, for which this waits.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -95,6 +95,7 @@ class CapturedStep:
         return outputs
 
     def _record(self, *inputs: Any) -> "_RecordedStep":
+        _one_gpu(self.model)  # strategy='auto' may have taken a pipeline since
         self._rates = _Rates(self.optimizer, self.device)
         recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=self._first)
         self._first = self._first or recorded.captured

@@ -1,0 +1,57 @@
+"""The advice comes once, when waiting is long, and fits where the cases are."""
+
+import pytest
+import torch
+
+from volseg.data.augmented import AugmentedBatches
+from volseg.monitoring.waiting import WaitingAdvice, advice
+from volseg.workflow import EpochRecord
+
+
+class Stands:
+    """A training as the hook sees it."""
+
+    is_main_process = True
+    batches = ()
+
+
+def told(caplog, *waited, training=Stands):
+    hook = WaitingAdvice()
+    for epoch, seconds in enumerate(waited):
+        record = EpochRecord(epoch=epoch, losses={}, learning_rate=0.1, seconds=10.0, seconds_waited=seconds)
+        hook.on_epoch_end(training, record)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_it_is_said_once_and_not_of_the_first_epoch(caplog):
+    (message,) = told(caplog, 9.0, 0.9, 1.5, 8.0)
+    assert message.startswith("epoch 2 waited 1.5 of its 10.0 s for batches; make them in more processes")
+
+
+def test_short_waits_and_followers_say_nothing(caplog):
+    assert told(caplog, 9.0, 1.0, 0.2) == []
+
+    class Follows(Stands):
+        is_main_process = False
+
+    assert told(caplog, 9.0, 9.0, training=Follows) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "on_device", "expected"),
+    [
+        ("cuda", True, "lie on the GPU already, so it is the augmentation: lower augmentation.margin"),
+        ("cuda", False, "lie in main memory: set data.keep to device"),
+        ("cpu", False, "share the CPU: lower augmentation.margin"),
+    ],
+)
+def test_the_advice_fits_where_the_cases_are(device, on_device, expected):
+    class Bank:
+        pass
+
+    bank = Bank()
+    bank.device, bank.on_device = torch.device(device), on_device
+    batches = AugmentedBatches.__new__(AugmentedBatches)
+    batches.batches = Bank()
+    batches.batches.bank = bank
+    assert expected in advice(batches)

@@ -1,0 +1,56 @@
+"""One line of advice where a training waits for its batches."""
+
+import logging
+
+from volseg.data.augmented import AugmentedBatches, EpochBatches
+from volseg.workflow.hooks import Hook
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.spatial_group import GroupBatches
+from volseg.workflow.training import Training
+
+__all__ = ["WaitingAdvice", "advice"]
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.1
+"""Of an epoch's seconds, what may go by waiting without a word."""
+
+
+class WaitingAdvice(Hook):
+    """Say once, after the first epoch that waited long, what to change in the config.
+
+    The first epoch of a process is not judged: kernels are compiled and batches recorded in it.
+    """
+
+    def __init__(self) -> None:
+        self._epochs_seen = 0
+        self._said = False
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Look at the seconds that the epoch waited."""
+        self._epochs_seen += 1
+        waits = record.seconds_waited > SHARE * record.seconds
+        if self._said or self._epochs_seen == 1 or not waits or not training.is_main_process:
+            return
+        self._said = True
+        logger.warning(
+            "epoch %d waited %.1f of its %.1f s for batches; %s",
+            record.epoch,
+            record.seconds_waited,
+            record.seconds,
+            advice(training.batches),
+        )
+
+
+def advice(batches: object) -> str:
+    """Return what makes ``batches`` come faster, by where their cases are kept."""
+    source: object | EpochBatches | None = batches.batches if isinstance(batches, GroupBatches) else batches
+    if not isinstance(source, AugmentedBatches):
+        return "make them in more processes, or before the training"
+    lighter = "lower augmentation.margin, so that less is read per patch, or leave augmentations out"
+    bank = source.batches.bank
+    if bank.on_device and bank.device.type == "cuda":
+        return f"the cases lie on the GPU already, so it is the augmentation: {lighter}"
+    if bank.device.type == "cuda":
+        return f"the cases lie in main memory: set data.keep to device if the GPU has room for them, else {lighter}"
+    return f"cases, augmentation and training share the CPU: {lighter}"
