@@ -31,8 +31,8 @@ from volseg.parallel.sharding.scatter import from_slab, slab_shape
 
 CLASSES = 3
 
-LARGEST = {1: (704, 672, 640, 576), 2: (896, 832, 768), 4: (1088, 1024, 960), 8: (1344, 1280, 1216)}
-"""Sides of cubes to try, the largest first; a smaller one is not tried once one has fitted."""
+LARGEST = {1: (640, 576), 2: (832, 768), 4: (1024, 960), 8: (1280, 1216)}
+"""Sides of cubes to try on cards of 141 GB, the largest first; 64 more would not fit by the bytes per voxel."""
 
 
 def build(name: str) -> nn.Module:
