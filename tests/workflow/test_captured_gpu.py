@@ -1,6 +1,7 @@
 """A recorded step trains as the step it was recorded from."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ def test_no_batch_waits_for_the_device(batches):
 
     train_on(4)
     assert training._captured.num_recorded == 2
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
         train_on(3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
