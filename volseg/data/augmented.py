@@ -31,7 +31,7 @@ class AugmentedBatches:
 
     Every batch's random numbers are seeded by (seed, epoch, position), so that a training resumed in the middle of an
     epoch sees the batches it would have seen, without any state to save. Where the cases lie on a GPU, cutting and
-    augmenting are recorded as one CUDA graph, and a batch's tensors hold until the next batch.
+    augmenting are recorded as one CUDA graph, which runs beside the training on the batch before.
 
     Parameters
     ----------
@@ -53,6 +53,8 @@ class AugmentedBatches:
         self.seed = seed
         self.generator = torch.Generator(device)
         self._captured: Captured | None = None
+        if self.generator.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.generator.device)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -70,15 +72,34 @@ class AugmentedBatches:
             yield {**batch, "image": image, "label": label}
 
     def _recorded(self, number: int, start: int) -> Iterator[Batch]:
+        """Make each batch while the consumer's work on the batch before runs."""
         cases, corners, names = self.batches.places(number)
+
+        def launched(position: int) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+            # One batch ahead, not more: the host is many steps ahead of the device.
+            self._stream.wait_stream(torch.cuda.current_stream(self.batches.bank.device))
+            with torch.cuda.stream(self._stream):
+                places = {"cases": cases[position], "corners": corners[position]}
+                if self._captured is None:
+                    # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
+                    self._cut_and_augment(**places)
+                    self._captured = Captured(
+                        self._cut_and_augment, places, generators=[self.generator], stream=self._stream
+                    )
+                self._seed(number, position)
+                batch = {name: tensor.clone() for name, tensor in self._captured(places).items()}
+                return batch, self._stream.record_event()
+
+        ahead = launched(start) if start < len(self) else None
         for position in range(start, len(self)):
-            places = {"cases": cases[position], "corners": corners[position]}
-            if self._captured is None:
-                # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
-                self._cut_and_augment(**places)
-                self._captured = Captured(self._cut_and_augment, places, generators=[self.generator])
-            self._seed(number, position)
-            yield {**self._captured(places), "case": names[position]}
+            assert ahead is not None
+            batch, ready = ahead
+            ahead = launched(position + 1) if position + 1 < len(self) else None
+            consumer = torch.cuda.current_stream(self.batches.bank.device)
+            consumer.wait_event(ready)
+            for tensor in batch.values():
+                tensor.record_stream(consumer)
+            yield {**batch, "case": names[position]}
 
     def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
         image, label = self.batches.bank.gather(cases, corners, self.batches.source_size)
