@@ -1,5 +1,6 @@
 """Local processes start, fail together, and are named when they fail."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,19 @@ def test_processes_know_their_rank(tmp_path: Path) -> None:
     script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n")
     launch([str(script), str(tmp_path)], 2)
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_signals_find_their_handlers_again_afterwards() -> None:
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        launch(["-c", "pass"], 1)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@
 """
 
 import os
+import signal
 import sys
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -61,7 +64,8 @@ def launch(command: Sequence[str], processes: int) -> None:
     )
     os.environ.update(threads)
     try:
-        elastic_launch(config, sys.executable)(*command)
+        with _handlers_put_back():
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         raise ParallelError(
@@ -71,3 +75,18 @@ def launch(command: Sequence[str], processes: int) -> None:
     finally:
         for name in threads:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """Undo that the elastic launcher leaves its own signal handlers, which end this process at the next Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
