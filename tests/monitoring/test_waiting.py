@@ -42,10 +42,20 @@ def test_short_waits_and_followers_say_nothing(caplog):
     [
         ("cuda", True, "lie on the GPU already, so it is the augmentation: lower augmentation.margin"),
         ("cuda", False, "lie in main memory: set data.keep to device"),
-        ("cpu", False, "share the CPU: lower augmentation.margin"),
     ],
 )
 def test_the_advice_fits_where_the_cases_are(device, on_device, expected):
+    assert expected in advice(batches_of(device, on_device))
+
+
+def test_a_cpu_waits_for_nothing(caplog):
+    class OnCPU(Stands):
+        batches = batches_of("cpu", False)
+
+    assert told(caplog, 9.0, 9.0, training=OnCPU) == []
+
+
+def batches_of(device, on_device):
     class Bank:
         pass
 
@@ -54,4 +64,4 @@ def test_the_advice_fits_where_the_cases_are(device, on_device, expected):
     batches = AugmentedBatches.__new__(AugmentedBatches)
     batches.batches = Bank()
     batches.batches.bank = bank
-    assert expected in advice(batches)
+    return batches

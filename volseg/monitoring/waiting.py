@@ -32,25 +32,31 @@ class WaitingAdvice(Hook):
         waits = record.seconds_waited > SHARE * record.seconds
         if self._said or self._epochs_seen == 1 or not waits or not training.is_main_process:
             return
+        remedy = advice(training.batches)
+        if remedy is None:
+            return
         self._said = True
         logger.warning(
             "epoch %d waited %.1f of its %.1f s for batches; %s",
             record.epoch,
             record.seconds_waited,
             record.seconds,
-            advice(training.batches),
+            remedy,
         )
 
 
-def advice(batches: object) -> str:
-    """Return what makes ``batches`` come faster, by where their cases are kept."""
+def advice(batches: object) -> str | None:
+    """Return what makes ``batches`` come faster, by where their cases are kept.
+
+    None where nothing waits for anything: a CPU makes its batches and trains on them by turns.
+    """
     source: object | EpochBatches | None = batches.batches if isinstance(batches, GroupBatches) else batches
     if not isinstance(source, AugmentedBatches):
         return "make them in more processes, or before the training"
-    lighter = "lower augmentation.margin, so that less is read per patch, or leave augmentations out"
+    lighter = "lower augmentation.margin, so that less is read per patch"
     bank = source.batches.bank
     if bank.on_device and bank.device.type == "cuda":
         return f"the cases lie on the GPU already, so it is the augmentation: {lighter}"
     if bank.device.type == "cuda":
         return f"the cases lie in main memory: set data.keep to device if the GPU has room for them, else {lighter}"
-    return f"cases, augmentation and training share the CPU: {lighter}"
+    return None
