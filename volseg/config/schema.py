@@ -168,7 +168,7 @@ class ParallelConfig(ConfigModel):
 
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
     devices: Count | tuple[str, ...] | None = None
-    """How many GPUs of each process, or their names (``cpu`` may be named several times); null takes every visible one."""
+    """GPUs of each process, or their names (``cpu`` may be named several times); null takes every visible one."""
     split_size: Count | Literal["auto"] | None = None
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
