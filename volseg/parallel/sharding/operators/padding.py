@@ -1,0 +1,130 @@
+"""Padding, mirroring and rolling: each output plane is an input plane or a constant."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.sharding.operators.arguments import bound
+from volseg.parallel.sharding.operators.joins import cat
+from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
+from volseg.parallel.sharding.operators.pointwise import cut_like
+from volseg.parallel.sharding.operators.slices import take_planes
+from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding.windows import Strided, Window
+
+__all__ = ["flip", "pad", "roll"]
+
+
+class _Gathered(Window):
+    """Planes by number, for padding that repeats planes of the volume."""
+
+    __slots__ = ("planes",)
+
+    def __init__(self, planes: Sequence[int]) -> None:
+        object.__setattr__(self, "planes", tuple(planes))
+
+    planes: tuple[int, ...]
+
+    def need(self, start: int, stop: int) -> tuple[int, int]:
+        chosen = self.planes[start:stop]
+        return min(chosen), max(chosen) + 1
+
+
+@handles("Padding and mirroring", "F.pad", "nn.pad")
+def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
+    given = bound("input pad mode value", args, kwargs, mode="constant", value=None)
+    volume, widths, mode = given["input"], list(given["pad"]), given["mode"]
+    pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    inside = [0] * len(widths)
+    for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
+        if volume.ndim - 1 - place not in volume.dims:
+            inside[2 * place : 2 * place + 2] = pair
+    if any(inside):
+        rest = {"mode": mode, "value": given["value"]}
+        volume = _pad_inside(volume, inside, rest)
+    for dim in volume.dims:
+        if pairs[dim] != (0, 0):
+            volume = _pad_cut(volume, dim, pairs[dim], mode, given["value"] or 0.0)
+            if not isinstance(volume, ShardedVolume):
+                return unsupported(func, args, kwargs, "the padded volume is thinner than the number of shards")
+    return volume
+
+
+def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
+    # Modes other than constant pad the last dims only, all of them: name those that are not cut with zeros.
+    slabs = [F.pad(slab, widths, **rest) for slab in volume.slabs]
+    return wrap(volume, slabs)
+
+
+def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float) -> ShardedVolume | Tensor:
+    before, after = pair
+    size = volume.shape[dim]
+    outputs = size + before + after
+    if mode == "constant":
+        window: Window = Strided(-before)
+    else:
+        numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
+        window = _Gathered([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+    plans = [
+        AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
+        for cut, planes in zip(volume.dims, volume.sizes, strict=True)
+    ]
+    axis = volume.dims.index(dim)
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        if not isinstance(window, _Gathered):
+            return slab
+        own = windows[axis]
+        return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
+
+    def whole(tensor: Tensor) -> Tensor:
+        widths = [0] * (2 * (tensor.ndim - dim))
+        widths[-2:] = [before, after]
+        return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+@handles("Padding and mirroring", "flip", "fliplr", "flipud")
+def flip(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Mirror; along the cut the planes change shards."""
+    if func.__name__ in ("fliplr", "flipud"):
+        return flip(torch.flip, (args[0], [1 if func.__name__ == "fliplr" else 0]), {})
+    given = bound("input dims", args[:2], kwargs)
+    volume = given["input"]
+    dims = args[1:] if len(args) > 2 else given["dims"]
+    dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
+    plans = [
+        AxisPlan(Strided(size - 1, -1) if cut in dims else Strided(), size)
+        for cut, size in zip(volume.dims, volume.sizes, strict=True)
+    ]
+    return sharded_windows(volume, plans, lambda slab, *_: slab.flip(dims), lambda tensor: tensor.flip(dims))
+
+
+@handles("Padding and mirroring", "roll")
+def roll(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Roll along named dims; along the cut two slices change places."""
+    given = bound("input shifts dims", args, kwargs, dims=None)
+    volume, shifts, dims = given["input"], given["shifts"], given["dims"]
+    if dims is None or dims == ():
+        return unsupported(func, args, kwargs, "rolling the flattened volume is not supported: name dims")
+    shifts, dims = ([value] if isinstance(value, int) else list(value) for value in (shifts, dims))
+    for shift, dim in zip(shifts, dims, strict=True):
+        dim %= volume.ndim
+        size = volume.shape[dim]
+        if dim not in volume.dims:
+            volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
+        elif shift % size:
+            behind = take_planes(volume, dim, size - shift % size, shift % size)
+            front = take_planes(volume, dim, 0, size - shift % size)
+            whole = [p for p in (behind, front) if isinstance(p, ShardedVolume)]
+            if whole:
+                volume = cat(torch.cat, ([behind, front], dim), {})
+            else:
+                volume = cut_like(torch.cat([behind, front], dim), volume)
+    return volume
