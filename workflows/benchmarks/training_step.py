@@ -1,15 +1,16 @@
-"""Milliseconds of a training step by part, for operators, memory layouts and capturing, side by side in one run.
+"""Milliseconds of a training step by part: operators, layouts, capturing, determinism, side by side in one run.
 
 python workflows/benchmarks/training_step.py configs/task04_unet.yaml DIR/Task04_Hippocampus --result step.json
 """
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
 import time
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from volseg.data.msd import load_task
 from volseg.data.preparing import prepare_all
 from volseg.experiment.building import build_batches, build_model, build_training, choose_device, preprocessing_of
 from volseg.monitoring.environment import environment
+from volseg.workflow.randomness import deterministic
 
 NUM_CASES = 32
 WARM_UP, MEASURED = 10, 40
@@ -32,16 +34,21 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, and needed by the deterministic variants
     variants = {}
-    for operators in ("plain", "own"):
-        for layout in ("contiguous", "channels_last"):
-            for capture in (False, True):
-                name = f"{operators} operators, {layout}, {'captured' if capture else 'eager'}"
-                try:
-                    variants[name] = measure(chosen, operators, layout, capture)
-                except Exception as fault:  # one variant must not lose the others
-                    variants[name] = {"failed": f"{type(fault).__name__}: {fault}"}
-                print(name, variants[name], flush=True)
+    for operators, layout, capture, repeatable in product(
+        ("plain", "own"), ("contiguous", "channels_last"), (False, True), (False, True)
+    ):
+        if repeatable and not capture:
+            continue
+        name = f"{operators} operators, {layout}, {'captured' if capture else 'eager'}"
+        name += ", deterministic" if repeatable else ""
+        try:
+            with deterministic(repeatable):
+                variants[name] = measure(chosen, operators, layout, capture)
+        except Exception as fault:  # one variant must not lose the others
+            variants[name] = {"failed": f"{type(fault).__name__}: {fault}"}
+        print(name, variants[name], flush=True)
     config = configured(chosen, "plain", "contiguous", capture=False)
     result = {
         "command": shlex.join(["python", *sys.argv]),
@@ -55,8 +62,8 @@ def main() -> None:
 def configured(chosen: argparse.Namespace, operators: str, layout: str, *, capture: bool) -> ExperimentConfig:
     """Return the config of a variant; the own operators are those of the spatial strategy, on one device."""
     overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.capture={capture}"]
-    if operators == "own":
-        overrides.append("parallel={strategy: spatial, devices: 1}")
+    strategy = "{strategy: spatial, devices: 1}" if operators == "own" else "{strategy: none}"
+    overrides.append(f"parallel={strategy}")
     return experiment.load_config(chosen.config, overrides)
 
 
