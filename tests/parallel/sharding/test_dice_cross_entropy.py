@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import DataError
-from volseg.parallel.sharding import dice_kernels, dice_triton
+from volseg.parallel.sharding import dice_kernels, triton_tiles
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.dice_cross_entropy import at_grid, dice_cross_entropy
 from volseg.parallel.sharding.dice_kernels import Terms
@@ -89,7 +89,7 @@ def on_gpu(classes: int, layout: str, dtype: torch.dtype) -> Tensor:
 def test_triton_equals_plain(
     layout: str, classes: int, dtype: torch.dtype, label_dtype: torch.dtype, terms: Terms
 ) -> None:
-    assert dice_triton.available()
+    assert triton_tiles.available()
     x = on_gpu(classes, layout, dtype)
     exact = x.double()
     y = at_grid(torch.randint(0, classes, (2, 1, 12, 9, 22), device="cuda").to(label_dtype), x.shape[2:])

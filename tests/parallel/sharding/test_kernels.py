@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding import kernels, triton_kernels
+from volseg.parallel.sharding import kernels, triton_tiles
 from volseg.parallel.sharding.halo import roomy
 from volseg.parallel.sharding.kernels import Activation
 
@@ -36,7 +36,7 @@ def slabs(dtype: torch.dtype, layout: str, channels: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [1, 3, 32, 200])
 def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activation, channels: int) -> None:
-    assert triton_kernels.available()
+    assert triton_tiles.available()
     x = slabs(dtype, layout, channels)
     gradient = torch.randn_like(x)
     exact, exact_gradient = x.double(), gradient.double()

@@ -20,7 +20,7 @@ The parts, from plan to effect:
   everywhere.
 - ``volume``, ``context``, ``table``, ``operators``: the sharded volume, what a network's volumes share, and the
   handlers.
-- ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_kernels``: norms that wait for their activation,
+- ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_*``: norms that wait for their activation,
   joins that wait for their convolution, inputs that are computed again instead of kept.
 - ``halo``, ``direct``, ``first_convolution``: convolution of a process's one slab with the halo received in place;
   the one of few input channels.

@@ -73,9 +73,9 @@ class Terms:
 
 def _fused(tensor: Tensor) -> bool:
     """Say whether the Triton kernels take this tensor."""
-    from volseg.parallel.sharding import dice_triton
+    from volseg.parallel.sharding import triton_tiles
 
-    return tensor.is_cuda and tensor.dtype != torch.float64 and dice_triton.available()
+    return tensor.is_cuda and tensor.dtype != torch.float64 and triton_tiles.available()
 
 
 def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:

@@ -8,42 +8,21 @@ Each program writes its own sums, which ``combine`` adds in a fixed order: no at
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.triton_tiles import launch_on, processors, tl, triton
+
 if TYPE_CHECKING:
     from volseg.parallel.sharding.dice_kernels import Terms
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
-
-__all__ = ["available", "combine", "gradient", "sums"]
+__all__ = ["combine", "gradient", "sums"]
 
 TILE, TILE_LAST = 4096, 1024
 """Elements per tile, contiguous and with channels last. A thread takes eight voxels that lie side by side: a smaller
 tile of contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""
-
-
-def available() -> bool:
-    """Say whether Triton is installed."""
-    return triton is not None
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launch on the tensor's device; Triton's interpreter runs on the CPU."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-@lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 if triton is not None:
@@ -170,12 +149,12 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     flat = logits.flatten(2)  # a view, unless the planes have gaps between them
     batch, classes, voxels = flat.shape
     tile = _tile(flat)
-    wanted = max(1, 4 * _processors(logits.device) // batch)
+    wanted = max(1, 4 * processors(logits.device) // batch)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), wanted) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, 4, batch, classes), dtype=torch.float32, device=logits.device)
     label, strides = _label(label)
-    with _on(logits):
+    with launch_on(logits):
         _sums_kernel[(parts, batch)](
             flat, label, out, classes, voxels, *label.shape[3:], per_program, *flat.stride(), *strides,
             SQUARED=squared, **tile,
@@ -192,7 +171,7 @@ def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor,
     loss = sums.new_empty(())
     slopes = sums.new_empty((4, batch // pool, classes))
     block = min(32, triton.next_power_of_2(pairs))
-    with _on(sums):
+    with launch_on(sums):
         _combine_kernel[(1,)](
             sums, loss, slopes, parts * pool, pool, batch * classes, pairs, classes, int(not terms.include_background),
             *terms.denominator, terms.smooth_nr, terms.smooth_dr, *terms.factors(shape),
@@ -208,7 +187,7 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     tile = _tile(flat)
     flat_out = out.view(batch, classes, voxels)
     label, strides = _label(label)
-    with _on(logits):
+    with launch_on(logits):
         _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
             flat, label, slopes.contiguous(), flat_out, classes, voxels, *label.shape[3:], *flat.stride(), *strides,
             *flat_out.stride(), SQUARED=squared, **tile,
