@@ -56,8 +56,10 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
     assert (tmp_path / "2024-05-01" / "report.md").exists()
 
 
-def test_ctrl_c_says_how_to_go_on(config_file, tmp_path):
-    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "training.iterations=5000"]
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_ctrl_c_says_how_to_go_on(config_file, tmp_path, gpus):
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", gpus]
+    command += ["--set", "training.iterations=5000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
         while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
             time.sleep(0.05)

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.experiment.building import check_components
 from volseg.parallel.launch import launch
+from volseg.workflow.interrupts import Interruption
 
 __all__ = ["train_on"]
 
@@ -25,6 +27,8 @@ def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resu
         If the config cannot be run so, or there are fewer GPUs.
     ParallelError
         If a process fails.
+    KeyboardInterrupt, SystemExit
+        After Ctrl-C or SIGTERM, when the processes have saved and ended.
     """
     visible = torch.cuda.device_count()
     if 0 < visible < num_gpus:
@@ -37,4 +41,9 @@ def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resu
     if devices is not None and not loaded.parallel.is_on_one_device:
         raise ConfigError(f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {devices}")
     arguments = [part for assignment in (*overrides, strategy) for part in ("--set", assignment)]
-    launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], num_gpus)
+    try:
+        launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], num_gpus)
+    except SignalException as stopped:  # the launcher has passed the signal on and waited
+        interruption = Interruption()
+        interruption.take(stopped.sigval)
+        interruption.raise_as_signal()
