@@ -1,23 +1,25 @@
 """Two processes never write into one run folder, and a lock that nobody holds is none."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from volseg.errors import ConfigError
-from volseg.experiment import train
+from volseg.experiment import folder_lock, train
 from volseg.experiment.folder_lock import LOCK, only_process_in
 from volseg.workflow import Hook
 
 HOLD = """
-import sys, time
+import runpy, sys, time
 from pathlib import Path
-from volseg.experiment.folder_lock import only_process_in
+only_process_in = runpy.run_path(sys.argv[2])["only_process_in"]  # alone: the package takes seconds to import
 with only_process_in(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -27,7 +29,8 @@ with only_process_in(Path(sys.argv[1])):
 @pytest.fixture
 def holder(tmp_path):
     """Return another process that holds ``tmp_path/run``."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), folder_lock.__file__]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     yield process
     process.kill()
@@ -63,6 +66,23 @@ def test_neither_lock_nor_empty_folder_is_left(tmp_path):
     (tmp_path / "kept" / "file").touch()
     hold(tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["file"]
+
+
+def no_locks(*arguments):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize(
+    ("there", "cause"), [(None, "Windows"), (SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4), "No locks")]
+)
+def test_where_there_are_no_locks_a_training_runs_and_that_is_said(tmp_path, monkeypatch, caplog, there, cause):
+    monkeypatch.setattr(folder_lock, "fcntl", there)
+    monkeypatch.delattr(os, "pwrite")  # as on Windows
+    with caplog.at_level("INFO"):
+        hold(tmp_path / "run")
+    assert "run cannot be locked" in caplog.text
+    assert cause in caplog.text
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_training_holds_its_folder_to_the_end(configured):

@@ -44,11 +44,14 @@ def only_process_in(folder: Path) -> Iterator[None]:
     try:
         os.ftruncate(descriptor, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        os.write(descriptor, json.dumps(holder).encode())
         yield
     finally:
+        if fcntl is None:  # Windows removes no open file
+            os.close(descriptor)
         path.unlink(missing_ok=True)  # while it is still held
-        os.close(descriptor)
+        if fcntl is not None:
+            os.close(descriptor)
         if not any(folder.iterdir()):
             folder.rmdir()
 
@@ -69,6 +72,7 @@ def _locked(path: Path) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     if fcntl is None:
+        _say_unlocked(path, "Windows")
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,9 +81,11 @@ def _lock(descriptor: int, path: Path) -> None:
             f"{path.parent} is in use by {_holder(path)}; wait for its end, or choose another folder by --output"
         ) from None
     except OSError as fault:
-        logger.info(
-            "%s: its file system has no locks (%s); start no second training in it", path.parent, fault.strerror
-        )
+        _say_unlocked(path, f"its file system: {fault.strerror}")
+
+
+def _say_unlocked(path: Path, cause: str) -> None:
+    logger.info("%s cannot be locked (%s); start no second training in it", path.parent, cause)
 
 
 def _holder(path: Path) -> str:
