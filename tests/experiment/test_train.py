@@ -100,6 +100,40 @@ def test_resume_may_extend_a_run_but_not_change_it(outcome, configured):
         train(configured("optimizer.lr=0.5"), resume=True)
 
 
+def test_a_run_goes_on_where_it_is_moved_to_and_its_config_says_so(outcome, configured, tmp_path):
+    """One GPU may be free tomorrow where eight were today."""
+    config = configured(f"output={tmp_path / 'moved'}")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[InterruptAt(1, 2)])
+    moved = configured(f"output={tmp_path / 'moved'}", "parallel={strategy: spatial, devices: 2}")
+    resumed = train(moved, resume=True)
+    for mine, theirs in zip(resumed.history, outcome.history, strict=True):
+        # float32: sums over shards add up in another order
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-4)
+    assert resumed.folder.config() == moved.located()
+
+
+def test_a_run_is_not_gone_on_with_to_fewer_epochs(outcome, configured, tmp_path):
+    longer = ["training.epochs=3", f"output={tmp_path / 'long'}"]
+    with pytest.raises(KeyboardInterrupt):
+        train(configured(*longer), hooks=[InterruptAt(2, 1)])
+    message = r"has trained 2 epochs and 1 batches, training\.epochs is 2; to go on set training\.epochs to more"
+    with pytest.raises(ConfigError, match=message):
+        train(configured(longer[1]), resume=True)
+    assert RunFolder(tmp_path / "long").config().training.epochs == 3
+    assert len(train(configured(*longer), resume=True).history) == 3
+
+
+def test_a_config_that_no_training_wrote_is_never_replaced(configured, config_file, tmp_path):
+    own = tmp_path / "mine" / "config.yaml"
+    own.parent.mkdir()
+    own.write_bytes(config_file.read_bytes())
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"mine/config\.yaml would be replaced, but no training wrote it"):
+            train(configured(f"output={own.parent}"), resume=resume)
+    assert own.read_bytes() == config_file.read_bytes()
+
+
 def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configured):
     """Else an interrupted extension would show the shorter run's Dice as its own."""
     validate(outcome.folder, checkpoint="best")
@@ -156,7 +190,8 @@ def test_deterministic_mode_refuses_an_operator_that_sums_in_no_order(configured
         def on_batch_begin(self, training, batch):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
-    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+    message = r"training\.deterministic is true, but put_ does not have a deterministic implementation\. Choose another"
+    with pytest.raises(ConfigError, match=message):
         train(configured("training.deterministic=true"), hooks=[Puts()])
     assert not torch.are_deterministic_algorithms_enabled()
 

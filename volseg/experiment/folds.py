@@ -23,9 +23,9 @@ from volseg.workflow.records import EpochRecord
 
 __all__ = ["Fold", "FoldResult", "plan_folds"]
 
-FREE = ("output:", "device:", "data.root:", "data.keep:", "split.file:", "training.checkpoint_minutes:")
-"""What may differ between the folds of a cross-validation: where things are. The cases are compared by id; a longer
-fold is another experiment, though a single run may be extended."""
+FREE = ("output:", "device:", "data.root:", "data.keep:", "split.file:", "parallel.", "training.checkpoint_minutes:")
+"""What may differ between the folds of a cross-validation: where things are, and on how many devices. The cases are
+compared by id; a longer fold is another experiment, though a single run may be extended."""
 
 
 @dataclass(frozen=True, kw_only=True)

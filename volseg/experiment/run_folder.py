@@ -43,8 +43,12 @@ EXTENDABLE = (
     "data.keep",
     "split.file",
     "device",
+    "parallel.",
 )
 """What may differ when a run goes on: how long, where, on what; not what is trained. The cases are compared by id."""
+
+DESCRIPTION = ("environment.json", "task.json", "split.json")
+"""What a training writes before the config; a config without them is somebody's own."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class RunFolder:
             Names the ways on.
         """
         if self.exists:
+            self._require_own_config()
             raise ConfigError(
                 f"{self.path} holds a run already; go on with it by --resume, or choose another folder by --output"
             )
@@ -108,10 +113,24 @@ class RunFolder:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ConfigError(f"{parent} is no folder that can be written to; choose another one by --output")
 
+    def _require_own_config(self) -> None:
+        if self.exists and not all((self.path / name).exists() for name in DESCRIPTION):
+            raise ConfigError(
+                f"{self.config_file} would be replaced, but no training wrote it ({' or '.join(DESCRIPTION)} is "
+                "missing); choose another folder by --output, or remove it if it is not needed"
+            )
+
     def may_go_on(self) -> bool:
-        """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten."""
+        """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten.
+
+        Raises
+        ------
+        ConfigError
+            If the folder's ``config.yaml`` is none that a training wrote.
+        """
         if any((self.checkpoints / name).exists() for name in (LATEST, BEST)):
             return True
+        self._require_own_config()
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
         self.config_file.unlink(missing_ok=True)
         return False
@@ -152,6 +171,24 @@ class RunFolder:
                 f"{self.path} was begun with another config: {'; '.join(changed)}. "
                 "Restore these values, or start a new run with another --output"
             )
+
+    def require_epochs(self, state: Mapping[str, Any], epochs: int) -> None:
+        """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
+
+        Raises
+        ------
+        ConfigError
+            Says how far the run is.
+        """
+        if (state["epoch"], state["position"]) > (epochs, 0):
+            raise ConfigError(
+                f"{self.path} has trained {state['epoch']} epochs and {state['position']} batches, training.epochs is "
+                f"{epochs}; to go on set training.epochs to more, to validate as it is use volseg validate"
+            )
+
+    def go_on(self, config: ExperimentConfig) -> None:
+        """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
+        dump_config(config.located(), self.config_file)
 
     def config(self) -> ExperimentConfig:
         """Read the config of the run."""

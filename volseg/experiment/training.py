@@ -94,9 +94,13 @@ def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: 
         hooks=[*_own_hooks(config, folder), *hooks],
     )
     if resume:
-        training.load_state_dict(folder.newest_checkpoint())
-        if not training.finished and is_main_process():
-            folder.forget_validation()
+        state = folder.newest_checkpoint()
+        folder.require_epochs(state, config.training.epochs)
+        training.load_state_dict(state)
+        if is_main_process():
+            folder.go_on(config)
+            if not training.finished:
+                folder.forget_validation()
     elif is_main_process():  # now that everything could be built: a config that cannot be run leaves no folder behind
         if not existed:
             held.enter_context(only_process_in(folder.path))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from volseg.errors import ConfigError
+
 __all__ = ["deterministic", "random_state", "restore_random_state", "seed_everything"]
 
 
@@ -24,6 +26,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
     """Let only kernels run that give the same bits each time, if that is ``wanted``; torch refuses the others by name.
 
     Must begin before the process first uses cuBLAS, which reads the size of its workspace once.
+
+    Raises
+    ------
+    ConfigError
+        Where torch refuses an operator; names it.
     """
     if not wanted:
         yield
@@ -38,6 +45,13 @@ def deterministic(wanted: bool) -> Iterator[None]:
     fills.fill_uninitialized_memory = False  # a pass over every new tensor, to tell what reads before it writes
     try:
         yield
+    except RuntimeError as fault:
+        if "have a deterministic" not in str(fault) and "not deterministic" not in str(fault):
+            raise
+        reason = str(fault).partition(", but you set")[0]
+        raise ConfigError(
+            f"training.deterministic is true, but {reason}. Choose another layer, loss or device, or set it to false"
+        ) from fault
     finally:
         torch.use_deterministic_algorithms(before[0])
         cudnn.deterministic, cudnn.benchmark = before[1:]
