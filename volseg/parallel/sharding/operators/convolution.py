@@ -13,10 +13,16 @@ from volseg.parallel.sharding.direct import plan as direct_plan
 from volseg.parallel.sharding.large import LIMIT
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
-from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
+from volseg.parallel.sharding.operators.planes import (
+    AxisPlan,
+    LocalWindow,
+    convolution_plans,
+    outside_cut,
+    sharded_windows,
+)
 from volseg.parallel.sharding.table import handles, unsupported
 from volseg.parallel.sharding.volume import ShardedVolume
-from volseg.parallel.sharding.windows import Convolution, TransposedConvolution
+from volseg.parallel.sharding.windows import TransposedConvolution
 
 __all__ = ["convolution", "transposed_convolution"]
 
@@ -41,14 +47,9 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     kernel = weight.shape[2:]
     stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
     before, after = _padding(given["padding"], kernel, dilation)
-    first = volume.ndim - count
-    plans = []
-    for dim, size in zip(volume.dims, volume.sizes, strict=True):
-        i = dim - first
-        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
-        plans.append(AxisPlan(window, window.outputs(size, after[i])))
-    cut = [dim - first for dim in volume.dims]
-    inside = [0 if i in cut else before[i] for i in range(count)]
+    plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
+    cut = [dim - (volume.ndim - count) for dim in volume.dims]
+    inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
         return unsupported(
             func, args, kwargs, "padding='same' of an even kernel pads one side more; use F.pad before it"
@@ -58,7 +59,7 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         zeros = (0,) * count
         whole_settings = Settings(tuple(stride), tuple(before), tuple(dilation), False, zeros, given["groups"])
         reach = (kernel[i] - 1) * dilation[i] + 1
-        chosen = direct(volume, plans[0], whole_settings, i, reach)
+        chosen = direct(volume, plans[0], whole_settings, reach)
         if chosen is not None:
             return convolve(volume, weight, bias, chosen)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
@@ -98,9 +99,7 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
         i = dim - first
         window = TransposedConvolution(weight.shape[2 + i], stride[i], padding[i], dilation[i])
         plans.append(AxisPlan(window, window.outputs(size, extra[i])))
-    cut = [dim - first for dim in volume.dims]
-    inside = [0 if i in cut else padding[i] for i in range(count)]
-    extra_inside = [0 if i in cut else extra[i] for i in range(count)]
+    inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     alone = list(weight.shape[2:]) == stride and not any(inside) and not any(extra_inside)
@@ -123,13 +122,10 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
     return sharded_windows(volume, plans, local, whole)
 
 
-def direct(volume: ShardedVolume, plan: AxisPlan, whole: Settings, cut: int, reach: int) -> Plan | None:
-    """Return how to convolve without the general exchange, if possible; ``cut`` is the cut spatial dim."""
-
-    def without(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(0 if i == cut else value for i, value in enumerate(values))
-
-    along = replace(whole, padding=without(whole.padding), output_padding=without(whole.output_padding))
+def direct(volume: ShardedVolume, plan: AxisPlan, whole: Settings, reach: int) -> Plan | None:
+    """Return how to convolve without the general exchange, if possible."""
+    inside, extra_inside = outside_cut(volume, whole.padding), outside_cut(volume, whole.output_padding)
+    along = replace(whole, padding=tuple(inside), output_padding=tuple(extra_inside))
     if not can_split(plan.outputs, volume.context.communicator.shards):
         return None
     return direct_plan(volume, plan.window, plan.outputs, whole, along, reach)

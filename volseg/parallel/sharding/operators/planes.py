@@ -11,9 +11,18 @@ from torch import Tensor
 
 from volseg.parallel.sharding.layout import Span, can_split, spans
 from volseg.parallel.sharding.volume import ShardedVolume
-from volseg.parallel.sharding.windows import Window
+from volseg.parallel.sharding.windows import Convolution, Window
 
-__all__ = ["AxisPlan", "LocalWindow", "constant", "fetch_windows", "select_planes", "sharded_windows"]
+__all__ = [
+    "AxisPlan",
+    "LocalWindow",
+    "constant",
+    "convolution_plans",
+    "fetch_windows",
+    "outside_cut",
+    "select_planes",
+    "sharded_windows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,32 @@ class LocalWindow:
     span: Span
     output: Span
     skip: int
+
+
+def convolution_plans(
+    volume: ShardedVolume,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    before: Sequence[int],
+    dilation: Sequence[int],
+    *,
+    after: Sequence[int] | None = None,
+    ceil_mode: bool = False,
+    fill: float = 0.0,
+) -> list[AxisPlan]:
+    """Return the plan of a convolution or pooling along each cut dim, from its values per spatial dim."""
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - (volume.ndim - len(kernel))
+        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
+        plans.append(AxisPlan(window, window.outputs(size, (after or before)[i], ceil_mode), fill))
+    return plans
+
+
+def outside_cut(volume: ShardedVolume, padding: Sequence[int]) -> list[int]:
+    """Return the padding per spatial dim that the operator itself adds: none along the cut, where planes come in."""
+    first = volume.ndim - len(padding)
+    return [0 if first + i in volume.dims else planes for i, planes in enumerate(padding)]
 
 
 def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[list[Tensor], list[list[LocalWindow]]]:

@@ -9,11 +9,17 @@ from torch import Tensor
 
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
-from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
+from volseg.parallel.sharding.operators.planes import (
+    AxisPlan,
+    LocalWindow,
+    convolution_plans,
+    outside_cut,
+    sharded_windows,
+)
 from volseg.parallel.sharding.operators.reductions import over_dims
 from volseg.parallel.sharding.table import handles, unsupported
 from volseg.parallel.sharding.volume import ShardedVolume
-from volseg.parallel.sharding.windows import AdaptivePool, Convolution
+from volseg.parallel.sharding.windows import AdaptivePool
 
 __all__ = ["adaptive_pool", "average_pool", "max_pool"]
 
@@ -39,8 +45,8 @@ def max_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     kernel = per_dim(given["kernel_size"], count)
     stride = per_dim(given["stride"] or kernel, count)
     padding, dilation = per_dim(given["padding"], count), per_dim(given["dilation"], count)
-    plans = _plans(volume, count, kernel, stride, padding, dilation, given["ceil_mode"], -inf)
-    inside = _outside_cut(padding, volume, count)
+    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=given["ceil_mode"], fill=-inf)
+    inside = outside_cut(volume, padding)
 
     def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
         return func(slab, kernel, stride, inside, dilation, given["ceil_mode"])
@@ -71,8 +77,8 @@ def average_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     stride = per_dim(given["stride"] or kernel, count)
     padding = per_dim(given["padding"], count)
     ceil_mode, include, divisor = given["ceil_mode"], given["count_include_pad"], given["divisor_override"]
-    plans = _plans(volume, count, kernel, stride, padding, [1] * count, ceil_mode, 0.0)
-    inside = _outside_cut(padding, volume, count)
+    plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
+    inside = outside_cut(volume, padding)
     first = volume.ndim - count
     # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.
     regular = all(
@@ -159,29 +165,6 @@ def _pool_intervals(kind: str, slab: Tensor, dim: int, pool: AdaptivePool, windo
         interval = slab.narrow(dim, start - window.span[0], stop - start)
         planes.append(getattr(interval, kind)(dim, keepdim=True))
     return torch.cat(planes, dim)
-
-
-def _plans(
-    volume: ShardedVolume,
-    count: int,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    fill: float,
-) -> list[AxisPlan]:
-    plans = []
-    for dim, size in zip(volume.dims, volume.sizes, strict=True):
-        i = dim - (volume.ndim - count)
-        window = Convolution(kernel[i], stride[i], padding[i], dilation[i])
-        plans.append(AxisPlan(window, window.outputs(size, padding[i], ceil_mode), fill))
-    return plans
-
-
-def _outside_cut(padding: list[int], volume: ShardedVolume, count: int) -> list[int]:
-    cut = [dim - (volume.ndim - count) for dim in volume.dims]
-    return [0 if i in cut else padding[i] for i in range(count)]
 
 
 def _spatial(func: Callable) -> int:
