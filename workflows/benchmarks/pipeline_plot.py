@@ -3,15 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from svg import rectangle, text, write
+
 Row = dict[str, Any]
 
 COLOURS = {"ours": "#1b6ca8", "plain": "#777", "eisen": "#c0392b"}
-
-
-def rectangle(x: float, y: float, width: float, height: float, colour: str, opacity: float = 1) -> str:
-    """Return a rectangle of an SVG."""
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {size} fill="{colour}" opacity="{opacity}"/>'
 
 
 def plot(found: list[Row], path: Path) -> None:
@@ -20,13 +16,13 @@ def plot(found: list[Row], path: Path) -> None:
         row for row in found if "ms" in row and row["part"] in ("vnet", "peers", "blocks", "whole", "resnet", "swin")
     ]
     slowest, fullest = max(row["ms"] for row in bars), max(max(row["peak_gib"]) for row in bars)
-    drawn, y = ['<text x="10" y="20">ms per step</text><text x="900" y="20">GiB on each GPU</text>'], 40
+    drawn, y = [text(10, 20, "ms per step"), text(900, 20, "GiB on each GPU")], 40
     for row in bars:
         colour, width = COLOURS.get(row["kind"], "#d9a441"), 500 * row["ms"] / slowest
         label = f"{row['net']}, {row['kind']} {row.get('launch', '')} {row['gpus']} GPU, split {row['split']}"
-        drawn.append(f'<text x="10" y="{y + 10}">{label}</text>')
+        drawn.append(text(10, y + 10, label))
         drawn.append(rectangle(330, y, width, 11, colour))
-        drawn.append(f'<text x="{335 + width:.1f}" y="{y + 10}">{row["ms"]:.1f}</text>')
+        drawn.append(text(335 + width, y + 10, f"{row['ms']:.1f}"))
         for gpu, gib in enumerate(row["peak_gib"]):
             height = 11 * gib / fullest
             drawn.append(rectangle(900 + 14 * gpu, y + 11 - height, 12, height, colour))
@@ -34,10 +30,8 @@ def plot(found: list[Row], path: Path) -> None:
     for row in (row for row in found if row.get("timeline")):
         y += 30
         label = f"one step of {row['net']}, {row['launch']}: when each GPU computes"
-        drawn.append(f'<text x="10" y="{y - 5}">{label}</text>')
+        drawn.append(text(10, y - 5, label))
         for busy in row["timeline"]:
             drawn += [rectangle(330 + 3 * i, y, 3, 11, "#1b6ca8", share) for i, share in enumerate(busy)]
             y += 14
-    size = f'width="1040" height="{y + 20}" font-family="sans-serif" font-size="11"'
-    ground = '<rect width="100%" height="100%" fill="white"/>'
-    path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{ground}{"".join(drawn)}</svg>')
+    write(path, drawn, 1040, y + 20)
