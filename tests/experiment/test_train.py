@@ -147,6 +147,36 @@ def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configur
     assert [summary.exists() for summary in summaries] == [True, False]
 
 
+def test_a_summary_made_on_the_way_is_never_taken_for_that_of_the_end(configured):
+    class LooksIn(Hook):
+        def on_epoch_end(self, training, record):
+            if record.epoch == 0:
+                validate(RunFolder(configured().folder))
+            else:
+                training.network.register_forward_hook(lost)
+
+    def lost(*arguments):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):  # in the final validation
+        train(configured("training.checkpoint_minutes=0"), hooks=[LooksIn()])
+    assert not (configured().folder / "validation" / "summary.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
+def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured):
+    file = outcome.folder.config_file
+    file.write_text(file.read_text().replace("device: auto", "device: cuda"))
+    with pytest.raises(ConfigError, match=r"no GPU is visible; set device to auto or cpu \(in .*run/config\.yaml\)"):
+        validate(outcome.folder)
+    file.write_text(
+        file.read_text().replace("device: cuda", "device: auto").replace("devices: null", "devices: [cuda:0]")
+    )
+    file.write_text(file.read_text().replace("strategy: none", "strategy: spatial"))
+    with pytest.raises(ConfigError, match=r"names cuda:0, which is not there; there are cpu \(in .*config"):
+        validate(outcome.folder)
+
+
 def test_ctrl_c_while_cases_are_validated_is_gone_on_from(outcome, configured, tmp_path):
     class Judging(Hook):
         def __init__(self):

@@ -164,12 +164,18 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
 
 def _devices(devices: int | Sequence[str] | None, device: torch.device) -> list[str] | None:
     """Return device names for a count; on a machine without GPUs the CPU stands for each."""
-    if devices is None or not isinstance(devices, int):
-        return None if devices is None else list(devices)
+    if devices is None:
+        return None
+    visible = torch.cuda.device_count()
+    if not isinstance(devices, int):
+        known = ["cpu", *(["cuda"] if visible else []), *(f"cuda:{index}" for index in range(visible))]
+        if absent := [name for name in devices if name not in known]:
+            raise ConfigError(f"parallel.devices names {absent[0]}, which is not there; there are {', '.join(known)}")
+        return list(devices)
     if device.type == "cpu":
         return ["cpu"] * devices
-    if devices > torch.cuda.device_count():
-        raise ConfigError(f"parallel.devices is {devices}, but {torch.cuda.device_count()} GPU(s) are visible")
+    if devices > visible:
+        raise ConfigError(f"parallel.devices is {devices}, but {visible} GPU(s) are visible; set it to that or less")
     return [f"cuda:{index}" for index in range(devices)]
 
 

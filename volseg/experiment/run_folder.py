@@ -136,7 +136,7 @@ class RunFolder:
         return False
 
     def forget_validation(self) -> None:
-        """Remove the summaries of weights that a longer training is about to replace, and the report of them."""
+        """Remove the summaries of weights that the training replaces, and the report of them."""
         for file in (*self.path.glob("validation*/summary.json"), self.path / "report.md"):
             file.unlink(missing_ok=True)
 

@@ -35,7 +35,7 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     Raises
     ------
     ConfigError
-        If the folder is no run, or the checkpoint has another name.
+        If the folder is no run, the checkpoint has another name, or the run's devices are not there.
     CheckpointError
         If the checkpoint is absent, damaged, or of another network.
     """
@@ -43,9 +43,11 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     config, task = folder.config(), folder.task()
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
-    device = choose_device(config)
     state = load_checkpoint(path, "cpu")
-    model = build_model(config, task, device)
+    try:
+        model = build_model(config, task, choose_device(config))
+    except ConfigError as fault:  # this machine is another one than that of the training
+        raise ConfigError(f"{fault} (in {folder.config_file})") from fault
     try:
         load_averaged(model, state)
     except (KeyError, RuntimeError) as fault:

@@ -105,7 +105,10 @@ def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: 
         if not existed:
             held.enter_context(only_process_in(folder.path))
         folder.begin(config, chosen.task, chosen.split, environment())
+    is_begun = not training.finished
     training.run()
+    if is_begun and is_main_process():
+        folder.forget_validation()  # of weights on the way, by somebody who looked in
     final = None
     if chosen.validation:
         final = training.validate(validating(mirror=config.inference.mirror, folder=folder.validation, show=True))
