@@ -1,13 +1,18 @@
 """The command line: each verb a few lines onto `volseg.experiment`.
 
 What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
-system refuses (a full disk); Ctrl-C ends with 130.
+system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143.
 """
 
 import logging
+import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -184,11 +189,33 @@ def _root(
     del version
 
 
+@contextmanager
+def _leaving_nothing_half_done() -> Iterator[None]:
+    """Let SIGTERM, with which clusters end jobs, unwind as Ctrl-C does: half-written files and locks are removed.
+
+    Not in a process that a launcher started: waiting for the others in C++ it could not unwind.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        app()
+        with _leaving_nothing_half_done():
+            app()
     except VolsegError as fault:
         typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
         sys.exit(1)

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
+from volseg.experiment import load_config, train
+from volseg.experiment.folder_lock import LOCK
 
 VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make"]
 
@@ -69,6 +71,20 @@ def test_ctrl_c_says_how_to_go_on(config_file, tmp_path, gpus):
     assert "interrupted; a training that had begun is saved, go on with it by --resume" in said
     assert "Traceback" not in said
     assert (tmp_path / "run" / "checkpoints" / "latest.pt").exists()
+
+
+def test_sigterm_leaves_no_lock_whenever_it_comes(config_file, tmp_path):
+    train(load_config(config_file, ["training.epochs=1"]))
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--resume", "--set", "training.epochs=5000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
+        while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        said = running.communicate()[1]
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "go on with it by --resume" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, capsys):
