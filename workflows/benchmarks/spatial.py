@@ -5,6 +5,9 @@
 Rows of one number of GPUs run in one group of processes; after a failure the rest is started anew. A row is forward,
 loss, backward and optimizer step in bf16 at batch 1, the median of several steps. The JSON is rewritten after every
 group.
+
+`--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
+searches the largest cube that trains, and writes a table and a plot beside the JSON.
 """
 
 import argparse
@@ -17,11 +20,13 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from spatial_checks import CHECKS
+from spatial_largest import finished, plot, search, table
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
@@ -31,9 +36,6 @@ from volseg.parallel.sharding.scatter import from_slab, slab_shape
 
 CLASSES = 3
 
-LARGEST = {1: (640, 576), 2: (832, 768), 4: (1024, 960), 8: (1280, 1216)}
-"""Sides of cubes to try on cards of 141 GB, the largest first; 64 more would not fit by the bytes per voxel."""
-
 
 def build(name: str) -> nn.Module:
     """Return a stock network of MONAI."""
@@ -42,6 +44,8 @@ def build(name: str) -> nn.Module:
     if name == "dynunet":
         kernels, strides = [3] * 5, [1, 2, 2, 2, 2]
         return DynUNet(3, 1, CLASSES, kernels, strides, strides[1:], filters=[32, 64, 128, 256, 320])
+    if name == "small":  # for dry runs
+        return DynUNet(3, 1, CLASSES, [3] * 3, [1, 2, 2], [2, 2], filters=[4, 8, 8])
     net = VNet(out_channels=CLASSES)
     for module in net.modules():  # the plain network and ours would draw different masks
         if isinstance(module, nn.Dropout3d):
@@ -144,23 +148,52 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     results: list[dict[str, Any]] = []
+
+    def tell(further: list[dict[str, Any]]) -> None:
+        if path.exists() and len(told := json.loads(path.read_text())) == len(results) and "ended" in told[-1]:
+            return  # a rank ran out of memory, and whatever this one met is its absence
+        # Several ranks may run out of memory at once: each writes a whole file.
+        own = path.with_suffix(f".{os.environ['RANK']}")
+        own.write_text(json.dumps(results + further))
+        own.replace(path)
+
     for row in wanted:
         torch.backends.cudnn.benchmark = bool(row.get("cudnn_benchmark", False))
         begin = time.time()
         try:
-            results.append(measure(row, path))
+            results.append(_searched(row, path, tell) if row["kind"] == "largest" else measure(row, path))
         except Exception:  # the others may wait for this rank: end, and let the launcher start the rest anew
             results.append({"error": traceback.format_exc()[-2000:]})
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         results[-1]["wall_s"] = time.time() - begin
-        if int(os.environ["RANK"]) == 0 or "error" in results[-1]:
-            path.write_text(json.dumps(results))
-        if "error" in results[-1]:
+        lost = "error" in results[-1] or "ended" in results[-1]
+        if int(os.environ["RANK"]) == 0 or lost:
+            tell([])
+        if lost:
             os._exit(1)
     # Not destroy_process_group: NCCL waits there for captured graphs that are still alive.
     os._exit(0)
+
+
+def _searched(row: dict[str, Any], path: Path, tell: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
+    def attempt(shape: list[int]) -> dict[str, Any]:
+        return measure(row | {"kind": "spatial", "shape": shape}, path)
+
+    return search(row, attempt, lambda found: tell([found]) if int(os.environ["RANK"]) == 0 else None)
+
+
+def same_volume(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the peak on N GPUs over one Nth of the peak on one, where both ran the same volume."""
+    peaks = {
+        (row["net"], row["gpus"]): row["peak_gib"] for row in found if row["part"] == "same" and row.get("peak_gib")
+    }
+    return [
+        {"net": net, "gpus": gpus, "peak_over_share_of_one": peak * gpus / peaks[net, 1]}
+        for (net, gpus), peak in peaks.items()
+        if gpus > 1 and (net, 1) in peaks
+    ]
 
 
 def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
@@ -185,7 +218,7 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
     for count in gpus:
         common = {"kind": "spatial", "net": "dynunet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
         found.append({"part": "huge", **common, "shape": [1024, 512, 512]})
-        found += [{"part": "largest", **common, "shape": [side] * 3} for side in LARGEST.get(count, ())]
+        found.append({"part": "largest", **common, "kind": "largest", "steps": 1})
         found.append(
             {"part": "inference", "kind": "inference", "net": "dynunet", "gpus": count, "shape": [192, 160, 160]}
         )
@@ -203,10 +236,16 @@ def main() -> None:
     parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet"])
     parser.add_argument("--rows", help="JSON list of rows to run instead")
     parser.add_argument("--limit", type=float, default=30, help="seconds per row")
+    parser.add_argument("--search", type=float, default=180, help="seconds per search of the largest cube")
+    parser.add_argument("--memory", type=float, help="GiB that each process may use; the searches find what then fits")
+    parser.add_argument("--multiple", type=int, default=64, help="sides that the searches try are multiples of this")
     parser.add_argument("--total", type=float, default=500, help="seconds after which no row is started")
     parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/spatial.json"))
     arguments = parser.parse_args()
     wanted = json.loads(arguments.rows) if arguments.rows else rows(arguments.gpus, set(arguments.parts))
+    for row in wanted:
+        if row["kind"] == "largest":
+            row |= {"multiple": arguments.multiple, "memory_gib": arguments.memory}
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -221,38 +260,54 @@ def main() -> None:
     while waiting and time.time() - begin < arguments.total:
         number += 1
         batch = [row for row in waiting if row["gpus"] == waiting[0]["gpus"]]
-        tries = [row for row in batch if row["part"] == "largest"]
-        batch = [row for row in batch if row["part"] != "largest"] + tries[:1]
-        limit = min(arguments.total - (time.time() - begin), 40 + arguments.limit * len(batch))
+        seconds = sum(arguments.search if row["kind"] == "largest" else arguments.limit for row in batch)
+        limit = min(arguments.total - (time.time() - begin), 40 + seconds)
         results = launch(batch, arguments.output.with_suffix(f".{number}.tmp"), limit, number)
         for row, result in zip(batch, results, strict=False):
             row |= result
+            if row.pop("ended", None) and not finished(row):
+                continue  # the search goes on in a new group
+            waiting = [other for other in waiting if other is not row]
             report["rows"].append(row)
-            told = {key: value for key, value in row.items() if key not in ("ms_all", "kind", "steps")}
+            told = {key: value for key, value in row.items() if key not in ("ms_all", "kind", "steps", "tries")}
             told |= {key: round(value, 3) for key, value in told.items() if isinstance(value, float)}
             print(json.dumps(told), flush=True)
-        waiting = [row for row in waiting if not any(row is done for done in batch[: len(results)])]
-        fitted = {row["gpus"] for row in report["rows"] if row["part"] == "largest" and "error" not in row}
-        waiting = [row for row in waiting if row["part"] != "largest" or row["gpus"] not in fitted]
-        arguments.output.write_text(json.dumps(report, indent=1))
-    report["rows"] += [row | {"error": "not started: out of time"} for row in waiting]
-    arguments.output.write_text(json.dumps(report, indent=1))
+        write(report, arguments.output)
+    report["rows"] += [row | {"error": "not finished: out of time"} for row in waiting]
+    write(report, arguments.output)
+    for ratio in report.get("same_volume", ()):
+        print("same volume, peak over one GPU's share:", json.dumps(ratio))
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the JSON, and beside it the table and plot of the largest cubes."""
+    if ratios := same_volume(report["rows"]):
+        report["same_volume"] = ratios
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    if searched := [row for row in report["rows"] if row["kind"] == "largest"]:
+        path.with_suffix(".md").write_text(table(searched) + "\n")
+        plot(searched, path.with_suffix(".svg"))
 
 
 def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -> list[dict[str, Any]]:
     """Run rows of one number of GPUs in one group of processes; the last result may be an error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(batch[0]["gpus"])]
     command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(batch), str(path)]
-    error = "took too long"
-    try:
-        done = subprocess.run(command, timeout=limit, capture_output=True, encoding="utf-8", check=False)
-        error = done.stderr[-2000:]
-    except subprocess.TimeoutExpired as expired:
-        error += str(expired.stderr or "")[-1500:]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8") as group:
+        try:
+            error = group.communicate(timeout=limit)[1][-2000:]
+        except subprocess.TimeoutExpired:
+            group.terminate()  # killed, the launcher would leave its processes behind, and their memory taken
+            error = "took too long" + group.communicate()[1][-1500:]
     results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     path.unlink(missing_ok=True)
-    if len(results) < len(batch) and not (results and "error" in results[-1]):
-        results.append({"error": error})
+    lost = results and ("error" in results[-1] or "ended" in results[-1])
+    if group.returncode and not lost:
+        # A search that was cut short has told its tries so far.
+        if results and batch[len(results) - 1]["kind"] == "largest" and "wall_s" not in results[-1]:
+            results[-1]["error"] = error
+        elif len(results) < len(batch):
+            results.append({"error": error})
     return results
 
 
