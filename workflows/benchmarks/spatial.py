@@ -275,6 +275,8 @@ def main() -> None:
         write(report, arguments.output)
     report["rows"] += [row | {"error": "not finished: out of time"} for row in waiting]
     write(report, arguments.output)
+    if searched := [row for row in report["rows"] if row["kind"] == "largest"]:
+        print(table(searched))
     for ratio in report.get("same_volume", ()):
         print("same volume, peak over one GPU's share:", json.dumps(ratio))
 
