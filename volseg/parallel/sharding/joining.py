@@ -62,9 +62,9 @@ class DeferredJoin:
         return [*self.slabs, *self.recipe.tensors]
 
     @property
-    def parts(self) -> list[Tensor]:
-        """The slabs, for an operator that hands each its own gradient."""
-        return self.slabs
+    def parts(self) -> list[Tensor] | None:
+        """The slabs, for an operator that hands each its own gradient; None where the join has no history."""
+        return self.slabs if self.moment.grad_enabled else None
 
     def activated(self, activation: object) -> None:
         """Take no activation along."""
