@@ -9,7 +9,7 @@ from volseg.parallel.sharding.large import convolution, convolution_backward
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation"),
-    [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 2, 1), (1, 1, 0, 1), (3, 1, 2, 2)],
+    [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 2, 1), (1, 1, 0, 1), (3, 1, 2, 2), (1, 1, 2, 1), (3, 2, 6, 1)],
 )
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
 def test_stacks_equal_the_whole(

@@ -53,8 +53,11 @@ def _stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) 
     for index in range(count):
         first, last = index * outputs // count, (index + 1) * outputs // count
         start, stop = first * stride[0] - padding[0], (last - 1) * stride[0] - padding[0] + reach
-        inside = max(start, 0), min(stop, planes)
-        found.append(_Stack((first, last), inside, (inside[0] - start, stop - inside[1])))
+        # Where the padding is as wide as the kernel, a stack may lie in it altogether: it needs no plane of the volume.
+        begin = min(max(start, 0), planes)
+        end = max(begin, min(stop, planes))
+        front = min(max(-start, 0), stop - start)
+        found.append(_Stack((first, last), (begin, end), (front, stop - start - front - (end - begin))))
     return found
 
 
