@@ -67,6 +67,15 @@ def test_a_volume_that_no_gradient_is_wanted_of() -> None:
     torch.testing.assert_close(loss, dice_cross_entropy(x, y, Terms()))
 
 
+def test_logits_whose_dims_were_permuted() -> None:
+    """Their gradient has no view with the voxels in one dim, if it lies as they do."""
+    y = torch.randint(0, 3, (2, 1, 4, 6, 8), dtype=torch.uint8)
+    x = logits(8, 6, 4)
+    (gradient,) = torch.autograd.grad(dice_cross_entropy(x.transpose(2, 4), y, Terms()), x)
+    (wanted,) = torch.autograd.grad(dice_cross_entropy(x.transpose(2, 4).contiguous(), y, Terms()), x)
+    torch.testing.assert_close(gradient, wanted)
+
+
 # The kernels.
 
 LAYOUTS = ["contiguous", "channels last", "slab with room"]

@@ -127,14 +127,20 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
     return loss, torch.stack([*slopes, voxel + 0 * ratio])
 
 
+def empty_gradient(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the gradient of the logits in their layout, and a view of it whose voxels are one dim."""
+    last = logits.stride(1) == 1
+    out = torch.empty_like(logits, memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+    return out, out.view(*out.shape[:2], -1)
+
+
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
     """Return the gradient of the logits from the loss's derivatives by the sums, ``(4, B, K)``."""
     if _fused(logits):
         from volseg.parallel.sharding import dice_triton
 
         return dice_triton.gradient(logits, label, slopes, squared)
-    out = torch.empty_like(logits)
-    flat = out.view(*out.shape[:2], -1)
+    out, flat = empty_gradient(logits)
     for sample, voxels, values, hits in _chunks(logits, label):
         overlap, mass, _, surprise = slopes[:, sample, :, None].unbind()
         probabilities = values.softmax(0)

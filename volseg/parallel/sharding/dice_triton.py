@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding import dice_kernels
 from volseg.parallel.sharding.triton_tiles import launch_on, processors, tl, triton
 
 if TYPE_CHECKING:
@@ -182,10 +183,10 @@ def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor,
 
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
     """See ``dice_kernels.gradient``."""
-    flat, out = logits.flatten(2), torch.empty_like(logits)
+    flat = logits.flatten(2)
+    out, flat_out = dice_kernels.empty_gradient(logits)
     batch, classes, voxels = flat.shape
     tile = _tile(flat)
-    flat_out = out.view(batch, classes, voxels)
     label, strides = _label(label)
     with launch_on(logits):
         _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
