@@ -45,10 +45,12 @@ def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tens
     # 1e-7: a constant volume stays what it is.
     span = (high - low).clamp(min=1e-7)
     scaled = (high - values) / span if inverted else (values - low) / span
-    mean, _, spread = _centred(values)
-    _, curved, new_spread = _centred(scaled ** gamma[:, None])
-    gain = spread / new_spread.clamp(min=1e-7)
-    return torch.addcmul(mean, curved, gain, value=-1 if inverted else 1).view_as(volumes)
+    curved = scaled ** gamma[:, None]
+    variance, mean = torch.var_mean(values, 1, correction=0, keepdim=True)
+    new_variance, new_mean = torch.var_mean(curved, 1, correction=0, keepdim=True)
+    gain = variance.sqrt() / new_variance.sqrt().clamp(min=1e-7)
+    gain = -gain if inverted else gain
+    return torch.addcmul(mean - gain * new_mean, gain, curved).view_as(volumes)
 
 
 def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
@@ -59,13 +61,6 @@ def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
 def coarsen(volumes: Tensor, zoom: Tensor) -> Tensor:
     """Keep ``zoom`` (N, 3) of the voxels along each axis, the nearest ones, and interpolate back linearly."""
     return _along_each_axis(volumes, _down_and_up(zoom, volumes.shape[1:]))
-
-
-def _centred(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, distance from it, and its norm: the standard deviation times a number that cancels out."""
-    mean = values.mean(1, keepdim=True)
-    centred = values - mean
-    return mean, centred, torch.linalg.vector_norm(centred, dim=1, keepdim=True)
 
 
 def _along_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
