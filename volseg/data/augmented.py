@@ -74,6 +74,9 @@ class AugmentedBatches:
     def _recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
         cases, corners, names = self.batches.places(number)
+        for indices in (cases, corners):
+            # A loop that is left in mid-epoch frees them while the batch ahead may still read them.
+            indices.record_stream(self._stream)
 
         def launched(position: int) -> tuple[dict[str, Tensor], torch.cuda.Event]:
             # One batch ahead, not more: the host is many steps ahead of the device.
