@@ -105,8 +105,12 @@ class AugmentedBatches:
             yield {**batch, "case": names[position]}
 
     def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
-        image, label = self.batches.bank.gather(cases, corners, self.batches.source_size)
-        image, label = self.augmentation(image, label, self.generator)
+        bank = self.batches.bank
+        if self.augmentation.config.fused and bank.stack is not None:
+            image, label = self.augmentation.from_stack(bank.stack, cases, corners, self.generator)
+        else:
+            image, label = bank.gather(cases, corners, self.batches.source_size)
+            image, label = self.augmentation(image, label, self.generator)
         return {"image": image, "label": label}
 
     def _seed(self, number: int, position: int) -> None:

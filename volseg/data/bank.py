@@ -138,6 +138,11 @@ class CaseBank:
         """
         return self._boxes.gather(cases, corners, size, pin)
 
+    @property
+    def stack(self) -> tuple[Tensor, Tensor] | None:
+        """All images (N, C, D, H, W) and labels (N, 1, D, H, W), 0 beyond each case; None where cases lie in RAM."""
+        return self._boxes.stack if isinstance(self._boxes, _Stacked) else None
+
     def _choose(self, keep: str, bytes_per_value: int) -> bool:
         if keep == "memory" or (keep == "auto" and self.device.type != "cuda"):
             return False
@@ -171,6 +176,10 @@ class _Stacked:
             for row, volume in zip(stack, volumes, strict=True):
                 d, h, w = volume.shape[1:]
                 row[:, :d, :h, :w] = volume.to(device)
+
+    @property
+    def stack(self) -> tuple[Tensor, Tensor]:
+        return self._image, self._label
 
     def gather(
         self,

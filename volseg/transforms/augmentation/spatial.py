@@ -22,7 +22,15 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.transforms.augmentation.constants import constant, positions
 from volseg.transforms.augmentation.parameters import AugmentationParameters
 
-__all__ = ["crop_and_mirror", "is_moved", "margin_voxels", "resample", "sampling_grid", "without_idle_border"]
+__all__ = [
+    "crop_and_mirror",
+    "is_moved",
+    "margin_voxels",
+    "resample",
+    "sampling_grid",
+    "voxel_steps",
+    "without_idle_border",
+]
 
 Size = tuple[int, int, int]
 
@@ -94,13 +102,10 @@ def sampling_grid(
 ) -> Tensor:
     """Return where ``grid_sample`` reads each voxel, (B, D, H, W, 3); its last dim is ordered W, H, D."""
     device = parameters.rotation.device
-    # Between voxels and mm, and to grid_sample's units: with align_corners=False the source spans [-1, 1] from face to
-    # face, so n voxels are 2 n / size. [to, axis]
-    units = [spacing[axis] / spacing[to] * 2 / source_size[to] for to in range(3) for axis in range(3)]
-    turn = _rotation(parameters.rotation) * constant(tuple(units), device).view(3, 3)
-    # Column a: where one voxel along the patch's axis a leads to.
-    columns = (turn * parameters.scale[:, None, None]).flip(1).transpose(1, 2)[:, :, None, None, None, :]
-    sign = (1 - 2 * parameters.mirror.float())[:, :, None, None, None, None]
+    # In grid_sample's units: with align_corners=False the source spans [-1, 1] from face to face, so n voxels are
+    # 2 n / size.
+    columns = _columns(parameters, spacing, [2 / size for size in source_size]).flip(2)[:, :, None, None, None, :]
+    sign = _sign(parameters)[:, :, None, None, None, None]
     signed = (columns * sign).unbind(1)
     d, h, w = (positions(size, device) - (size - 1) / 2 for size in patch_size)
     grid = d.view(-1, 1, 1, 1) * signed[0]
@@ -111,6 +116,32 @@ def sampling_grid(
         for axis, column in enumerate(columns.unbind(1)):
             grid = torch.addcmul(grid, shift[:, axis, ..., None], column)
     return grid
+
+
+def voxel_steps(
+    parameters: AugmentationParameters, patch_size: Size, spacing: Sequence[float]
+) -> tuple[Tensor, Tensor | None]:
+    """Return how many source voxels along D, H, W one voxel along each axis of the patch is, (B, axis, 3), and shifts.
+
+    The shifts are elastic displacements, to be added to a voxel's offset from the patch's centre, (B, 3, D, H, W); None
+    where there are none.
+    """
+    sign = _sign(parameters)
+    columns = _columns(parameters, spacing, (1.0, 1.0, 1.0)) * sign[:, :, None]
+    if not parameters.elastic.numel():
+        return columns, None
+    return columns, displacement(parameters.elastic, patch_size) * sign[:, :, None, None, None]
+
+
+def _columns(parameters: AugmentationParameters, spacing: Sequence[float], units: Sequence[float]) -> Tensor:
+    """Return what one voxel along each axis of an unmirrored patch is in the source, in ``units``, (B, axis, to)."""
+    between = [spacing[axis] / spacing[to] * units[to] for to in range(3) for axis in range(3)]  # by way of mm
+    turn = _rotation(parameters.rotation) * constant(tuple(between), parameters.rotation.device).view(3, 3)
+    return (turn * parameters.scale[:, None, None]).transpose(1, 2)
+
+
+def _sign(parameters: AugmentationParameters) -> Tensor:
+    return 1 - 2 * parameters.mirror.float()
 
 
 def without_idle_border(grid: Tensor, source_size: Size) -> tuple[tuple[slice, slice, slice], Tensor]:
@@ -149,7 +180,9 @@ def resample(image: Tensor, label: Tensor, grid: Tensor, num_classes: int | None
         return grid_sample(image, grid, "bilinear", "zeros", align_corners=False), nearest.to(label.dtype)
     # Background is what the foreground leaves, so it needs no channel, and beyond the border it is everything.
     classes = torch.arange(1, num_classes, device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
-    both = torch.cat((image, (label == classes).to(image.dtype)), dim=1)
+    both = image.new_empty(len(image), image.shape[1] + num_classes - 1, *image.shape[2:])
+    both[:, : image.shape[1]] = image
+    both[:, image.shape[1] :] = label == classes  # written once; a concatenation would write and read it once more
     read = grid_sample(both, grid, "bilinear", "zeros", align_corners=False)
     image, shares = read[:, : image.shape[1]], read[:, image.shape[1] :]
     share, foreground = shares.max(dim=1, keepdim=True)

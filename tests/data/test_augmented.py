@@ -1,0 +1,101 @@
+"""A batch is a function of seed, epoch and position, however the loop goes about it and wherever it is made."""
+
+import pytest
+import torch
+
+from volseg.config.augmentation import AugmentationConfig
+from volseg.data.augmented import AugmentedBatches
+from volseg.data.bank import CaseBank
+from volseg.data.patches import PatchBatches
+from volseg.transforms.augmentation import BatchAugmentation, triton_reading
+
+PATCH = (12, 10, 8)
+ITERATIONS = 6
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def made_on(device: str, *, fused: bool = False) -> AugmentedBatches:
+    generator = torch.Generator().manual_seed(0)
+    cases = []
+    for number, sides in enumerate([(20, 18, 16), (15, 21, 7), (11, 12, 30)]):
+        image = torch.randn(1, *sides, generator=generator)
+        cases.append({"case": f"case_{number}", "image": image, "label": (image > 0.5).to(torch.uint8)})
+    config = AugmentationConfig(fused=fused)
+    augmentation = BatchAugmentation(config, PATCH, num_classes=2)
+    patches = PatchBatches(CaseBank(cases, device=device), PATCH, 4, ITERATIONS, source_size=augmentation.source_size)
+    return AugmentedBatches(patches, augmentation, seed=0, device=device)
+
+
+def assert_same(batches, expected):
+    for one, other in zip(batches, expected, strict=True):
+        assert one["case"] == other["case"]
+        assert torch.equal(one["image"], other["image"])
+        assert torch.equal(one["label"], other["label"])
+
+
+def one_by_one(batches: AugmentedBatches, epoch: int):
+    """Return the epoch's batches, each made alone and waited for."""
+    cases, corners, names = batches.batches.places(epoch)
+    for position, ids in enumerate(names):
+        batches._seed(epoch, position)
+        batch = batches._cut_and_augment(cases[position], corners[position])
+        torch.cuda.synchronize()
+        yield {**batch, "case": ids}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("start", [0, 1, ITERATIONS - 1, ITERATIONS])
+def test_an_epoch_taken_up_at_a_position_goes_on_as_it_would_have(device, start):
+    whole = list(made_on(device).epoch(2))
+    assert_same(made_on(device).epoch(2, start=start), whole[start:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_epoch_left_early_leaves_no_trace_in_the_next(device):
+    batches = made_on(device)
+    left = batches.epoch(0)
+    next(left)
+    left.close()
+    assert_same(batches.epoch(1), list(made_on(device).epoch(1)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_epochs_at_a_time_do_not_disturb_each_other(device):
+    batches = made_on(device)
+    pairs = list(zip(batches.epoch(0), batches.epoch(1), strict=True))
+    for number in range(2):
+        assert_same([pair[number] for pair in pairs], list(made_on(device).epoch(number)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loop_may_keep_its_batches_and_write_to_them(device):
+    kept = list(made_on(device).epoch(0))
+    written = []
+    for batch in made_on(device).epoch(0):
+        written.append({name: value.clone() if name != "case" else value for name, value in batch.items()})
+        batch["image"].fill_(float("nan"))
+        batch["label"].fill_(9)
+    assert_same(written, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_recorded_batches_made_ahead_are_those_made_one_by_one(fused):
+    expected = list(one_by_one(made_on("cuda", fused=fused), 1))
+    batches, got = made_on("cuda", fused=fused), []
+    product = torch.eye(2048, device="cuda")
+    for batch in batches.epoch(1):
+        for _ in range(20):  # the loop's own work, milliseconds behind the host, on another stream than the batches
+            product = product @ product
+        # Read behind that work: a batch that the one ahead overwrote, or that was not waited for, shows here.
+        got.append({**batch, "image": batch["image"] * product[0, 0], "label": batch["label"] * 1})
+    assert_same(got, expected)
+
+
+@pytest.mark.gpu
+def test_fused_batches_are_the_plain_ones():
+    assert triton_reading.available()
+    for fused, plain in zip(made_on("cuda", fused=True).epoch(0), made_on("cuda").epoch(0), strict=True):
+        # 5e-3: positions differ by 1e-5 voxels, and a power of a number near 0 is steep.
+        torch.testing.assert_close(fused["image"], plain["image"], atol=5e-3, rtol=0)
+        assert (fused["label"] != plain["label"]).float().mean() < 1e-3

@@ -1,0 +1,122 @@
+"""Patches read straight from the stack of cases are those that are cut out first and then moved.
+
+Runs on a GPU, or anywhere under Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+import os
+
+import pytest
+import torch
+
+from volseg.config.augmentation import AugmentationConfig
+from volseg.data.bank import CaseBank
+from volseg.errors import ConfigError
+from volseg.transforms.augmentation import BatchAugmentation, triton_reading
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(
+    not triton_reading.available() or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs Triton and a GPU, or its interpreter",
+)
+
+PATCH = (9, 7, 10)
+MOVED = {"rotation": {"probability": 0.7}, "scaling": {"probability": 0.7}}
+ELASTIC = {**MOVED, "elastic": {"probability": 0.7, "spacing_voxels": 5, "displacement_voxels": (0, 2)}}
+RECOLOURING = ("noise", "blur", "brightness", "contrast", "low_resolution", "inverted_gamma", "gamma")
+STILL = {name: {"probability": 0} for name in RECOLOURING}
+
+
+def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32) -> CaseBank:
+    """Return cases larger and smaller than a patch."""
+    generator = torch.Generator().manual_seed(0)
+    cases = []
+    for number, sides in enumerate([(12, 15, 11), (6, 18, 4), (20, 5, 13)]):
+        image = torch.randn(channels, *sides, generator=generator)
+        label = torch.randint(0, 4, (1, *sides), generator=generator)
+        cases.append({"case": str(number), "image": image, "label": label})
+    return CaseBank(cases, device=DEVICE, keep="device", image_dtype=image_dtype)
+
+
+def places(augmentation: BatchAugmentation, num: int = 7):
+    """Return cases and corners, of which some lie outside of their case."""
+    generator = torch.Generator().manual_seed(1)
+    cases = torch.arange(num) % 3
+    margin = [(whole - side) // 2 for whole, side in zip(augmentation.source_size, PATCH, strict=True)]
+    corners = torch.randint(-4, 7, (num, 3), generator=generator) - torch.tensor(margin)
+    corners[0] = 40  # all of it beyond the case
+    return cases.to(DEVICE), corners.to(DEVICE)
+
+
+def both_ways(augmentation: BatchAugmentation, cases: CaseBank):
+    where, corners = places(augmentation)
+    image, label = cases.gather(where, corners, augmentation.source_size)
+    generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
+    parameters = augmentation.sample(len(where), generators[0], image.shape[1])
+    plain = augmentation.apply(image, label, parameters, dense=True)
+    assert cases.stack is not None
+    return plain, augmentation.from_stack(cases.stack, where, corners, generators[1])
+
+
+@needs_triton
+@pytest.mark.parametrize("margin", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("interpolation", ["linear", "nearest"])
+@pytest.mark.parametrize("effects", [MOVED, ELASTIC], ids=["affine", "elastic"])
+@pytest.mark.parametrize(("channels", "dtype"), [(1, torch.float32), (3, torch.float16)])
+def test_patches_are_those_of_the_plain_way(margin, interpolation, effects, channels, dtype):
+    config = AugmentationConfig.model_validate(
+        {**STILL, **effects, "margin": margin, "label_interpolation": interpolation}
+    )
+    # Three classes of the four labels: what is no class counts as background where it is interpolated.
+    augmentation = BatchAugmentation(config, PATCH, num_classes=3, spacing=(1, 1.5, 2))
+    (image, label), (fused, fused_label) = both_ways(augmentation, bank(channels, dtype))
+    # 1e-4: positions of up to 30 voxels in float32 are off by 1e-5, and neighbouring voxels of noise differ by 5.
+    torch.testing.assert_close(fused, image, atol=1e-4, rtol=0)
+    assert label.count_nonzero() > 100
+    # A class or a voxel may change where two are as near as float32 tells.
+    assert (fused_label != label).float().mean() < 1e-3
+    assert fused_label.dtype == label.dtype
+
+
+@needs_triton
+def test_patches_that_are_only_mirrored_are_copied():
+    config = AugmentationConfig.model_validate({**STILL, "rotation": {"probability": 0}, "scaling": {"probability": 0}})
+    augmentation = BatchAugmentation(config, PATCH, num_classes=4)
+    (image, label), (fused, fused_label) = both_ways(augmentation, bank(2))
+    assert torch.equal(fused, image)
+    assert torch.equal(fused_label, label)
+
+
+@needs_triton
+def test_intensities_change_as_they_do_in_the_plain_way():
+    config = AugmentationConfig.model_validate(
+        {name: {"probability": 1} for name in RECOLOURING} | {"rotation": {"probability": 1}}
+    )
+    (image, _), (fused, _) = both_ways(BatchAugmentation(config, PATCH, num_classes=4), bank())
+    # A power of a number near 0 is steep: 1e-5 of the range becomes 1e-3 at an exponent of 0.7.
+    torch.testing.assert_close(fused, image, atol=5e-3, rtol=0)
+
+
+@needs_triton
+def test_nothing_beside_the_stack_is_read():
+    """The stack lies between numbers that would show in any sum."""
+    augmentation = BatchAugmentation(AugmentationConfig.model_validate({**STILL, **MOVED}), PATCH, num_classes=4)
+    cases = bank(2)
+    where, corners = places(augmentation)
+    stack = []
+    for volumes, poison in zip(cases.stack, (float("nan"), 3), strict=True):
+        buffer = torch.full((3 * volumes.numel(),), poison, dtype=volumes.dtype, device=volumes.device)
+        stack.append(buffer[volumes.numel() : 2 * volumes.numel()].view_as(volumes).copy_(volumes))
+    reads = [
+        augmentation.from_stack(of, where, corners, torch.Generator(DEVICE).manual_seed(3))
+        for of in (cases.stack, tuple(stack))
+    ]
+    for plain, surrounded in zip(*reads, strict=True):
+        assert torch.equal(plain, surrounded)
+
+
+@pytest.mark.skipif(triton_reading.available(), reason="Triton is installed")
+def test_without_triton_the_error_says_what_to_do():
+    augmentation = BatchAugmentation(AugmentationConfig(fused=True), PATCH, num_classes=4)
+    with pytest.raises(ConfigError, match=r"augmentation\.fused needs Triton, .* or set it to false"):
+        augmentation.from_stack(bank().stack, *places(augmentation), torch.Generator(DEVICE))
