@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from volseg.parallel.sharding import first_convolution, kernels, large
+from volseg.parallel.sharding import first_convolution, kernels, large, last_convolution
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner
 from volseg.parallel.sharding.recipes import Join, Recipe, Write
@@ -147,13 +147,7 @@ class _Convolve(torch.autograd.Function):
         if halo is not None:
             buffer = extended(slab, given.room, halo.own)
             (fill(buffer, halo) if given.wait is None else given.wait)()
-        if plan.channels_last and first_convolution.suits(buffer, weight, bias, plan.settings):
-            result = first_convolution.forward(buffer, weight, plan.settings.padding)
-        else:
-            result = large.convolution(buffer, weight, bias, plan.settings.arguments)
-        if plan.channels_last:
-            # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
-            result = kernels.in_layout(result, channels_last=True)
+        result = _result(buffer, weight, bias, plan)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.halo, ctx.write = plan, halo, None if recipe is None else recipe.write
         ctx.bias_sizes = None if bias is None else list(bias.shape)
@@ -169,7 +163,7 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        if ctx.plan.channels_last:
+        if ctx.plan.channels_last and not last_convolution.suits(gradient, weight, ctx.plan.settings):
             # A join's gradient may come as a slice of channels, which cuDNN's wrapper would copy at a third of the
             # speed.
             gradient = kernels.in_layout(gradient, channels_last=True)
@@ -188,9 +182,25 @@ class _Convolve(torch.autograd.Function):
         return None, weight_gradient, bias_gradient, *inputs
 
 
+def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    settings = plan.settings
+    if not plan.channels_last:
+        return large.convolution(buffer, weight, bias, settings.arguments)
+    if first_convolution.suits(buffer, weight, bias, settings):
+        return first_convolution.forward(buffer, weight, settings.padding)
+    if last_convolution.suits(buffer, weight, settings):
+        return last_convolution.forward(buffer, weight, bias)
+    result = large.convolution(buffer, weight, bias, settings.arguments)
+    # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
+    return kernels.in_layout(result, channels_last=True)
+
+
 def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: bool) -> Sequence[Any]:
     """Return the gradients of input, weight and bias that are asked for."""
     settings = ctx.plan.settings
+    if ctx.plan.channels_last and last_convolution.suits(gradient, weight, settings):
+        found = last_convolution.backward(gradient, buffer, weight, needs_input=mask[0])
+        return [value if needed else None for value, needed in zip(found, mask, strict=True)]
     alone = mask == (False, True, False) and ctx.plan.channels_last
     if alone and first_convolution.suits(buffer, weight, None, settings):
         return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
