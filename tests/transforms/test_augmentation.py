@@ -36,7 +36,7 @@ def only(**effects) -> AugmentationConfig:
     return AugmentationConfig.model_validate({name: effects.get(name, {"probability": 0}) for name in names})
 
 
-_FLAGS = {"enabled", "fused", "label_interpolation", "margin"}
+_FLAGS = {"enabled", "label_interpolation", "margin"}
 
 
 def rng(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,6 @@ import torch
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.bank import CaseBank
-from volseg.errors import ConfigError
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -113,10 +112,3 @@ def test_nothing_beside_the_stack_is_read():
     ]
     for plain, surrounded in zip(*reads, strict=True):
         assert torch.equal(plain, surrounded)
-
-
-@pytest.mark.skipif(triton_reading.available(), reason="Triton is installed")
-def test_without_triton_the_error_says_what_to_do():
-    augmentation = BatchAugmentation(AugmentationConfig(fused=True), PATCH, num_classes=4)
-    with pytest.raises(ConfigError, match=r"augmentation\.fused needs Triton, .* or set it to false"):
-        augmentation.from_stack(bank().stack, *places(augmentation), torch.Generator(DEVICE))

@@ -155,9 +155,6 @@ class AugmentationConfig(ConfigModel):
     """Share of the border around the patch that the largest rotation and scaling can bring in and that is therefore
     read. Below 1 zeros show at the patch's corners in rare samples, and less is read: nnU-Net's margin (one rotation at
     a time, scaling up to 1.18) is about 0.43 of it."""
-    fused: bool = False
-    """Whether one Triton kernel cuts and moves the patches where the cases lie on a GPU, instead of some 60 of torch's.
-    The same draws and patches up to float32's rounding; the margin then costs nothing. Not yet timed on a GPU."""
     rotation: RotationConfig = RotationConfig()
     """Turn the patch."""
     scaling: ScalingConfig = ScalingConfig()

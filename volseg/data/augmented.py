@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.data.patches import PatchBatches
 from volseg.parallel.capture import Captured
-from volseg.transforms.augmentation import BatchAugmentation
+from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
 
@@ -53,6 +53,7 @@ class AugmentedBatches:
         self.seed = seed
         self.generator = torch.Generator(device)
         self._captured: Captured | None = None
+        self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.generator.device)
 
@@ -106,7 +107,7 @@ class AugmentedBatches:
 
     def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
         bank = self.batches.bank
-        if self.augmentation.config.fused and bank.stack is not None:
+        if bank.stack is not None and self._fused:
             image, label = self.augmentation.from_stack(bank.stack, cases, corners, self.generator)
         else:
             image, label = bank.gather(cases, corners, self.batches.source_size)

@@ -88,7 +88,7 @@ class BatchAugmentation:
     def from_stack(
         self, stack: tuple[Tensor, Tensor], cases: Tensor, corners: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Draw and apply to patches that are not cut out yet, by Triton; without it, see ``__call__``.
+        """Draw and apply to patches that are not cut out yet, in one Triton kernel; without Triton, see ``__call__``.
 
         Parameters
         ----------
@@ -98,16 +98,9 @@ class BatchAugmentation:
             As for `CaseBank.gather` with ``source_size``.
         generator : torch.Generator
             The draws are those of ``__call__``, and so is the result, up to float32's rounding of positions.
-
-        Raises
-        ------
-        ConfigError
-            Where Triton is not installed.
         """
         from volseg.transforms.augmentation import triton_reading
 
-        if not triton_reading.available():
-            raise ConfigError("augmentation.fused needs Triton, which is not installed; install it, or set it to false")
         parameters = self.sample(len(cases), generator, stack[0].shape[1])
         with _full_precision(stack[0].device.type):
             columns, shift = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
