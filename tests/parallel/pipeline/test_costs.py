@@ -2,6 +2,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel.pipeline.costs import Stopwatch, measure, observe
+from volseg.parallel.pipeline.memory import Activation
 from volseg.parallel.pipeline.trace import segments
 
 CPU = torch.device("cpu")
@@ -57,6 +58,19 @@ def test_costs_count_each_parameter_and_kept_tensor_once():
     # The input for the first weight's gradient, and the exponential, which its own gradient and the second
     # weight's share.
     assert sum(layer.activation_bytes for layer in layers) == 2 * 4 * 8 * 4
+
+
+def test_a_tensor_that_two_layers_keep_is_known_to_both():
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    found = measure(net, (torch.randn(4, 8),), {}, CPU).activations
+    between = 4 * 8 * 4
+    # The input; what the first layer hands to the second, kept by none; what both others keep; the output.
+    assert found == (
+        Activation(between, made=0, read=(0,), kept=(0,)),
+        Activation(between, made=0, read=(1,)),
+        Activation(between, made=1, read=(2,), kept=(1, 2)),
+        Activation(4 * 2 * 4, made=2, read=(3,)),
+    )
 
 
 def test_measuring_changes_nothing():

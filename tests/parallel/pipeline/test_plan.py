@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from volseg.parallel.pipeline.costs import Measured
+from volseg.parallel.pipeline.memory import Activation
 from volseg.parallel.pipeline.partition import LayerCost
 from volseg.parallel.pipeline.plan import make_plan
 from volseg.parallel.pipeline.trace import Trace
 
+SIZES = [3 * 2**30, 2 * 2**30, 2**30, 2**30]
 GPUS = [torch.device("cuda", index) for index in range(4)]
 
 
@@ -14,7 +18,8 @@ def measured(*times: float, activation_bytes: int = 0, launch_ms: float = 0.0) -
         LayerCost(modules=(str(n),), forward_ms=ms / 3, backward_ms=2 * ms / 3, activation_bytes=activation_bytes)
         for n, ms in enumerate(times)
     )
-    return Measured(Trace(()), (), layers, launch_ms)
+    kept = tuple(Activation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
+    return Measured(Trace(()), (), layers, kept, launch_ms)
 
 
 def test_many_micro_batches_use_all_devices():
@@ -55,3 +60,15 @@ def test_launching_bounds_what_is_not_recorded():
     recorded, eager = (make_plan(times, GPUS[:2], 8, None, is_recorded=mode) for mode in (True, False))
     assert eager.ms > recorded.ms + 2 * 7 * 9
     assert recorded.ms == pytest.approx(2 + 7 * 1 + 2 * 0.05)
+
+
+def test_a_full_device_is_named_with_the_price_of_evenness():
+    layers = measured(1.0, 1.0, 1.0, 1.0)
+    uneven = replace(layers, activations=tuple(Activation(size, made=n, kept=(n,)) for n, size in enumerate(SIZES)))
+    plan = make_plan(uneven, GPUS[:2], 16, None, is_recorded=True)
+    assert plan.lengths == (2, 2)
+    assert plan.held == [5 * 2**30, 2 * 2**30]
+    assert plan.memory_note == (
+        "stage 0 holds 80.00 GiB with parameters and optimizer, 1.43 times the mean; "
+        "no cut holds less than 64.00 GiB on every device, and that one is 50% slower"
+    )

@@ -9,33 +9,45 @@ A loss comes after the last micro-batch, so all forwards end before a backward b
 The forward phase is as fast as the stage that is slowest forward, the backward phase as the one that is slowest
 backward, and these need not be the same: the cut minimises the sum of the two. (Balancing forward and backward
 together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of
-cuts that are as fast within ``TOLERANCE``, the one whose fullest device holds least is taken. Nothing here touches a
-module or a device.
+cuts that are as fast within ``TOLERANCE``, the one whose fullest device holds least is taken; if that one still holds
+more than ``EVEN`` times the mean, and phases slower by up to ``PRICE`` mend it, they are accepted. More time is never
+given away: where memory is scarce, the devices' limits decide. Nothing here touches a module or a device.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from volseg.errors import PartitionError
+from volseg.parallel.pipeline.memory import Held, sums_of_runs
 
-__all__ = ["balance", "pipeline_ms", "quickest", "sums"]
+__all__ = ["EVEN", "balance", "most_even", "pipeline_ms", "quickest", "spans", "sums", "unevenness"]
 
 TOLERANCE = 0.02
 """How much slower than the best each phase may be where that evens out memory."""
+
+EVEN = 1.3
+"""How many times the mean the fullest device may hold where layers allow it."""
+
+PRICE = 0.1
+"""How much slower each phase may become for that."""
 
 # Sums of floats taken as differences differ in the last bits from sums taken in order.
 SLACK = 1 + 1e-9
 
 UNLIMITED = float("inf")
 
+Found = tuple[tuple[float, ...], tuple[int, ...]]
+"""The most expensive stage of a cut in each cost, and its lengths."""
+
 
 def balance(
     forward: Sequence[float],
     stages: int,
     backward: Sequence[float] | None = None,
-    memory: Sequence[float] | None = None,
+    held: Held | None = None,
     memory_limits: Sequence[float] | None = None,
     tolerance: float = TOLERANCE,
+    price: float = PRICE,
 ) -> list[int]:
     """Cut layers into consecutive non-empty stages with the least slowest forward plus slowest backward.
 
@@ -45,12 +57,15 @@ def balance(
         Milliseconds per layer, non-negative; no backward by default.
     stages
         Between one and the number of layers.
-    memory
-        Bytes per layer. Of cuts whose phases are within ``tolerance`` of the fastest's, the least fullest stage wins.
+    held
+        Bytes of every possible stage. Of cuts whose phases are within ``tolerance`` of the fastest's, the least
+        fullest stage wins.
     memory_limits
         Bytes that each stage may hold.
     tolerance
-        Relative slack in time.
+        Relative slack in time, of each phase.
+    price
+        The slack where it makes the fullest stage hold at most ``EVEN`` times the mean, which it would exceed.
 
     Returns
     -------
@@ -69,49 +84,94 @@ def balance(
     >>> balance([1, 1, 2, 2], 2, backward=[5, 1, 2, 2])
     [2, 2]
     """
-    if not 1 <= stages <= len(forward):
-        raise PartitionError(
-            f"cannot split {len(forward)} layers into {stages} non-empty stages; use 1 to {len(forward)} devices"
-        )
+    layers = len(forward)
+    if not 1 <= stages <= layers:
+        raise PartitionError(f"cannot split {layers} layers into {stages} non-empty stages; use 1 to {layers} devices")
+    behind = [0.0] * layers if backward is None else backward
+    phases = [sums_of_runs(forward), sums_of_runs(behind)]
+    memory = sums_of_runs([0.0] * layers) if held is None else held
     free = [UNLIMITED] * stages
     limits = free if memory_limits is None else list(memory_limits)
-    held = [0.0] * len(forward) if memory is None else list(memory)
-    behind = [0.0] * len(forward) if backward is None else list(backward)
-    front = _front([forward, behind, held], [free, free, limits], minimised=2)
-    if not front:
-        (((peak,), _),) = _front([held], [free], minimised=1)
+    fastest = _fastest(phases, memory, limits)
+    if fastest is None:
+        peak = _fullest(memory, stages)
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
             f"device, and the "
             f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
             f"use more devices, a smaller batch or smaller volumes"
         )
-    slowest, lengths = min(front, key=lambda found: (sum(found[0]), found))
-    if memory is not None:
-        quick = [[phase * (1 + tolerance)] * stages for phase in slowest]
-        ((_, lengths),) = _front([held, forward, behind], [limits, *quick], minimised=1)
+    if held is None:
+        return list(fastest[1])
+    lengths = _least_full(phases, fastest[0], held, limits, tolerance)
+    if unevenness(held, lengths) > EVEN:
+        slower = _least_full(phases, fastest[0], held, limits, max(tolerance, price))
+        lengths = slower if unevenness(held, slower) <= EVEN else lengths
     return list(lengths)
 
 
-def _front(
-    costs: Sequence[Sequence[float]], limits: Sequence[Sequence[float]], minimised: int
-) -> list[tuple[tuple[float, ...], tuple[int, ...]]]:
+def _least_full(
+    phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
+) -> tuple[int, ...]:
+    """Return the cut of the least fullest stage among those whose phases are within ``tolerance`` of the fastest's."""
+    quick = [[phase * (1 + tolerance)] * len(limits) for phase in fastest]
+    ((_, lengths),) = _front([held, *phases], [limits, *quick], minimised=1)
+    return lengths
+
+
+def spans(held: Held, lengths: Sequence[int]) -> list[float]:
+    """Return what each stage holds.
+
+    Examples
+    --------
+    >>> spans(sums_of_runs([1, 2, 3, 4]), [1, 3])
+    [1.0, 9.0]
+    """
+    return [held[start][end] for start, end in pairwise([0, *accumulate(lengths)])]
+
+
+def unevenness(held: Held, lengths: Sequence[int]) -> float:
+    """Return what the fullest stage holds, as a multiple of the mean."""
+    stages = spans(held, lengths)
+    return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
+
+
+def most_even(held: Held, stages: int) -> list[int]:
+    """Return the layers per stage of the cut whose fullest stage holds least."""
+    ((_, lengths),) = _front([held], [[UNLIMITED] * stages], minimised=1)
+    return list(lengths)
+
+
+def _fullest(held: Held, stages: int) -> float:
+    (((peak,), _),) = _front([held], [[UNLIMITED] * stages], minimised=1)
+    return peak
+
+
+def _fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
+    """Return the cut of the least sum of phases within the limits."""
+    free = [UNLIMITED] * len(limits)
+    front = _front([*phases, held], [free, free, limits], minimised=2)
+    return min(front, key=lambda found: (sum(found[0]), found), default=None)
+
+
+def _front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
     """Return the cuts that no other cut beats in every one of the first ``minimised`` costs (one or two).
 
-    A cut counts by its largest stage sum of each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
+    A cut counts by its most expensive stage in each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
     with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
     """
-    before = [[0.0, *accumulate(cost)] for cost in costs]
-    layers = len(costs[0])
-    best: list[list[tuple[tuple[float, ...], tuple[int, ...]]]] = [[((0.0,) * minimised, ())], *([] for _ in costs[0])]
+    layers = len(costs[0]) - 1
+    best: list[list[Found]] = [[((0.0,) * minimised, ())], *([] for _ in range(layers))]
     for stage, allowed in enumerate(zip(*limits, strict=True)):
-        reached: list[list[tuple[tuple[float, ...], tuple[int, ...]]]] = [[] for _ in best]
+        reached: list[list[Found]] = [[] for _ in best]
         for end in range(stage + 1, layers + 1):
             found = []
             for start in range(stage, end):
-                held = [upto[end] - upto[start] for upto in before]
-                if best[start] and all(cost <= limit * SLACK for cost, limit in zip(held, allowed, strict=True)):
-                    found += [(tuple(map(max, worst, held)), (*lengths, end - start)) for worst, lengths in best[start]]
+                spent = [cost[start][end] for cost in costs]
+                if best[start] and all(cost <= limit * SLACK for cost, limit in zip(spent, allowed, strict=True)):
+                    found += [
+                        (tuple(map(max, worst, spent)), (*lengths, end - start)) for worst, lengths in best[start]
+                    ]
             least = UNLIMITED
             for worst, lengths in sorted(found):
                 if worst[-1] < least:

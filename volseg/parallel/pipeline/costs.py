@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.memory import Activation
 from volseg.parallel.pipeline.partition import LayerCost
 from volseg.parallel.pipeline.record import Recording, record
 from volseg.parallel.pipeline.trace import Segment, Trace, segments
 
-__all__ = ["Measured", "measure", "observe"]
+__all__ = ["Measured", "activations_of", "measure", "observe"]
 
 REPEATS = 2
 """Timed passes after one to warm up; the quickest counts."""
@@ -38,6 +39,7 @@ class Measured:
     trace: Trace
     segments: tuple[Segment, ...]
     layers: tuple[LayerCost, ...]
+    activations: tuple[Activation, ...]
     launch_ms: float
     """Host time in which one micro-batch's forward is launched; 0 where functions run on the host anyway."""
 
@@ -86,6 +88,7 @@ def measure(
             passes.append(watch.times)
         launch_ms = _launch_ms(probe, args, kwargs) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
+    activations = activations_of(recording, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
         LayerCost(
@@ -93,12 +96,27 @@ def measure(
             forward_ms=forward,
             backward_ms=backward,
             parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
-            activation_bytes=sum(recording.saved_bytes.get(number, 0) for number in segment.operations),
+            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             sent_bytes=sum(recording.made_bytes[number] for number in segment.sends),
         )
-        for segment, (forward, backward) in zip(found, quickest, strict=True)
+        for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
     ]
-    return Measured(trace, tuple(found), tuple(layers), launch_ms)
+    return Measured(trace, tuple(found), tuple(layers), tuple(activations), launch_ms)
+
+
+def activations_of(recording: Recording, parts: Sequence[Segment]) -> list[Activation]:
+    """Return what outlives an operation, by the segments that handle it."""
+    segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
+
+    def named(operations: set[int]) -> tuple[int, ...]:
+        # The caller's number is one more than the last operation's, and than the last segment's.
+        return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
+
+    found = [
+        Activation(block.num_bytes, named({block.made})[0], named(block.read), named(block.kept))
+        for block in recording.blocks
+    ]
+    return [block for block in found if block.kept or set(block.read) - {block.made}]
 
 
 def _launch_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

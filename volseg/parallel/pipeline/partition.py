@@ -25,7 +25,7 @@ class LayerCost:
     backward_ms: float = 0.0
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """Kept from forward to backward."""
+    """Kept from forward to backward, and by no earlier layer."""
     sent_bytes: int = 0
     """Made here and used by later layers."""
 
@@ -41,6 +41,8 @@ class StageCost:
 
     device: str
     layers: tuple[LayerCost, ...]
+    activation_bytes: float
+    """Bytes held from forward to backward, per micro-batch."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -67,11 +69,6 @@ class StageCost:
         """Bytes of the parameters that live here."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes kept from forward to backward, per micro-batch."""
-        return sum(layer.activation_bytes for layer in self.layers)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
@@ -80,7 +77,7 @@ class Partition:
     Examples
     --------
     >>> layers = [LayerCost(modules=(name,), forward_ms=ms) for name, ms in [("down", 2), ("up", 6), ("head", 1)]]
-    >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], samples=2)
+    >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], samples=2, held=[0, 0])
     >>> partition.slowest_ms, round(partition.bound(micro_batches=8), 2)
     (7.0, 1.14)
     >>> partition.heaviest.modules
@@ -90,22 +87,28 @@ class Partition:
     stages: tuple[StageCost, ...]
     samples: int
     """Samples of the micro-batch that was measured."""
-    note: str = ""
-    """Which devices are idle, and why."""
+    notes: tuple[str, ...] = ()
+    """Which devices are idle or fuller than others, and why."""
 
     @classmethod
     def from_lengths(
-        cls, layers: Sequence[LayerCost], lengths: Sequence[int], devices: Sequence[str], samples: int, note: str = ""
+        cls,
+        layers: Sequence[LayerCost],
+        lengths: Sequence[int],
+        devices: Sequence[str],
+        samples: int,
+        held: Sequence[float],
+        notes: Sequence[str] = (),
     ) -> "Partition":
-        """Group ``layers`` into consecutive stages of ``lengths``."""
+        """Group ``layers`` into consecutive stages of ``lengths``, of which each holds ``held`` bytes."""
         ends = [0, *accumulate(lengths)]
         return cls(
             stages=tuple(
-                StageCost(device=str(device), layers=tuple(layers[start:end]))
-                for device, (start, end) in zip(devices, pairwise(ends), strict=False)
+                StageCost(device=str(device), layers=tuple(layers[start:end]), activation_bytes=num_bytes)
+                for device, num_bytes, (start, end) in zip(devices, held, pairwise(ends), strict=False)
             ),
             samples=samples,
-            note=note,
+            notes=tuple(notes),
         )
 
     @property
@@ -143,7 +146,7 @@ class Partition:
         lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
         ]
-        return "\n".join([*lines, *self._limits(), *([self.note] if self.note else [])])
+        return "\n".join([*lines, *self._limits(), *self.notes])
 
     def _limits(self) -> list[str]:
         """Say which layer bounds time, and which memory."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.balance import balance, pipeline_ms, quickest, sums
+from volseg.parallel.pipeline.balance import EVEN, balance, most_even, pipeline_ms, quickest, spans, sums, unevenness
 from volseg.parallel.pipeline.costs import Measured
+from volseg.parallel.pipeline.memory import Held, held_bytes, sums_of_runs
 from volseg.parallel.pipeline.partition import LayerCost
 
 __all__ = ["Plan", "make_plan", "memory_limits"]
@@ -28,6 +29,8 @@ STATE_COPIES = 4
 COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
 
+TINY_MS = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -40,6 +43,10 @@ class Plan:
     """Time of a batch, by the number of stages that fit into the devices' memory."""
     num_devices: int
     """Devices that there are."""
+    held: Sequence[float]
+    """Activations of one micro-batch on each stage, in bytes."""
+    memory_note: str = ""
+    """Why one device holds much more than the others, if it does."""
 
     @property
     def ms(self) -> float:
@@ -85,7 +92,12 @@ def make_plan(
     """
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
-    memory = [float(STATE_COPIES * layer.parameter_bytes + micro_batches * layer.activation_bytes) for layer in layers]
+    held = held_bytes(measured.activations, len(layers), is_recorded)
+    states = sums_of_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
+    memory = [
+        [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
+        for rows in zip(states, held, strict=True)
+    ]
     launch_ms = 0.0 if is_recorded else measured.launch_ms
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
@@ -100,10 +112,27 @@ def make_plan(
         copies = _copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
         predicted[stages] = pipeline_ms(*phases, micro_batches, launch_ms, copies)
     if predicted:
-        return Plan(measured, tuple(cuts[quickest(predicted)]), predicted, len(devices))
+        lengths = tuple(cuts[quickest(predicted)])
+        note = _memory_note(memory, lengths, forward, backward)
+        return Plan(measured, lengths, predicted, len(devices), spans(held, lengths), note)
     # An estimate must not forbid what may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
-    return Plan(measured, tuple(balance(memory, min(len(devices), len(layers)))), {}, len(devices))
+    lengths = tuple(most_even(memory, min(len(devices), len(layers))))
+    return Plan(measured, lengths, {}, len(devices), spans(held, lengths))
+
+
+def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
+    """Say how uneven memory is, and what the least fullest device would cost in time."""
+    if unevenness(memory, lengths) <= EVEN:
+        return ""
+    even = most_even(memory, len(lengths))
+    here, there = ([max(sums(times, cut)) for times in (forward, backward)] for cut in (lengths, even))
+    stages, peak = spans(memory, lengths), max(spans(memory, even))
+    return (
+        f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
+        f"{unevenness(memory, lengths):.2f} times the mean; no cut holds less than {peak / 2**30:.2f} GiB on every "
+        f"device, and that one is {sum(there) / max(sum(here), TINY_MS) - 1:.0%} slower"
+    )
 
 
 def _copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:

@@ -5,7 +5,8 @@ inference.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,24 +19,43 @@ from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.statistics import FrozenStatistics, batch_counters, norm_with
 from volseg.parallel.pipeline.trace import Call, Enter, Event, Leave, Operation, Trace
 
-__all__ = ["Recording", "record"]
+__all__ = ["Block", "Recording", "record"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of memory, which several tensors may view."""
+
+    num_bytes: int
+    made: int
+    """The operation that made it, or first read it."""
+    read: set[int] = field(default_factory=set)
+    """Operations that use it."""
+    kept: set[int] = field(default_factory=set)
+    """Operations that keep it for backward."""
 
 
 class _Memory:
-    """Which operation made a piece of memory."""
+    """The blocks that operations make and read; those of ``states`` are not listed."""
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+    def __init__(self, states: Iterable[Tensor]) -> None:
+        self.blocks: list[Block] = []
+        # By memory, not identity: a linear layer keeps a transposed view of its weight.
+        self._states = {StorageWeakRef(state.untyped_storage()).cdata for state in states}
+        self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
 
-    def seen(self, tensor: Tensor, number: int) -> int:
-        """Return the operation that made the memory of ``tensor``; ``number`` if it is new."""
+    def seen(self, tensor: Tensor, number: int) -> Block:
+        """Return the memory of ``tensor``, made by operation ``number`` if it is new."""
         if tensor.layout != torch.strided:
-            return number
-        weak = StorageWeakRef(tensor.untyped_storage())
-        known = self._made.get(weak.cdata)
+            return Block(0, number)
+        storage = tensor.untyped_storage()
+        weak = StorageWeakRef(storage)
+        known = self._known.get(weak.cdata)
         # An address is used again once its memory has been freed.
         if known is None or known[0].expired():
-            self._made[weak.cdata] = known = (weak, number)
+            self._known[weak.cdata] = known = (weak, Block(storage.nbytes(), number))
+            if weak.cdata not in self._states:
+                self.blocks.append(known[1])
         return known[1]
 
 
@@ -45,17 +65,13 @@ class Recording(runs.Run):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.saved_bytes: dict[int, int] = defaultdict(int)
-        """Bytes that each operation keeps for backward."""
         self.made_bytes: dict[int, int] = {}
         self._paths = {module: path for path, module in net.named_modules()}
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         self._states = {id(state): name for name, state in reversed(names)}
         self._counters = batch_counters(net)
-        # By memory, not identity: a linear layer keeps a transposed view of its weight.
-        self._owned = {StorageWeakRef(state.untyped_storage()).cdata for _, state in names}
         self._calls: dict[str, int] = defaultdict(int)
-        self._memory, self._kept = _Memory(), _Memory()
+        self._memory = _Memory(state for _, state in names)
         self._guards: list[tuple[Any, bool]] = []
         self._number = 0
 
@@ -70,12 +86,13 @@ class Recording(runs.Run):
         self._hooks.__exit__(*failure)
 
     def _count(self, tensor: Tensor) -> None:
-        """Count a tensor that backward would need, once, and let it go."""
-        if tensor.layout != torch.strided or StorageWeakRef(tensor.untyped_storage()).cdata in self._owned:
-            return
-        # -1: never the number of an operation, so that equality means "not counted yet".
-        if self._kept.seen(tensor, -self._number - 1) == -self._number - 1:
-            self.saved_bytes[self._number] += tensor.untyped_storage().nbytes()
+        """Note a tensor that backward would need, and let it go."""
+        self._memory.seen(tensor, self._number).kept.add(self._number)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All memory that was used but that of parameters and buffers."""
+        return self._memory.blocks
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write the beginning of a module call."""
@@ -97,7 +114,9 @@ class Recording(runs.Run):
         name = getattr(function, "__name__", "")
         read = list(runs.tensors_of((args, kwargs)))
         versions = [(tensor, tensor._version) for tensor in read]
-        sources = [self._memory.seen(tensor, self._number) for tensor in read]
+        blocks = [self._memory.seen(tensor, self._number) for tensor in read]
+        for block in blocks:
+            block.read.add(self._number)
         dice = _random_state(read)
         result = None
         if function is F.batch_norm or function is F.instance_norm:
@@ -105,7 +124,7 @@ class Recording(runs.Run):
             result = norm_with(FrozenStatistics(), function, args, kwargs)
         result = function(*args, **kwargs) if result is None else result
         changed = {id(tensor) for tensor in runs.changes_in_place(versions)} - self._counters
-        since = [source for tensor, source in zip(read, sources, strict=True) if id(tensor) in changed]
+        since = [block.made for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
         states = dict.fromkeys(self._states[id(tensor)] for tensor in read if id(tensor) in self._states)
         self.events.append(
             Operation(
@@ -146,7 +165,9 @@ class Recording(runs.Run):
         return len(self._guards) - 1
 
     def trace(self, output: Any) -> Trace:
-        """Return what was recorded."""
+        """Return what was recorded; note that the caller reads the output."""
+        for tensor in runs.tensors_of(output):
+            self._memory.seen(tensor, self._number).read.add(self._number)
         return Trace(tuple(self.events), self._makers(pytree.tree_leaves(output)))
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.balance import quickest
-from volseg.parallel.pipeline.costs import measure, observe
+from volseg.parallel.pipeline.balance import quickest, spans
+from volseg.parallel.pipeline.costs import activations_of, measure, observe
 from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
+from volseg.parallel.pipeline.memory import held_bytes
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
 from volseg.parallel.pipeline.partition import LayerCost, Partition
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
@@ -207,7 +208,8 @@ class PipelineStrategy:
     def _place_planned(self, plan: Plan, samples: int) -> None:
         if plan.note:
             logger.warning("%s: %s", type(self.net).__name__, plan.note)
-        self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.note)
+        notes = [note for note in (plan.note, plan.memory_note) if note]
+        self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.held, notes)
 
     def _place_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Cut where the user said; nothing is timed."""
@@ -216,15 +218,16 @@ class PipelineStrategy:
         own_args, own_kwargs = _private(split(args, kwargs, samples)[0])
         _, trace, recording = observe(self.net, own_args, own_kwargs, self.devices[0])
         found = segments(trace)
+        activations = activations_of(recording, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
         layers = [
             LayerCost(
                 modules=tuple(call.path or type(self.net).__name__ for call in segment.calls),
                 forward_ms=0.0,
                 parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
-                activation_bytes=sum(recording.saved_bytes.get(number, 0) for number in segment.operations),
+                activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             )
-            for segment in found
+            for number, segment in enumerate(found)
         ]
         starts = [_start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
@@ -233,11 +236,20 @@ class PipelineStrategy:
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        self._place(trace, layers, lengths, samples)
+        held = spans(held_bytes(activations, len(found), self._recordings.are_made), lengths)
+        self._place(trace, layers, lengths, samples, held)
 
-    def _place(self, trace: Trace, layers: list[LayerCost], lengths: list[int], samples: int, note: str = "") -> None:
+    def _place(
+        self,
+        trace: Trace,
+        layers: list[LayerCost],
+        lengths: list[int],
+        samples: int,
+        held: Sequence[float],
+        notes: Sequence[str] = (),
+    ) -> None:
         self.placement = place(self.net, trace, lengths, self.devices)
-        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, note)
+        self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held, notes)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 
     def _on_first_stage(self, call: Call) -> Call:
