@@ -205,14 +205,14 @@ class _Normalize(torch.autograd.Function):
         spread = norm.context.spread
         work.scales, work.shifts = spread(found.scale), spread(found.shift)
         results = tuple(work.write(*row) for row in zip(slabs, work.scales, work.shifts, strict=True))
-        ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation
+        ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation, norm.room
         ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slabs)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        context, pooled, voxels, has_bias, activation = ctx.plan
+        context, pooled, voxels, has_bias, activation, room = ctx.plan
         mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors
         spread = context.spread
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
@@ -224,7 +224,8 @@ class _Normalize(torch.autograd.Function):
         slope, offset = found[0], found[1]
         moment, total = found[2:].sum(1)
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
-        inputs = [kernels.gradient_input(*row, activation) for row in rows]
+        # The convolution in front of the norm wants neighbours' planes around its gradient.
+        inputs = [kernels.gradient_input(*row, activation, out=roomy(row[1], room) if room else None) for row in rows]
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
         return None, weight_gradient, bias_gradient, *inputs

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from volseg.parallel.sharding.communicator import Communicator, box, buckets
 from volseg.parallel.sharding.layout import Span, spans, transfers
+from volseg.parallel.sharding.mailbox import mailbox
 
 __all__ = ["ProcessGroupShards"]
 
@@ -43,6 +44,7 @@ class ProcessGroupShards(Communicator):
             position.append(rest % count)
             rest //= count
         self.coordinates = [tuple(reversed(position))]
+        self.mailbox = mailbox(group, device)
         # Gradients are summed on a stream of their own, while the backward pass goes on.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.side_stream is not None and hasattr(
@@ -139,6 +141,8 @@ class ProcessGroupShards(Communicator):
 
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(shards, ...)``, outside autograd."""
+        if self.mailbox is not None and self.mailbox.takes(partial):
+            return self.mailbox.stack(partial)
         partial = partial.contiguous()
         stacked = partial.new_empty((self.shards, *partial.shape))
         dist.all_gather_into_tensor(stacked.view(-1), partial.view(-1), group=self.group)

@@ -14,15 +14,31 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.windows import Window
 
-__all__ = ["DIM", "Halo", "add_returned", "extended", "fill", "halo_of_each", "inner", "roomy", "write_outer_first"]
+__all__ = [
+    "DIM",
+    "Halo",
+    "add_returned",
+    "extended",
+    "fill",
+    "halo_of_each",
+    "inner",
+    "room_of",
+    "roomy",
+    "write_outer_first",
+]
 
 DIM = 2
 """The tensor dim that such slabs are cut along (D); other cuts use the general exchange."""
+
+
+_rooms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Planes of room around the slabs that ``roomy`` made, for as long as they live: autograd hands on a tensor alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +99,14 @@ def _buffer(like: Tensor, planes: int, channels: int | None = None, device: torc
 def roomy(like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None) -> Tensor:
     """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
     planes = like.shape[DIM]
-    return _alias(_buffer(like, planes + 2 * room, channels, device), room, planes)
+    slab = _alias(_buffer(like, planes + 2 * room, channels, device), room, planes)
+    _rooms[slab] = room
+    return slab
+
+
+def room_of(slab: Tensor) -> int:
+    """Return the planes of room around a slab: none unless ``roomy`` made it, and no view of it has any."""
+    return int(_rooms.get(slab, 0))
 
 
 def extended(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:

@@ -206,12 +206,14 @@ def gradient_input(
     slope: Tensor,
     offset: Tensor,
     activation: Activation = IDENTITY,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``scale * g + slope * slab + offset``; ``g`` is the gradient before activation."""
+    """Return ``scale * g + slope * slab + offset``, in ``out`` where it is given; ``g`` is before the activation."""
     if _fused(slab):
         from volseg.parallel.sharding import triton_affine
 
-        return triton_affine.gradient_input(gradient, slab, scale, shift, slope, offset, activation)
+        return triton_affine.gradient_input(gradient, slab, scale, shift, slope, offset, activation, out)
     before = _before_activation(gradient, slab, scale, shift, activation)
     result = torch.addcmul(_over_voxels(offset, slab), _wide(slab), _over_voxels(slope, slab))
-    return result.addcmul_(before, _over_voxels(scale, slab)).to(slab.dtype)
+    result = result.addcmul_(before, _over_voxels(scale, slab)).to(slab.dtype)
+    return result if out is None else out.copy_(result)

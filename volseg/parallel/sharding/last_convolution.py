@@ -105,9 +105,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def backward(
-    gradient: Tensor, slab: Tensor, weight: Tensor, needs_input: bool
-) -> tuple[Tensor | None, Tensor, Tensor]:
+def backward(gradient: Tensor, slab: Tensor, weight: Tensor, needs_input: bool) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of the input (with channels last, None unless needed), the weight and a bias."""
     slab, gradient = even(slab, slab), even(gradient, gradient)
     batch, features = slab.shape[:2]

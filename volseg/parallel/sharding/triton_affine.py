@@ -163,11 +163,12 @@ def gradient_input(
     slope: Tensor,
     offset: Tensor,
     activation: "Activation",
+    out: Tensor | None = None,
 ) -> Tensor:
     """See ``kernels.gradient_input``."""
     slab = even(slab, slab)
     gradient = even(gradient, slab)
-    out = torch.empty_like(slab)
+    out = torch.empty_like(slab) if out is None else out
     tile = tile_size(slab)
     grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with launch_on(slab):

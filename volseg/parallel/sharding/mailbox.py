@@ -1,0 +1,124 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""A few kilobytes from every GPU to every GPU of a host in one kernel: the norms' statistics, dozens of times a step.
+
+Every process writes its values into the memory of all the others, each beside the number of the call in one word of 64
+bits, and waits until all words of its own memory have that number. Nothing has to be fenced, since such a word arrives
+whole (NCCL's LL protocol). NCCL's all-gather does the same later, and queues behind the gradients' sums. ::
+
+    box   | words of even calls, per sender | of odd calls |
+
+Two sets of words are enough: who writes those of call ``n + 2`` has those of call ``n + 1``, and each sender had read
+call ``n`` before it sent them. What travels is read in the order of the grid, so sums agree bit for bit.
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from volseg.parallel.sharding import triton_tiles
+from volseg.parallel.sharding.peer_memory import map_together
+from volseg.parallel.sharding.triton_tiles import launch_on, tl, triton
+
+__all__ = ["CAPACITY", "Mailbox", "mailbox"]
+
+CAPACITY = 8192
+"""Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
+
+PATIENCE = 2**30
+"""Looks at words that do not come before the result is NaN: some ten minutes, as NCCL waits."""
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["n", "rank", "patience"])
+    def _exchange_kernel(
+        own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        call = (tl.load(calls) + 1).to(tl.int64)
+        words = (call % 2) * SHARDS * CAPACITY
+        lanes = tl.arange(0, BLOCK)
+        for first in range(0, n, BLOCK):
+            i = first + lanes
+            value = tl.load(own + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True)
+            word = (call << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+            for peer in tl.static_range(SHARDS):
+                box = tl.load(boxes + peer).to(tl.pointer_type(tl.int64)) + words + rank * CAPACITY
+                tl.store(box + i, word, mask=i < n)
+        tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+        home = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + words
+        looks = 0
+        for peer in tl.static_range(SHARDS):
+            for first in range(0, n, BLOCK):
+                i = first + lanes
+                place = home + peer * CAPACITY + i
+                word = tl.load(place, mask=i < n, other=0, volatile=True)
+                while (tl.min(tl.where(i < n, word >> 32, call), 0) != call) & (looks < patience):
+                    word = tl.load(place, mask=i < n, other=0, volatile=True)
+                    looks += 1
+                value = word.to(tl.int32).to(tl.float32, bitcast=True)
+                tl.store(out + peer * n + i, tl.where(looks < patience, value, float("nan")), mask=i < n)
+        tl.store(calls, call.to(tl.int32))
+
+
+class Mailbox:
+    """One process's side of the exchange.
+
+    Parameters
+    ----------
+    boxes
+        Address, in this process, of the box of every process in the order of the group.
+    rank
+        This process's number in the group.
+    device
+        Its GPU.
+
+    Notes
+    -----
+    Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph.
+    """
+
+    def __init__(self, boxes: list[int], rank: int, device: torch.device) -> None:
+        self.rank, self.shards = rank, len(boxes)
+        self.boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
+        self.calls = torch.zeros((), dtype=torch.int32, device=device)
+
+    @staticmethod
+    def size(shards: int) -> int:
+        """Return the bytes of a box."""
+        return 2 * shards * CAPACITY * 8
+
+    @staticmethod
+    def takes(partial: Tensor) -> bool:
+        """Say whether the tensor can be sent."""
+        return partial.dtype == torch.float32 and 0 < partial.numel() <= CAPACITY
+
+    def stack(self, partial: Tensor, patience: int = PATIENCE) -> Tensor:
+        """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
+        partial = partial.contiguous()
+        out = partial.new_empty((self.shards, *partial.shape))
+        with launch_on(partial):
+            _exchange_kernel[(1,)](
+                partial, out, self.boxes, self.calls, partial.numel(), self.rank, patience,
+                SHARDS=self.shards, CAPACITY=CAPACITY, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+        return out
+
+
+@cache  # one per group: its memory stays for as long as the process lives
+def mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
+    """Return the group's mailbox, or None where there can be none; called by all processes of the group."""
+    shards = dist.get_world_size(group)
+    if device.type != "cuda" or not triton_tiles.available():
+        return None
+    with torch.cuda.device(device):
+        boxes = map_together(group, device, Mailbox.size(shards))
+        if boxes is None:
+            return None
+        found = Mailbox(boxes, dist.get_rank(group), device)
+        # Once, with an end: what can be mapped might still not be reached.
+        numbers = found.stack(torch.full((1,), float(found.rank), device=device), patience=2**22)
+        reached = [False] * shards
+        dist.all_gather_object(reached, numbers.flatten().tolist() == list(range(shards)), group=group)
+    return found if all(reached) else None
