@@ -209,10 +209,11 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             common = {"kind": "spatial", "net": net, "gpus": count}
             found += [
                 {"part": "weak128", **common, "shape": [128 * count, 128, 128], "graph": True},
-                {"part": "weak320", **common, "shape": [160 * count, 320, 320]},
+                {"part": "weak320", **common, "shape": [160 * count, 320, 320], "graph": True, "steps": 5},
                 {"part": "strong256", **common, "shape": [256] * 3, "graph": True},
             ]
             found.append({"part": "eager128", **common, "shape": [128 * count, 128, 128]})
+            found.append({"part": "eager320", **common, "shape": [160 * count, 320, 320], "steps": 4, "warm": 3})
             found.append({"part": "checkpoint", **common, "shape": [160 * count, 320, 320], "checkpoint": "all"})
             found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
     for count in gpus:

@@ -30,6 +30,9 @@ __all__ = ["Communicator", "box", "buckets"]
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
 
+FIRST_BUCKET_BYTES = 2**20
+"""Of the first parameters, whose gradients come last: nothing is left to hide their sum behind."""
+
 
 class Communicator(ABC):
     """Shards on a grid; this process holds some of them.
@@ -112,12 +115,16 @@ def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
 
 
 def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter."""
+    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter.
+
+    The first is smaller: see ``FIRST_BUCKET_BYTES``.
+    """
     result: list[list[Tensor]] = []
     filled = 0
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        if not result or filled + size > limit or result[-1][0].dtype != parameter.dtype:
+        room = min(limit, FIRST_BUCKET_BYTES) if len(result) == 1 else limit
+        if not result or filled + size > room or result[-1][0].dtype != parameter.dtype:
             result.append([])
             filled = 0
         result[-1].append(parameter)

@@ -278,7 +278,7 @@ def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]
         shape = list(ctx.like[0])
         shape[1] = count
         borders = [edge.narrow(1, first, count) for edge in kept[:edges]]
-        buffer = _written(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders)
+        buffer = _written(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders, ctx.halo)
         part = weight.narrow(1, first, count).contiguous(memory_format=layout)
         needs = first == 0 and ctx.needs_input_grad[2]
         found, weight_gradient, bias_found = derive(buffer, part, True, ctx.needs_input_grad[1], needs)
@@ -298,13 +298,14 @@ def _layout(tensor: Tensor) -> torch.memory_format:
 
 
 def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
-    """Copy the halo: a few planes, which would otherwise be fetched again."""
+    """Copy the halo, a few planes that would otherwise be fetched again; not the zeros at the volume's border."""
     if halo is None:
         return []
-    before, behind = halo.own
+    rank, (before, behind) = halo.shards.rank, halo.own
+    fetched = (before if rank > 0 else 0, behind if rank + 1 < len(halo.planes) else 0)
     return [
-        buffer.narrow(DIM, 0, before).clone(),
-        buffer.narrow(DIM, buffer.shape[DIM] - behind, behind).clone(),
+        buffer.narrow(DIM, 0, fetched[0]).clone(),
+        buffer.narrow(DIM, buffer.shape[DIM] - fetched[1], fetched[1]).clone(),
     ]
 
 
@@ -312,7 +313,7 @@ def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     """Compute the convolution's input again."""
     edges = 0 if ctx.halo is None else 2
     shape, dtype, layout = ctx.like
-    return _written(shape, dtype, layout, ctx.write, kept[edges:], kept[:edges])
+    return _written(shape, dtype, layout, ctx.write, kept[edges:], kept[:edges], ctx.halo)
 
 
 def _written(
@@ -322,14 +323,19 @@ def _written(
     write: Write,
     tensors: Sequence[Tensor],
     edges: Sequence[Tensor],
+    halo: Halo | None,
 ) -> Tensor:
-    """Write a slab between its edges, where it has some."""
+    """Write a slab between the edges of its halo, where it has one."""
     buffer = torch.empty(shape, dtype=dtype, device=tensors[0].device, memory_format=layout)
-    if not edges:
+    if halo is None:
         write(tensors, buffer, 0)
         return buffer
-    before, behind = (edge.shape[DIM] for edge in edges)
-    for edge, start in zip(edges, (0, shape[DIM] - behind), strict=True):
-        buffer.narrow(DIM, start, edge.shape[DIM]).copy_(edge)
+    before, behind = halo.own
+    for edge, start, planes in zip(edges, (0, shape[DIM] - behind), (before, behind), strict=True):
+        part = buffer.narrow(DIM, start, planes)
+        if edge.numel():
+            part.copy_(edge)
+        else:  # the volume's border
+            part.zero_()
     write(tensors, inner(buffer, (before, behind)), 0)
     return buffer
