@@ -20,7 +20,17 @@ from itertools import accumulate, pairwise
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.memory import Held, sums_of_runs
 
-__all__ = ["EVEN", "balance", "most_even", "pipeline_ms", "quickest", "spans", "sums", "unevenness"]
+__all__ = [
+    "EVEN",
+    "balance",
+    "most_even",
+    "pipeline_ms",
+    "price_of_evenness",
+    "quickest",
+    "spans",
+    "sums",
+    "unevenness",
+]
 
 TOLERANCE = 0.02
 """How much slower than the best each phase may be where that evens out memory."""
@@ -34,7 +44,12 @@ PRICE = 0.1
 # Sums of floats taken as differences differ in the last bits from sums taken in order.
 SLACK = 1 + 1e-9
 
+PRICES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+"""Shares of time at which an even cut is looked for, to say what it would cost."""
+
 UNLIMITED = float("inf")
+
+TINY_MS = 1e-9
 
 Found = tuple[tuple[float, ...], tuple[int, ...]]
 """The most expensive stage of a cut in each cost, and its lengths."""
@@ -94,7 +109,7 @@ def balance(
     limits = free if memory_limits is None else list(memory_limits)
     fastest = _fastest(phases, memory, limits)
     if fastest is None:
-        peak = _fullest(memory, stages)
+        peak = max(spans(memory, most_even(memory, stages)))
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
             f"device, and the "
@@ -136,15 +151,31 @@ def unevenness(held: Held, lengths: Sequence[int]) -> float:
     return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
 
 
+def price_of_evenness(
+    forward: Sequence[float], backward: Sequence[float], held: Held, lengths: Sequence[int]
+) -> float | None:
+    """Return how much slower a cut would be whose fullest stage holds at most ``EVEN`` times the mean.
+
+    As a share of the phases of the cut ``lengths``; ``None`` if none was found up to twice as slow.
+
+    Examples
+    --------
+    >>> price_of_evenness([1, 1, 1, 1], [0, 0, 0, 0], sums_of_runs([3, 2, 1, 1]), [2, 2])
+    0.5
+    """
+    phases, free = [sums_of_runs(forward), sums_of_runs(backward)], [UNLIMITED] * len(lengths)
+    now = [max(spans(phase, lengths)) for phase in phases]
+    for slack in PRICES:
+        slower = _least_full(phases, now, held, free, slack)
+        if unevenness(held, slower) <= EVEN:
+            return sum(max(spans(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
+    return None
+
+
 def most_even(held: Held, stages: int) -> list[int]:
     """Return the layers per stage of the cut whose fullest stage holds least."""
     ((_, lengths),) = _front([held], [[UNLIMITED] * stages], minimised=1)
     return list(lengths)
-
-
-def _fullest(held: Held, stages: int) -> float:
-    (((peak,), _),) = _front([held], [[UNLIMITED] * stages], minimised=1)
-    return peak
 
 
 def _fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:

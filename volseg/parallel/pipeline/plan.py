@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.balance import EVEN, balance, most_even, pipeline_ms, quickest, spans, sums, unevenness
+from volseg.parallel.pipeline.balance import (
+    EVEN,
+    balance,
+    most_even,
+    pipeline_ms,
+    price_of_evenness,
+    quickest,
+    spans,
+    sums,
+    unevenness,
+)
 from volseg.parallel.pipeline.costs import Measured
 from volseg.parallel.pipeline.memory import Held, held_bytes, sums_of_runs
 from volseg.parallel.pipeline.partition import LayerCost
@@ -28,8 +38,6 @@ STATE_COPIES = 4
 # A copy between two H200 took 13 us, and 390 GB/s; the launching around it takes longer.
 COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
-
-TINY_MS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +130,19 @@ def make_plan(
 
 
 def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
-    """Say how uneven memory is, and what the least fullest device would cost in time."""
-    if unevenness(memory, lengths) <= EVEN:
+    """Say how uneven memory is, and what evenness would cost."""
+    stages, ratio = spans(memory, lengths), unevenness(memory, lengths)
+    if ratio <= EVEN:
         return ""
-    even = most_even(memory, len(lengths))
-    here, there = ([max(sums(times, cut)) for times in (forward, backward)] for cut in (lengths, even))
-    stages, peak = spans(memory, lengths), max(spans(memory, even))
+    price = price_of_evenness(forward, backward, memory, lengths)
     return (
         f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
-        f"{unevenness(memory, lengths):.2f} times the mean; no cut holds less than {peak / 2**30:.2f} GiB on every "
-        f"device, and that one is {sum(there) / max(sum(here), TINY_MS) - 1:.0%} slower"
+        f"{ratio:.2f} times the mean; "
+        + (
+            f"layers allow no {EVEN} within twice the time"
+            if price is None
+            else f"{EVEN} would take {price:.0%} more time"
+        )
     )
 
 
