@@ -38,7 +38,7 @@ def quickstart(output: Path | None = None) -> str:
     config = load_config(_config_file(), [path_override("data.root", root), path_override("output", folder.path)])
     outcome = train(config)
     predict(folder, [root / "imagesTs"])
-    return closing_words(outcome)
+    return f"{closing_words(outcome)}\n  volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"
 
 
 def _free_folder() -> Path:

@@ -71,8 +71,7 @@ The run is in {folder} ({outcome.seconds:.0f} s); report: {folder / "report.md"}
 
 Next:
   tensorboard --logdir {quote(str(outcome.folder.tensorboard))}
-  volseg predict {quote(str(folder))} IMAGES... -o predictions
-  volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"""
+  volseg predict {quote(str(folder))} IMAGES... -o predictions"""
 
 
 def dice_table(summary: Summary, task: Task) -> str:
