@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.recording import Capture, Edge, Output
 from volseg.parallel.pipeline.transfer import copy_into, wait_for_departures
@@ -263,7 +264,7 @@ class _Replayed(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if ctx.ticket.is_used:
             raise ParallelError(

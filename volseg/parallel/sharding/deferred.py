@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
@@ -210,7 +210,7 @@ class _Normalize(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         context, pooled, voxels, has_bias, activation, room = ctx.plan
         mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors

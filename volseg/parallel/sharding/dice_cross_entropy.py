@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.errors import DataError
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import dice_kernels
 from volseg.parallel.sharding.dice_kernels import TRUTH, Terms
 
@@ -102,7 +102,7 @@ class _ClassSums(torch.autograd.Function):
         return dice_kernels.sums(logits, label, squared)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         # The loss depends on the sum of the parts alone: every part has the same slopes.
@@ -118,7 +118,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return (slopes * gradient).expand(ctx.shape), None, None

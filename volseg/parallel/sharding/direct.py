@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import first_convolution, kernels, large, last_convolution
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner, room_of
@@ -166,7 +166,7 @@ class _Convolve(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         if ctx.plan.channels_last and not last_convolution.suits(gradient, weight, ctx.plan.settings):

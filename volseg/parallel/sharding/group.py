@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.communicator import Communicator, box, buckets
 from volseg.parallel.sharding.layout import Span, spans, transfers
 from volseg.parallel.sharding.mailbox import mailbox
@@ -198,7 +198,7 @@ class _Fetch(torch.autograd.Function):
         return shards.exchange(slab, axis, dim, size, wanted)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         shards, *plan = ctx.plan
         return shards.give_back(gradient, *plan), None, None, None, None, None
@@ -211,7 +211,7 @@ class _Collect(torch.autograd.Function):
         return shards.stack(partial)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient[ctx.rank], None
 
@@ -225,7 +225,7 @@ class _Gather(torch.autograd.Function):
         return shards.assemble(slab, dims, sizes)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return box(gradient, *ctx.plan), None, None, None
 
@@ -237,7 +237,7 @@ class _Spread(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.shards.group)
@@ -252,7 +252,7 @@ class _Cut(torch.autograd.Function):
         return box(whole, dims, shards.owned(ctx.plan[2])[0]).clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         shards, dims, sizes = ctx.plan
         return shards.assemble(gradient.contiguous(), dims, sizes), None, None
@@ -267,7 +267,7 @@ class _Share(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *reduce_together(gradients, ctx.shards.group)
 
@@ -280,7 +280,7 @@ class _Average(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *reduce_together(gradients, ctx.replicas, average=True)
 

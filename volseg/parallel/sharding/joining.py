@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.deferred import Moment
 from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
@@ -92,6 +92,6 @@ class _Join(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *gradient.split(ctx.channels, 1)

@@ -1,0 +1,36 @@
+"""First derivatives only: what a backward pass of our own says to ``create_graph=True``."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from volseg.errors import UnsupportedOperatorError
+
+__all__ = ["first_order"]
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to be differentiated again, and compute the gradient without recording it.
+
+    torch's ``once_differentiable`` raises only if the gradient that comes in requires one; after a linear loss it does
+    not, and the second derivative would be missing without a word. Autograd runs a backward pass with gradients
+    enabled for ``create_graph=True`` alone.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        For ``create_graph=True``.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperatorError(
+                "ModelParallel computes no second derivatives (create_graph=True); use the plain network for them, "
+                "or a pipeline with launch='eager'"
+            )
+        return backward(ctx, *gradients)
+
+    return once
