@@ -3,7 +3,7 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from volseg.parallel.sharding.communicator import Communicator, buckets
 
 __all__ = ["Context"]
+
+MOST_PLANS = 4096
+"""Plans that are kept: those of a network for some hundred sizes of volumes."""
 
 
 class Context:
@@ -58,6 +61,8 @@ class Context:
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
         self._waiting: list[weakref.ref] = []
         self._said: set[str] = set()
+        self._plans: dict[Hashable, Any] = {}
+        self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
 
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Start a forward pass with these parameters, so that each is copied, and its gradient summed, once.
@@ -74,14 +79,18 @@ class Context:
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
+        shared = self._shared.get(id(whole))
+        if shared is not None:
+            return shared
         bucket = self._buckets.get(id(whole))
         if bucket is not None:
-            if id(whole) not in self._shared:
-                for parameter, copies in zip(bucket, self.communicator.share(bucket), strict=True):
-                    self._shared[id(parameter)] = copies
-                    self._shared_ids |= {id(copy) for copy in copies}
+            for parameter, copies in zip(bucket, self.communicator.share(bucket), strict=True):
+                self._shared[id(parameter)] = copies
+                self._shared_ids.update(map(id, copies))
             return self._shared[id(whole)]
         if not whole.requires_grad:
+            if self._alone == whole.device:
+                return [whole]
             return [whole.to(device, non_blocking=True) for device in self.communicator.devices]
         return self.communicator.spread(whole)
 
@@ -98,9 +107,18 @@ class Context:
             self._cast[key] = parameter.to(dtype)
         return self._cast[key]
 
+    def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = make()
+        return self._plans[key]
+
     def defer(self, volume: Any) -> None:
         """Remember a volume whose norm waits for the next operator."""
-        self._waiting = [*(waiting for waiting in self._waiting if waiting() is not None), weakref.ref(volume)]
+        self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
+        self._waiting.append(weakref.ref(volume))
 
     def settle(self) -> None:
         """Compute what waits, before anything is changed in place."""

@@ -10,9 +10,9 @@ changed in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -65,12 +65,13 @@ class Statistics:
     voxels: int
 
 
-def slab_voxels(context: Context, dims: tuple[int, ...], shape: torch.Size) -> list[int]:
+@lru_cache(maxsize=1024)
+def slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Return the number of voxels of every shard's slab, in the order of the grid."""
     counts = [prod(size for dim, size in enumerate(shape) if dim >= 2 and dim not in dims)]
-    for dim, shards in zip(dims, context.communicator.grid, strict=True):
+    for dim, shards in zip(dims, grid, strict=True):
         counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], shards)]
-    return counts
+    return tuple(counts)
 
 
 def statistics(
@@ -78,10 +79,10 @@ def statistics(
 ) -> Statistics:
     """Compute and combine the slabs' statistics."""
     context = volume.context
-    counts = slab_voxels(context, volume.dims, volume.shape)
+    counts = slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
         stacked = context.communicator.collect([kernels.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
-        shares = kernels.shares(tuple(counts), stacked.dtype, stacked.device)
+        shares = kernels.shares(counts, stacked.dtype, stacked.device)
         found = kernels.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
     mean, variance, rstd, scale, shift = found.unbind(0)
     return Statistics(mean, variance, rstd, scale, shift, sum(counts))
@@ -115,14 +116,19 @@ class Moment:
                 "the input of a norm or of a join was changed in place before the result was used; do that out of place"
             )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Compute as if then.
 
         The next operator may run under no_grad, or inside a checkpointed block that must not count this.
         """
         now = saved_tensors_frame()
         own = now is None or now == self.frame
+        if own and torch.is_grad_enabled() == self.grad_enabled:
+            return nullcontext()
+        return self._restored(own)
+
+    @contextmanager
+    def _restored(self, own: bool) -> Iterator[None]:
         hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
         with torch.set_grad_enabled(self.grad_enabled), hooks:
             yield
@@ -144,14 +150,17 @@ class Deferred:
     weight: Tensor | None
     bias: Tensor | None
     activation: kernels.Activation = kernels.IDENTITY
-    moment: Moment = field(default_factory=lambda: Moment())
+    moment: Moment = field(default_factory=Moment)
 
     def __post_init__(self) -> None:
         self.moment.note(self.slabs)
 
     def activated(self, activation: kernels.Activation) -> "Deferred | None":
         """Return this with an activation behind, or None where there is one already."""
-        return replace(self, activation=activation) if self.activation == kernels.IDENTITY else None
+        if self.activation != kernels.IDENTITY:
+            return None
+        given = self.context, self.dims, self.slabs, self.pooled, self.found, self.weight, self.bias
+        return Deferred(*given, activation, self.moment)
 
     @property
     def room(self) -> int:

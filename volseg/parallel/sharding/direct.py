@@ -12,7 +12,7 @@ a coarse level has ten, and half an empty wave of blocks. Elsewhere the gradient
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from volseg.parallel.sharding.windows import Window
 __all__ = ["Settings", "convolve", "plan"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settings:
     """Arguments of ``torch.ops.aten.convolution`` besides the tensors."""
 
@@ -40,7 +40,7 @@ class Settings:
     output_padding: tuple[int, ...]
     groups: int
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """In torch's order."""
         return (

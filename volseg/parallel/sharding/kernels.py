@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.sharding import triton_affine, triton_statistics, triton_tiles
+
 __all__ = [
     "IDENTITY",
     "Activation",
@@ -63,8 +65,6 @@ def _over_voxels(pairs: Tensor, like: Tensor) -> Tensor:
 
 def _fused(slab: Tensor) -> bool:
     """Say whether the Triton kernels take this slab."""
-    from volseg.parallel.sharding import triton_tiles
-
     return slab.is_cuda and slab.dtype != torch.float64 and triton_tiles.available()
 
 
@@ -90,8 +90,6 @@ def coefficients(
     Returns mean, biased variance, reciprocal deviation, scale and shift, ``(5, B, C)``.
     """
     if average is None and _fused(stacked) and stacked.dtype == torch.float32:
-        from volseg.parallel.sharding import triton_statistics
-
         return triton_statistics.coefficients(stacked, shares, weight, bias, eps)
     means, variances = stacked.unbind(1)
     mean = (means * shares).sum(0)
@@ -118,8 +116,6 @@ def backward_coefficients(
     Returns slope, offset, and the gradients of weight and bias for each sample, ``(4, B, C)``.
     """
     if average is None and _fused(stacked) and stacked.dtype == torch.float32:
-        from volseg.parallel.sharding import triton_statistics
-
         return triton_statistics.backward_coefficients(stacked, mean, rstd, weight, voxels)
     total, moment = stacked.sum(0)
     moment = moment * rstd
@@ -134,8 +130,6 @@ def backward_coefficients(
 def copy(slab: Tensor, out: Tensor) -> None:
     """Copy a slab into ``out``, which may be channels of a larger one."""
     if _fused(slab) and slab.dtype == out.dtype:
-        from volseg.parallel.sharding import triton_affine
-
         triton_affine.copy(slab, out)
     else:
         out.copy_(slab)
@@ -154,8 +148,6 @@ def in_layout(slab: Tensor, channels_last: bool) -> Tensor:
 def moments(slab: Tensor) -> Tensor:
     """Return mean and biased variance over the voxels, ``(2, B, C)``."""
     if _fused(slab):
-        from volseg.parallel.sharding import triton_statistics
-
         return triton_statistics.moments(slab)
     variance, mean = torch.var_mean(_wide(slab).flatten(2), 2, correction=0)
     return torch.stack([mean, variance])
@@ -166,8 +158,6 @@ def affine(
 ) -> Tensor:
     """Return ``act(slab * scale + shift)``, in ``out`` where it is given."""
     if _fused(slab):
-        from volseg.parallel.sharding import triton_affine
-
         return triton_affine.affine(slab, scale, shift, activation, out)
     result = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
     result = activation.apply(result).to(slab.dtype)
@@ -190,8 +180,6 @@ def gradient_sums(
     ``g`` is the gradient before the activation.
     """
     if _fused(slab):
-        from volseg.parallel.sharding import triton_affine
-
         return triton_affine.gradient_sums(gradient, slab, mean, scale, shift, activation)
     before = _before_activation(gradient, slab, scale, shift, activation).flatten(2)
     centered = _wide(slab).flatten(2) - mean.unsqueeze(-1)
@@ -210,8 +198,6 @@ def gradient_input(
 ) -> Tensor:
     """Return ``scale * g + slope * slab + offset``, in ``out`` where it is given; ``g`` is before the activation."""
     if _fused(slab):
-        from volseg.parallel.sharding import triton_affine
-
         return triton_affine.gradient_input(gradient, slab, scale, shift, slope, offset, activation, out)
     before = _before_activation(gradient, slab, scale, shift, activation)
     result = torch.addcmul(_over_voxels(offset, slab), _wide(slab), _over_voxels(slope, slab))

@@ -195,6 +195,10 @@ class ShardedVolume(Tensor):
         """Number of dims."""
         return len(self._shape)
 
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return len(self._shape)
+
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Element type."""

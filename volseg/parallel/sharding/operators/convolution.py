@@ -44,6 +44,9 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     count = weight.ndim - 2
     if not spatial_only(volume, count):
         return unsupported(func, args, kwargs, "the input must be cut along a spatial dim, and the weight not at all")
+    chosen = _direct(volume, weight.shape, given)
+    if chosen is not None:
+        return convolve(volume, weight, bias, chosen)
     kernel = weight.shape[2:]
     stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
     before, after = _padding(given["padding"], kernel, dilation)
@@ -54,14 +57,6 @@ def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return unsupported(
             func, args, kwargs, "padding='same' of an even kernel pads one side more; use F.pad before it"
         )
-    if given["padding"] != "same" and len(cut) == 1:
-        i = cut[0]
-        zeros = (0,) * count
-        whole_settings = Settings(tuple(stride), tuple(before), tuple(dilation), False, zeros, given["groups"])
-        reach = (kernel[i] - 1) * dilation[i] + 1
-        chosen = direct(volume, plans[0], whole_settings, reach)
-        if chosen is not None:
-            return convolve(volume, weight, bias, chosen)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
@@ -122,13 +117,28 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
     return sharded_windows(volume, plans, local, whole)
 
 
-def direct(volume: ShardedVolume, plan: AxisPlan, whole: Settings, reach: int) -> Plan | None:
-    """Return how to convolve without the general exchange, if possible."""
-    inside, extra_inside = outside_cut(volume, whole.padding), outside_cut(volume, whole.output_padding)
-    along = replace(whole, padding=tuple(inside), output_padding=tuple(extra_inside))
-    if not can_split(plan.outputs, volume.context.communicator.shards):
+def _direct(volume: ShardedVolume, weight: torch.Size, given: dict[str, Any]) -> Plan | None:
+    """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
+    if given["padding"] == "same" or len(volume.dims) != 1:
         return None
-    return direct_plan(volume, plan.window, plan.outputs, whole, along, reach)
+    context, count = volume.context, len(weight) - 2
+    stride, dilation = tuple(per_dim(given["stride"], count)), tuple(per_dim(given["dilation"], count))
+    padding, groups = given["padding"], given["groups"]
+    padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
+
+    def make() -> Plan | None:
+        whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
+        along = replace(whole, padding=tuple(outside_cut(volume, padding)))
+        kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
+        (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
+        if not can_split(plan.outputs, context.communicator.shards):
+            return None
+        return direct_plan(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
+
+    layer = weight, stride, padding, dilation, groups
+    key = volume.shape, volume.dims, *layer, context.channels_last, context.frugal
+    found: Plan | None = context.planned(key, make)
+    return found
 
 
 def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:

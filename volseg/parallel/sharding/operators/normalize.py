@@ -82,9 +82,11 @@ def _with_running(
     if mean is not None:
         count = found.voxels * (volume.shape[0] if pooled.over_batch else 1)
         with torch.no_grad():
-            unbiased = found.variance.mean(0) * (count / (count - 1))
-            mean.lerp_(found.mean.mean(0).to(mean), given["momentum"])
-            var.lerp_(unbiased.to(var), given["momentum"])
+            # Samples that share their statistics have the same ones: no average of them is needed.
+            alike = pooled.over_batch or volume.shape[0] == 1
+            center, variance = (x[0] if alike else x.mean(0) for x in (found.mean, found.variance))
+            mean.lerp_(center.to(mean), given["momentum"])
+            var.lerp_((variance * (count / (count - 1))).to(var), given["momentum"])
     return result
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.table import handles, unsupported, volumes
+from volseg.parallel.sharding.table import handles, nested, unsupported, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["aligned", "pointwise", "run_local"]
@@ -259,16 +259,24 @@ def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int],
 
 def run_local(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, list[Any]]:
     """Run ``func`` on each slab with aligned operands; return the reference volume and the results."""
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves = [*args, *kwargs.values()]
+    if not nested(leaves):
+
+        def call(row: Sequence[Any]) -> Any:
+            return func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
+    else:
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def call(row: Sequence[Any]) -> Any:
+            local_args, local_kwargs = tree_unflatten(list(row), structure)
+            return func(*local_args, **local_kwargs)
+
     given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
     ndim = max(leaf.ndim for leaf in leaves if isinstance(leaf, Tensor))
     # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
     like = max(given, key=lambda volume: volume.ndim)
     columns = [aligned(leaf, like, ndim) for leaf in leaves]
-    results = []
-    for row in zip(*columns, strict=True):
-        local_args, local_kwargs = tree_unflatten(list(row), structure)
-        results.append(func(*local_args, **local_kwargs))
+    results = [call(row) for row in zip(*columns, strict=True)]
     return like, results
 
 
