@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from spatial_checks import CHECKS
 from spatial_largest import finished, plot, search, table
+from spatial_peers import Stack, shard_tensor_step
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
@@ -44,6 +46,8 @@ def build(name: str) -> nn.Module:
     if name == "dynunet":
         kernels, strides = [3] * 5, [1, 2, 2, 2, 2]
         return DynUNet(3, 1, CLASSES, kernels, strides, strides[1:], filters=[32, 64, 128, 256, 320])
+    if name == "stack":
+        return Stack(CLASSES)
     if name == "small":  # for dry runs
         return DynUNet(3, 1, CLASSES, [3] * 3, [1, 2, 2], [2, 2], filters=[4, 8, 8])
     net = VNet(out_channels=CLASSES)
@@ -66,10 +70,15 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         return CHECKS[row["kind"]](row, device)
     net = build(row["net"]).to(device)
     shape = tuple(row["shape"])
+    model: Any
     plain = row["kind"] == "plain"
-    if plain:
+    peer = row["kind"] == "shardtensor"
+    if peer:
+        torch.distributed.init_process_group(device_id=device if cuda else None)
+        model, own = net, (1, 1, shape[0] // int(os.environ["WORLD_SIZE"]), *shape[1:])
+    elif plain:
         layout = torch.channels_last_3d if row.get("channels_last") else torch.contiguous_format
-        model: nn.Module = net.to(memory_format=layout)
+        model = net.to(memory_format=layout)
         own = (1, 1, *shape)
     else:
         model = ModelParallel(
@@ -79,7 +88,9 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     # Each process makes its own planes: no process could hold a whole large volume.
     image: Any = torch.randn(own, device=device)
     label: Any = torch.randint(0, CLASSES, own, device=device, dtype=torch.uint8)
-    if not plain:
+    if peer:
+        model, peer_loss = shard_tensor_step(net, image, label, (1, 1, *shape))
+    elif not plain:
         image, label = (from_slab(model, part, (1, 1, *shape)) for part in (image, label))  # type: ignore[arg-type]
     # The same loss twice: MONAI's holds sixty bytes per voxel by itself.
     monai_loss = plain or row.get("loss") == "monai"
@@ -88,9 +99,15 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
 
     def step(image: Any, label: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            output = model(image)
-        loss = objective(output.float(), label) if monai_loss else dice_cross_entropy(output, label, Terms())
+        if peer:
+            loss = peer_loss()
+        else:
+            with torch.autocast(device.type, torch.bfloat16):
+                output = model(image)
+            if row["net"] == "stack":  # what its peer computes
+                loss = F.cross_entropy(output.float(), label[:, 0].long())
+            else:
+                loss = objective(output.float(), label) if monai_loss else dice_cross_entropy(output, label, Terms())
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -217,6 +234,11 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             found.append({"part": "checkpoint", **common, "shape": [160 * count, 320, 320], "checkpoint": "all"})
             found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
     for count in gpus:
+        peers = {"part": "peer", "gpus": count, "shape": [128 * count, 128, 128]}
+        found.append(peers | {"kind": "spatial", "net": "stack"})
+        if count > 1:  # each in a group of its own, since a failure ends it
+            found += [peers | {"kind": "shardtensor", "net": net} for net in ("stack", "dynunet", "vnet")]
+    for count in gpus:
         common = {"kind": "spatial", "net": "dynunet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
         found.append({"part": "huge", **common, "shape": [1024, 512, 512]})
         found.append({"part": "largest", **common, "kind": "largest", "steps": 1})
@@ -234,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--parts", nargs="*", default=[])
-    parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet"])
+    parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet", "stack"])
     parser.add_argument("--rows", help="JSON list of rows to run instead")
     parser.add_argument("--limit", type=float, default=30, help="seconds per row")
     parser.add_argument("--search", type=float, default=180, help="seconds per search of the largest cube")
