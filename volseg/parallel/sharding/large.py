@@ -42,11 +42,11 @@ class _Stack:
 def _stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) -> list[_Stack]:
     """Return one stack where nothing is large; ``arguments`` are those of ``torch.ops.aten.convolution``."""
     stride, padding, dilation, transposed = arguments[:4]
+    elements = slab.shape[0] * slab.shape[2:].numel() * max(slab.shape[1], weight.shape[0])
+    if elements <= limit or slab.ndim != 5 or transposed:
+        return []
     planes, reach = slab.shape[DIM], (weight.shape[DIM] - 1) * dilation[0] + 1
     outputs = (planes + 2 * padding[0] - reach) // stride[0] + 1
-    elements = slab.shape[0] * slab.shape[3:].numel() * planes * max(slab.shape[1], weight.shape[0])
-    if slab.ndim != 5 or transposed or elements <= limit:
-        return []
     # Half of the limit: the halo, and a stride that does not divide, fit in.
     count = min(outputs, -(-2 * elements // limit))
     found = []

@@ -56,9 +56,13 @@ if triton is not None:
 
 def strides_of(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return the strides of sample, channel and voxel, or None where the voxels are not evenly spaced."""
-    stride, size = tensor.stride(), tensor.shape
+    return _strides_of(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)  # each launch asks several times, about the same few slabs in every step
+def _strides_of(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
     step = stride[-1]
-    for dim in range(tensor.ndim - 2, 1, -1):
+    for dim in range(len(size) - 2, 1, -1):
         if size[dim] > 1 and stride[dim] != stride[dim + 1] * size[dim + 1]:
             return None
     return stride[0], stride[1], step
@@ -88,7 +92,9 @@ def tile_size(tensor: Tensor) -> tuple[int, int]:
 
 def launch_on(tensor: Tensor) -> AbstractContextManager[Any]:
     """Launch on the tensor's device; Triton's interpreter runs on the CPU."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 @lru_cache(maxsize=8)

@@ -45,15 +45,15 @@ class ShardedVolume(Tensor):
 
     dims: tuple[int, ...]
     context: Context
-    recipe: "Recipe | None"
-    room: int
-    parts: list[Tensor] | None
+    recipe: "Recipe | None" = None
+    room: int = 0
+    parts: list[Tensor] | None = None
     deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
     _versions_of_recipe: list[int]
-    _shown: bool
-    _released: bool
+    _shown: bool = False
+    _released: bool = False
     _bytes: int
 
     @staticmethod
@@ -69,19 +69,16 @@ class ShardedVolume(Tensor):
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
         # the result (grad_fn), and can be refused: autograd does not see the slabs inside.
         first = slabs[0]
-        differentiable = first.is_floating_point() or first.is_complex()
+        dtype, size = first.dtype, torch.Size(shape)
+        differentiable = dtype.is_floating_point or dtype.is_complex
         shell = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=differentiable
+            cls, size, dtype=dtype, device=first.device, requires_grad=differentiable
         )
         shell._slabs = list(slabs)
         shell.deferred = deferred
-        shell.recipe = None
-        shell.room = 0
-        shell.parts = None
-        shell._shown = shell._released = False
         shell.dims = tuple(dims)
         shell.context = context
-        shell._shape = torch.Size(shape)
+        shell._shape = size
         return shell
 
     @classmethod

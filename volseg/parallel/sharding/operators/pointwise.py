@@ -226,12 +226,12 @@ CONVERSIONS = [
 ]
 
 
-def aligned(operand: Any, like: ShardedVolume, _ndim: int) -> list[Any]:
-    """Return an operand of a broadcast of ``ndim`` dims as one value per slab of ``like``."""
-    context = like.context
-    count = len(like.slabs)
+def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
+    """Return an operand of a broadcast as one value per slab of ``like``."""
+    if operand is like:
+        return list(like.slabs)
     if not isinstance(operand, Tensor):
-        return [operand] * count
+        return [operand] * len(like.context.communicator.devices)
     # Cut dims counted from the end, as broadcasting does.
     wanted = [dim - like.ndim for dim in like.dims]
     if isinstance(operand, ShardedVolume):
@@ -239,7 +239,7 @@ def aligned(operand: Any, like: ShardedVolume, _ndim: int) -> list[Any]:
         if dims == wanted and operand.sizes == like.sizes:
             return list(operand.slabs)
         operand = operand.full_tensor()
-    return _cut_or_spread(operand, wanted, like.sizes, context)
+    return _cut_or_spread(operand, wanted, like.sizes, like.context)
 
 
 def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context) -> list[Tensor]:
@@ -260,7 +260,7 @@ def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int],
 def run_local(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, list[Any]]:
     """Run ``func`` on each slab with aligned operands; return the reference volume and the results."""
     leaves = [*args, *kwargs.values()]
-    if not nested(leaves):
+    if not any(map(nested, leaves)):
 
         def call(row: Sequence[Any]) -> Any:
             return func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
@@ -272,10 +272,9 @@ def run_local(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Shar
             return func(*local_args, **local_kwargs)
 
     given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
-    ndim = max(leaf.ndim for leaf in leaves if isinstance(leaf, Tensor))
     # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
-    like = max(given, key=lambda volume: volume.ndim)
-    columns = [aligned(leaf, like, ndim) for leaf in leaves]
+    like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
+    columns = [aligned(leaf, like) for leaf in leaves]
     results = [call(row) for row in zip(*columns, strict=True)]
     return like, results
 

@@ -149,7 +149,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if isinstance(value, Tensor):
         like = ShardedVolume(volume.slabs, kept, [0] * ndim, volume.context)
         like._shape = torch.Size(_sizes_at(kept, volume.sizes, ndim))
-        values = aligned(value, like, ndim)
+        values = aligned(value, like)
     else:
         values = [value] * len(volume.slabs)
     volume.context.settle()
