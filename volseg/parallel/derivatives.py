@@ -28,8 +28,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UnsupportedOperatorError(
-                "ModelParallel computes no second derivatives (create_graph=True); use the plain network for them, "
-                "or a pipeline with launch='eager'"
+                "ModelParallel and volseg's DiceCELoss compute no second derivatives (create_graph=True); for them use "
+                "the plain network with monai.losses.DiceCELoss, or a pipeline with launch='eager'"
             )
         return backward(ctx, *gradients)
 

@@ -274,6 +274,7 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "date": time.strftime("%Y-%m-%d"),
         "rows": [],
     }

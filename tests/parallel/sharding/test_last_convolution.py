@@ -80,6 +80,19 @@ def test_part_of_a_wider_tensor_is_read_where_it_lies() -> None:
 
 
 @pytest.mark.gpu
+def test_permuted_gradients_and_inputs() -> None:
+    x = torch.randn(2, 32, 6, 5, 7, device="cuda").half().contiguous(memory_format=torch.channels_last_3d)
+    weight = torch.randn(3, 32, 1, 1, 1, device="cuda").half()
+    gradient = torch.randn(2, 3, 6, 5, 7, device="cuda").half()
+    expected = last_convolution.backward(gradient, x, weight, needs_input=True)
+    for dims in ((2, 4), (3, 4)):
+        permuted = [tensor.transpose(*dims).contiguous().transpose(*dims) for tensor in (gradient, x)]
+        assert last_convolution.forward(permuted[1], weight, None).equal(last_convolution.forward(x, weight, None))
+        for one, other in zip(last_convolution.backward(*permuted, weight, needs_input=True), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", [None, "all"])
 def test_a_network_trains_with_them(checkpoint: str | None) -> None:
     def gradients(net: nn.Module, dtype: torch.dtype) -> list[Tensor]:

@@ -234,7 +234,10 @@ class _Normalize(torch.autograd.Function):
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
         # The convolution in front of the norm wants neighbours' planes around its gradient.
-        inputs = [kernels.gradient_input(*row, activation, out=roomy(row[1], room) if room else None) for row in rows]
+        inputs = [
+            kernels.gradient_input(*row, activation, out=roomy(row[1], room) if room and len(row[1]) == 1 else None)
+            for row in rows
+        ]
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
         return None, weight_gradient, bias_gradient, *inputs

@@ -12,6 +12,7 @@ Two sets of words are enough: who writes those of call ``n + 2`` has those of ca
 call ``n`` before it sent them. What travels is read in the order of the grid, so sums agree bit for bit.
 """
 
+import logging
 from functools import cache
 
 import torch
@@ -24,11 +25,14 @@ from volseg.parallel.sharding.triton_tiles import launch_on, tl, triton
 
 __all__ = ["CAPACITY", "Mailbox", "mailbox"]
 
+logger = logging.getLogger(__name__)
+
 CAPACITY = 8192
 """Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
 
 PATIENCE = 2**30
-"""Looks at words that do not come before the result is NaN: some ten minutes, as NCCL waits."""
+"""Looks at words that do not come before the result is NaN: some ten minutes, NCCL's default, whatever timeout the
+group has. A process that is later than that, or has gone, so shows in the loss, which the training loop refuses."""
 
 if triton is not None:
 
@@ -37,7 +41,7 @@ if triton is not None:
         own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
-        words = (call % 2) * SHARDS * CAPACITY
+        words = (call & 1) * SHARDS * CAPACITY
         lanes = tl.arange(0, BLOCK)
         for first in range(0, n, BLOCK):
             i = first + lanes
@@ -54,7 +58,7 @@ if triton is not None:
                 i = first + lanes
                 place = home + peer * CAPACITY + i
                 word = tl.load(place, mask=i < n, other=0, volatile=True)
-                while (tl.min(tl.where(i < n, word >> 32, call), 0) != call) & (looks < patience):
+                while (tl.max(((word >> 32 != call) & (i < n)).to(tl.int32), 0) != 0) & (looks < patience):
                     word = tl.load(place, mask=i < n, other=0, volatile=True)
                     looks += 1
                 value = word.to(tl.int32).to(tl.float32, bitcast=True)
@@ -117,8 +121,14 @@ def mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
         if boxes is None:
             return None
         found = Mailbox(boxes, dist.get_rank(group), device)
-        # Once, with an end: what can be mapped might still not be reached.
-        numbers = found.stack(torch.full((1,), float(found.rank), device=device), patience=2**22)
+        own = torch.full((1,), float(found.rank), device=device)
+        found.stack(own, patience=0)  # compiles, and waits for nobody
         reached = [False] * shards
+        dist.all_gather_object(reached, True, group=group)
+        # Once, with an end: what can be mapped might still not be reached.
+        numbers = found.stack(own, patience=2**22)
         dist.all_gather_object(reached, numbers.flatten().tolist() == list(range(shards)), group=group)
-    return found if all(reached) else None
+    if not all(reached):
+        logger.info("GPUs exchange statistics through NCCL: what they write does not reach the others' memory")
+        return None
+    return found

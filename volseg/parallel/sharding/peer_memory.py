@@ -65,8 +65,9 @@ def map_together(group: dist.ProcessGroup, device: torch.device, size: int) -> l
             driver = ctypes.CDLL("libcuda.so.1")
             own, handle = _allocated(driver, size)
             offer = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), handle
-        except (OSError, ParallelError) as fault:
+        except (OSError, AttributeError, ParallelError) as fault:  # whatever it is, the others wait for this one's word
             logger.info("GPUs exchange statistics through NCCL: %s", fault)
+        torch.cuda.synchronize(device)  # cleared, before anybody writes
         offers: list[Any] = [None] * shards
         dist.all_gather_object(offers, offer, group=group)
         if None in offers or len({host for host, *_ in offers}) > 1 or len({gpu for _, gpu, _ in offers}) < shards:

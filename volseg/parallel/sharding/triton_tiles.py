@@ -76,8 +76,11 @@ def spaced(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def even(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor itself, or a copy laid out like ``like``."""
-    return tensor if strides_of(tensor) is not None else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    """Return the tensor itself, or a copy laid out like ``like``, or contiguous where neither is evenly spaced."""
+    if strides_of(tensor) is not None:
+        return tensor
+    copy = torch.empty_like(like, dtype=tensor.dtype)
+    return tensor.contiguous() if strides_of(copy) is None else copy.copy_(tensor)
 
 
 def tile_size(tensor: Tensor) -> tuple[int, int]:
