@@ -74,7 +74,8 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     plain = row["kind"] == "plain"
     peer = row["kind"] == "shardtensor"
     if peer:
-        torch.distributed.init_process_group(device_id=device if cuda else None)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(device_id=device if cuda else None)
         model, own = net, (1, 1, shape[0] // int(os.environ["WORLD_SIZE"]), *shape[1:])
     elif plain:
         layout = torch.channels_last_3d if row.get("channels_last") else torch.contiguous_format
