@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map
 
 from volseg.errors import UnsupportedOperatorError
@@ -89,9 +89,15 @@ def nested(value: Any) -> bool:
     return holds and (isinstance(value, dict) or set(map(type, value)) != {int})
 
 
+PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
+"""Most arguments of most functions: told by one look at the type."""
+
+
 def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     found: list[ShardedVolume] = []
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, ShardedVolume):
             found.append(value)
         elif nested(value):

@@ -78,15 +78,21 @@ def _with_running(
         ]
         rows = zip(volume.slabs, *columns, strict=True)
         return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, given["eps"]) for x, m, v, w, b in rows])
+    count = volume.shape[2:].numel() * (volume.shape[0] if pooled.over_batch else 1)
+    if count == 1:  # torch's rule
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
     result, found = normalize(volume, pooled, weight, bias, given["eps"])
     if mean is not None:
-        count = found.voxels * (volume.shape[0] if pooled.over_batch else 1)
         with torch.no_grad():
             # Samples that share their statistics have the same ones: no average of them is needed.
             alike = pooled.over_batch or volume.shape[0] == 1
-            center, variance = (x[0] if alike else x.mean(0) for x in (found.mean, found.variance))
-            mean.lerp_(center.to(mean), given["momentum"])
-            var.lerp_((variance * (count / (count - 1))).to(var), given["momentum"])
+            center, variance = (
+                (found.mean[0], found.variance[0]) if alike else (found.mean.mean(0), found.variance.mean(0))
+            )
+            momentum, variance = given["momentum"], variance.to(var)
+            mean.lerp_(center.to(mean), momentum)
+            # Towards the unbiased variance, count / (count - 1) times the biased one.
+            var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
     return result
 
 
