@@ -22,8 +22,8 @@ The parts, from plan to effect:
   handlers.
 - ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_*``: norms that wait for their activation,
   joins that wait for their convolution, inputs that are computed again instead of kept.
-- ``halo``, ``direct``, ``first_convolution``: convolution of a process's one slab with the halo received in place;
-  the one of few input channels.
+- ``halo``, ``direct``: convolution of a process's one slab with the halo received in place; ``first_convolution``,
+  ``last_convolution``, ``wide_convolution``: those that cuDNN is slow at.
 - ``dice_cross_entropy``, ``dice_kernels``, ``dice_triton``: the usual loss in one pass over logits and label.
 - ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``, ``verify``: what a user sees.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
-from volseg.parallel.sharding import first_convolution, kernels, large, last_convolution
+from volseg.parallel.sharding import first_convolution, kernels, large, last_convolution, wide_convolution
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner, room_of
 from volseg.parallel.sharding.recipes import Join, Recipe, Write
@@ -191,6 +191,8 @@ def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> 
         return first_convolution.forward(buffer, weight, settings.padding)
     if last_convolution.suits(buffer, weight, settings):
         return last_convolution.forward(buffer, weight, bias)
+    if wide_convolution.suits(buffer, weight, settings):
+        return wide_convolution.forward(buffer, weight, bias, settings.padding)
     result = large.convolution(buffer, weight, bias, settings.arguments)
     # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
     return kernels.in_layout(result, channels_last=True)
@@ -199,13 +201,37 @@ def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> 
 def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: bool) -> Sequence[Any]:
     """Return the gradients of input, weight and bias that are asked for."""
     settings = ctx.plan.settings
-    if ctx.plan.channels_last and last_convolution.suits(gradient, weight, settings):
-        found = last_convolution.backward(gradient, buffer, weight, needs_input=mask[0])
-        return [value if needed else None for value, needed in zip(found, mask, strict=True)]
-    alone = mask == (False, True, False) and ctx.plan.channels_last
-    if alone and first_convolution.suits(buffer, weight, None, settings):
-        return None, first_convolution.weight_gradient(gradient, buffer, weight, settings.padding), None
-    return large.convolution_backward(gradient, buffer, weight, ctx.bias_sizes, settings.arguments, list(mask))
+    found: list[Tensor | None] = [None, None, None]
+    if ctx.plan.channels_last:
+        if last_convolution.suits(gradient, weight, settings):
+            each = last_convolution.backward(gradient, buffer, weight, needs_input=mask[0])
+            return [value if needed else None for value, needed in zip(each, mask, strict=True)]
+        if mask[0]:
+            found[0] = _own_input_gradient(gradient, buffer, weight, settings)
+        if mask[1]:
+            found[1] = _own_weight_gradient(gradient, buffer, weight, settings)
+    rest = [needed and value is None for needed, value in zip(mask, found, strict=True)]
+    if not any(rest):
+        return found
+    others = large.convolution_backward(gradient, buffer, weight, ctx.bias_sizes, settings.arguments, rest)
+    return [other if value is None else value for value, other in zip(found, others, strict=True)]
+
+
+def _own_input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor | None:
+    """Return the input's gradient by our own kernels, or None where there are none."""
+    if first_convolution.gradients_suit(gradient, slab, weight, settings):
+        return first_convolution.input_gradient(gradient, weight, settings.padding)
+    return None
+
+
+def _own_weight_gradient(gradient: Tensor, buffer: Tensor, weight: Tensor, settings: Settings) -> Tensor | None:
+    if first_convolution.suits(buffer, weight, None, settings):
+        return first_convolution.weight_gradient(gradient, buffer, weight, settings.padding)
+    if first_convolution.gradients_suit(gradient, buffer, weight, settings):
+        return first_convolution.weight_gradient_of_few_out(gradient, buffer, weight, settings.padding)
+    if wide_convolution.suits(buffer, weight, settings):
+        return wide_convolution.weight_gradient(gradient, buffer, weight, settings.padding)
+    return None
 
 
 class _Gradients:
@@ -243,7 +269,9 @@ class _Gradients:
         settings = self.ctx.plan.settings
         wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
         slab, mask = inner(buffer, self.halo.own), [True, False, False]
-        found = large.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
+        found = _own_input_gradient(self.around, slab, weight, wide) if self.ctx.plan.channels_last else None
+        if found is None:
+            found = large.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
         assert found is not None
         return found
 

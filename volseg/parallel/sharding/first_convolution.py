@@ -1,11 +1,14 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A network's first convolution, of few channels, in half precision with channels last: two Triton kernels.
+"""Convolution of few channels in half precision with channels last, a network's first: two Triton kernels.
 
 cuDNN has no tensor core kernel for one input channel, computes in contiguous layout and converts afterwards. Here the
 taps of a voxel (3 x 3 x 3 of one channel: 27, padded to 32) take the place of the channels: a matrix product of
 ``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. The input's
 gradient, which a first convolution is not asked for, is left to cuDNN.
+
+Where a convolution has few channels *out* (the 5 x 5 x 5 one before a V-Net's classes), its gradients are such
+convolutions: of the output's gradient, few channels, with the flipped kernel.
 """
 
 from math import prod
@@ -14,28 +17,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.triton_tiles import tl, triton
+
 if TYPE_CHECKING:
     from volseg.parallel.sharding.direct import Settings
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+__all__ = [
+    "forward",
+    "gradients_suit",
+    "input_gradient",
+    "suits",
+    "weight_gradient",
+    "weight_gradient_of_few_out",
+]
 
-__all__ = ["forward", "suits", "weight_gradient"]
-
-MOST_TAPS = 128
-"""Of one output voxel: 125 for the first convolution of a V-Net."""
+MOST_CHANNELS, MOST_TAPS = 4, 512
+"""Channels in, and taps in all of them: 125 for the first convolution of a V-Net."""
 
 
 def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: "Settings") -> bool:
     """Say whether the kernels take this convolution."""
+    return bias is None and _suit(slab, weight.shape[0], weight.shape[1], weight, settings)
+
+
+def gradients_suit(gradient: Tensor, slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+    """Say whether the kernels take the gradients of this convolution, from the output's."""
+    if not _suit(gradient, weight.shape[1], weight.shape[0], weight, settings) or max(weight.shape[2:]) == 1:
+        return False
+    inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
+    return inside and slab.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def _suit(slab: Tensor, out: int, own: int, weight: Tensor, settings: "Settings") -> bool:
+    if own > MOST_CHANNELS or not 16 <= out <= 64 or own * prod(weight.shape[2:]) > MOST_TAPS:
+        return False
     ones = (1,) * (slab.ndim - 2)
     simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
     half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
-    small = weight[0].numel() <= MOST_TAPS and 16 <= weight.shape[0] <= 64
-    return triton is not None and slab.is_cuda and slab.ndim == 5 and bias is None and half and simple and small
+    return triton is not None and slab.is_cuda and slab.ndim == 5 and half and simple
 
 
 if triton is not None:
@@ -144,3 +163,18 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     with torch.cuda.device_of(slab):
         _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
+
+
+def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the input of a convolution with few channels out, from that of its output."""
+    return forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), _around(weight, padding))
+
+
+def weight_gradient_of_few_out(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the weight of a convolution with few channels out: slab and gradient change places."""
+    turned = weight.transpose(0, 1)
+    return weight_gradient(slab, gradient, turned, _around(weight, padding)).flip(2, 3, 4).transpose(0, 1)
+
+
+def _around(weight: Tensor, padding: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))

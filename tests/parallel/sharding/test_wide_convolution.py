@@ -1,0 +1,103 @@
+"""Wide convolutions' own kernels against convolution in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding import wide_convolution
+from volseg.parallel.sharding.direct import Settings
+
+SHAPES = {
+    "even": ((1, 128, 8, 8, 8), 128, (2, 2, 2)),
+    "slab with its halo": ((1, 128, 8, 6, 7), 160, (0, 2, 2)),
+    "two samples, channels that no tile divides": ((2, 144, 5, 7, 3), 136, (2, 1, 3)),
+    "one plane": ((3, 128, 1, 4, 5), 128, (2, 2, 2)),
+}
+
+
+def settings(padding: tuple[int, ...], **changed: Any) -> Settings:
+    ones, zeros = (1, 1, 1), (0, 0, 0)
+    plain = {"stride": ones, "dilation": ones, "transposed": False, "output_padding": zeros, "groups": 1}
+    return Settings(padding=padding, **{**plain, **changed})
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("padding", [(2, 2, 2), (0, 1, 4)])
+def test_forward_is_the_input_gradient_of_the_flipped_kernel(padding: tuple[int, ...]) -> None:
+    x, weight, bias = torch.randn(2, 3, 6, 7, 5).double(), torch.randn(4, 3, 5, 5, 5).double(), torch.randn(4).double()
+    got = wide_convolution.forward(x, weight, bias, padding)
+    torch.testing.assert_close(got, F.conv3d(x, weight, bias, padding=padding))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 10, 127, 128, 129, 160, 1000, 2**20 + 7])
+def test_divider(n: int) -> None:
+    multiplier, shift = wide_convolution.divider(n)
+    assert -(2**31) <= multiplier < 2**31
+    for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
+        assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
+
+
+def test_what_has_no_kernel_is_left_to_torch() -> None:
+    slab, weight = torch.zeros(1, 128, 4, 4, 4).bfloat16(), torch.zeros(128, 128, 5, 5, 5).bfloat16()
+    assert not wide_convolution.suits(slab, weight, settings((2, 2, 2)))  # on the CPU
+
+
+@pytest.mark.gpu
+def test_which_convolutions_have_kernels() -> None:
+    slab, weight, padding = half(1, 128, 4, 4, 4), half(128, 128, 5, 5, 5), (2, 2, 2)
+    assert wide_convolution.suits(slab, weight, settings(padding))
+    assert not wide_convolution.suits(slab.float(), weight.float(), settings(padding))
+    assert not wide_convolution.suits(slab, weight, settings(padding, stride=(2, 2, 2)))
+    assert not wide_convolution.suits(slab, weight, settings((5, 2, 2)))
+    assert not wide_convolution.suits(slab, weight[:64], settings(padding))
+    assert not wide_convolution.suits(slab, weight[..., :3, :3, :3], settings(padding))
+    assert not wide_convolution.suits(slab.contiguous(), weight, settings(padding))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_equal_float64(name: str, dtype: torch.dtype) -> None:
+    shape, out, padding = SHAPES[name]
+    x, weight = half(*shape, dtype=dtype), half(out, shape[1], 5, 5, 5, dtype=dtype)
+    exact = weight.double().requires_grad_()
+    expected = F.conv3d(x.double(), exact, padding=padding)
+    gradient = half(*expected.shape, dtype=dtype)
+    (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32
+    got = wide_convolution.forward(x, weight, None, padding)
+    derived = wide_convolution.weight_gradient(gradient, x, weight, padding)
+    assert derived.equal(wide_convolution.weight_gradient(gradient, x, weight, padding))
+    assert derived.is_contiguous(memory_format=torch.channels_last_3d)
+    for value, other in ((got, expected.detach()), (derived, wanted)):
+        assert value.shape == other.shape
+        assert float((value.double() - other).abs().max() / other.abs().max()) < 2 * rounding
+
+
+@pytest.mark.gpu
+def test_a_network_trains_with_them() -> None:
+    def gradients(net: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            net(image.to(dtype)).square().mean().backward()
+        return [parameter.grad.double() for parameter in net.parameters() if parameter.grad is not None]
+
+    image = torch.randn(1, 1, 6, 8, 10, device="cuda")
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Conv3d(1, 128, 1), nn.InstanceNorm3d(128), nn.PReLU(128)]
+        layers += [nn.Conv3d(128, 128, 5, padding=2), nn.BatchNorm3d(128), nn.ELU(), nn.Conv3d(128, 3, 5, padding=2)]
+        nets.append(nn.Sequential(*layers).cuda())
+    wanted = gradients(nets[0].double(), torch.float64)
+    got = gradients(ModelParallel(nets[1], strategy="spatial", devices=["cuda:0"]), torch.float32)
+    largest = max(float(value.norm()) for value in wanted)
+    for one, other in zip(got, wanted, strict=True):
+        # Of a bias in front of a norm nothing but rounding is left.
+        assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)
