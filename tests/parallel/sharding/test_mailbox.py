@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from volseg.parallel import launch
+from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.group import ProcessGroupShards
+from volseg.parallel.sharding.kernels import Activation
 from volseg.parallel.sharding.mailbox import CAPACITY, Mailbox
 from volseg.parallel.sharding.processes import start_group
 
@@ -47,6 +49,48 @@ def test_streams_of_one_gpu_exchange(shards: int) -> None:
         torch.cuda.synchronize()
         for result in got:
             assert torch.equal(result, torch.stack(sent)), call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
+    memory = torch.zeros(shards, Mailbox.size(shards), dtype=torch.uint8, device="cuda")
+    device = memory.device
+    boxes = [box.data_ptr() for box in memory]
+    sides = [Mailbox(boxes, rank, device) for rank in range(shards)]
+    streams = [torch.cuda.Stream() for _ in range(shards)]
+    slabs = [torch.randn(2, 20, 3 + rank, 5, 4, device=device) * 3 + 7 for rank in range(shards)]
+    gradients = [torch.randn_like(slab) for slab in slabs]
+    weight, bias, activation = torch.rand(20, device=device), torch.rand(20, device=device), Activation("leaky", 0.1)
+    shares = kernels.shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
+    voxels = sum(slab[0, 0].numel() for slab in slabs)
+    moments = torch.stack([kernels.moments(slab) for slab in slabs])
+    wanted = kernels.coefficients(moments, shares, weight, bias, 1e-5, None)
+    mean, _, rstd, scale, shift = wanted
+    rows = zip(gradients, slabs, strict=True)
+    sums = torch.stack([kernels.gradient_sums(*row, mean, scale, shift, activation) for row in rows])
+    wanted_back = kernels.backward_coefficients(sums, mean, rstd, weight, voxels, None)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        got, back = [], []
+        for rank, stream in enumerate(streams):
+            box = sides[rank] if shards > 1 else None
+            with torch.cuda.stream(stream):
+                got.append(kernels.direct_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(streams):
+            box, known = sides[rank] if shards > 1 else None, (mean, rstd, scale, shift)
+            with torch.cuda.stream(stream):
+                back.append(
+                    kernels.direct_backward_coefficients(
+                        gradients[rank], slabs[rank], known, activation, weight, voxels, box
+                    )
+                )
+        torch.cuda.synchronize()
+        for results, expected in ((got, wanted), (back, wanted_back)):
+            for result in results:
+                torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+                assert result.equal(results[0])
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.sharding.layout import Span, spans
+from volseg.parallel.sharding.mailbox import Mailbox
 
 __all__ = ["Communicator", "box", "buckets"]
 
@@ -47,12 +48,15 @@ class Communicator(ABC):
         Device of each of these shards.
     home
         Device of whole values.
+    mailbox
+        How kernels exchange a few values between the shards by themselves, or None.
     """
 
     grid: tuple[int, ...]
     coordinates: list[tuple[int, ...]]
     devices: list[torch.device]
     home: torch.device
+    mailbox: Mailbox | None = None
 
     @property
     def shards(self) -> int:

@@ -25,6 +25,7 @@ from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
 from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.mailbox import CAPACITY
 from volseg.parallel.sharding.recipes import Recipe, normalized
 from volseg.parallel.sharding.volume import ShardedVolume
 
@@ -81,11 +82,26 @@ def statistics(
     context = volume.context
     counts = slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
-        stacked = context.communicator.collect([kernels.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
-        shares = kernels.shares(counts, stacked.dtype, stacked.device)
-        found = kernels.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
+        if _direct(context, pooled, volume.slabs):
+            (slab,) = volume.slabs
+            shares = kernels.shares(counts, torch.float32, slab.device)
+            found = kernels.direct_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
+        else:
+            stacked = context.communicator.collect(
+                [kernels.moments(slab) for slab in volume.slabs]
+            )  # (shards, 2, B, C)
+            shares = kernels.shares(counts, stacked.dtype, stacked.device)
+            found = kernels.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
     mean, variance, rstd, scale, shift = found.unbind(0)
     return Statistics(mean, variance, rstd, scale, shift, sum(counts))
+
+
+def _direct(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
+    """Say whether one kernel exchanges statistics and computes what follows from them."""
+    communicator = context.communicator
+    batch, channels = slabs[0].shape[:2]
+    reached = communicator.shards == 1 or (communicator.mailbox is not None and 2 * batch * channels <= CAPACITY)
+    return reached and len(slabs) == 1 and pooled.needed(batch) is None and kernels.fused(slabs[0])
 
 
 def saved_tensors_frame() -> Any:
@@ -225,11 +241,15 @@ class _Normalize(torch.autograd.Function):
         mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors
         spread = context.spread
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
-        rows = zip(gradients, slabs, means, scales, shifts, strict=True)
-        partials = [kernels.gradient_sums(*row, activation) for row in rows]
-        stacked = context.communicator.collect(partials)
-        average = pooled.needed(mean.shape[0])
-        found = kernels.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
+        if _direct(context, pooled, slabs):
+            known, box = (mean, rstd, scale, shift), context.communicator.mailbox
+            found = kernels.direct_backward_coefficients(gradients[0], slabs[0], known, activation, weight, voxels, box)
+        else:
+            rows = zip(gradients, slabs, means, scales, shifts, strict=True)
+            partials = [kernels.gradient_sums(*row, activation) for row in rows]
+            stacked = context.communicator.collect(partials)
+            average = pooled.needed(mean.shape[0])
+            found = kernels.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
         slope, offset = found[0], found[1]
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)

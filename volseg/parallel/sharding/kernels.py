@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.sharding import triton_affine, triton_statistics, triton_tiles
+from volseg.parallel.sharding.mailbox import Mailbox
 
 __all__ = [
     "IDENTITY",
@@ -23,6 +24,9 @@ __all__ = [
     "backward_coefficients",
     "coefficients",
     "copy",
+    "direct_backward_coefficients",
+    "direct_coefficients",
+    "fused",
     "gradient_input",
     "gradient_sums",
     "in_layout",
@@ -63,7 +67,7 @@ def _over_voxels(pairs: Tensor, like: Tensor) -> Tensor:
     return pairs.reshape(*pairs.shape, *([1] * (like.ndim - 2)))
 
 
-def _fused(slab: Tensor) -> bool:
+def fused(slab: Tensor) -> bool:
     """Say whether the Triton kernels take this slab."""
     return slab.is_cuda and slab.dtype != torch.float64 and triton_tiles.available()
 
@@ -89,7 +93,7 @@ def coefficients(
 
     Returns mean, biased variance, reciprocal deviation, scale and shift, ``(5, B, C)``.
     """
-    if average is None and _fused(stacked) and stacked.dtype == torch.float32:
+    if average is None and fused(stacked) and stacked.dtype == torch.float32:
         return triton_statistics.coefficients(stacked, shares, weight, bias, eps)
     means, variances = stacked.unbind(1)
     mean = (means * shares).sum(0)
@@ -115,7 +119,7 @@ def backward_coefficients(
 
     Returns slope, offset, and the gradients of weight and bias for each sample, ``(4, B, C)``.
     """
-    if average is None and _fused(stacked) and stacked.dtype == torch.float32:
+    if average is None and fused(stacked) and stacked.dtype == torch.float32:
         return triton_statistics.backward_coefficients(stacked, mean, rstd, weight, voxels)
     total, moment = stacked.sum(0)
     moment = moment * rstd
@@ -127,9 +131,39 @@ def backward_coefficients(
     return torch.stack([slope, offset, moment, total])
 
 
+def direct_coefficients(
+    slab: Tensor,
+    shares: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    mailbox: Mailbox | None,
+) -> Tensor:
+    """Return ``coefficients`` of this process's slab and those of the others, exchanged by the kernel that uses them.
+
+    For slabs that are ``fused`` and pairs that are their own group; without a mailbox there is one slab.
+    """
+    return triton_statistics.direct_coefficients(slab, shares, weight, bias, eps, mailbox)
+
+
+def direct_backward_coefficients(
+    gradient: Tensor,
+    slab: Tensor,
+    found: tuple[Tensor, Tensor, Tensor, Tensor],
+    activation: Activation,
+    weight: Tensor | None,
+    voxels: int,
+    mailbox: Mailbox | None,
+) -> Tensor:
+    """Return ``backward_coefficients`` likewise; ``found`` are mean, reciprocal deviation, scale and shift."""
+    mean, rstd, scale, shift = found
+    partials = triton_affine.gradient_sums(gradient, slab, mean, scale, shift, activation)
+    return triton_statistics.direct_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox)
+
+
 def copy(slab: Tensor, out: Tensor) -> None:
     """Copy a slab into ``out``, which may be channels of a larger one."""
-    if _fused(slab) and slab.dtype == out.dtype:
+    if fused(slab) and slab.dtype == out.dtype:
         triton_affine.copy(slab, out)
     else:
         out.copy_(slab)
@@ -147,7 +181,7 @@ def in_layout(slab: Tensor, channels_last: bool) -> Tensor:
 
 def moments(slab: Tensor) -> Tensor:
     """Return mean and biased variance over the voxels, ``(2, B, C)``."""
-    if _fused(slab):
+    if fused(slab):
         return triton_statistics.moments(slab)
     variance, mean = torch.var_mean(_wide(slab).flatten(2), 2, correction=0)
     return torch.stack([mean, variance])
@@ -157,7 +191,7 @@ def affine(
     slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY, out: Tensor | None = None
 ) -> Tensor:
     """Return ``act(slab * scale + shift)``, in ``out`` where it is given."""
-    if _fused(slab):
+    if fused(slab):
         return triton_affine.affine(slab, scale, shift, activation, out)
     result = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
     result = activation.apply(result).to(slab.dtype)
@@ -179,8 +213,8 @@ def gradient_sums(
 
     ``g`` is the gradient before the activation.
     """
-    if _fused(slab):
-        return triton_affine.gradient_sums(gradient, slab, mean, scale, shift, activation)
+    if fused(slab):
+        return triton_affine.gradient_sums(gradient, slab, mean, scale, shift, activation).sum(0)
     before = _before_activation(gradient, slab, scale, shift, activation).flatten(2)
     centered = _wide(slab).flatten(2) - mean.unsqueeze(-1)
     return torch.stack([before.sum(2), (before * centered).sum(2)])
@@ -197,7 +231,7 @@ def gradient_input(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return ``scale * g + slope * slab + offset``, in ``out`` where it is given; ``g`` is before the activation."""
-    if _fused(slab):
+    if fused(slab):
         return triton_affine.gradient_input(gradient, slab, scale, shift, slope, offset, activation, out)
     before = _before_activation(gradient, slab, scale, shift, activation)
     result = torch.addcmul(_over_voxels(offset, slab), _wide(slab), _over_voxels(slope, slab))

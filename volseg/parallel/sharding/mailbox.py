@@ -14,6 +14,7 @@ call ``n`` before it sent them. What travels is read in the order of the grid, s
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from volseg.parallel.sharding import triton_tiles
 from volseg.parallel.sharding.peer_memory import map_together
 from volseg.parallel.sharding.triton_tiles import launch_on, tl, triton
 
-__all__ = ["CAPACITY", "Mailbox", "mailbox"]
+__all__ = ["CAPACITY", "PATIENCE", "Mailbox", "mailbox"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,34 +37,48 @@ group has. A process that is later than that, or has gone, so shows in the loss,
 
 if triton is not None:
 
+    @triton.jit
+    def put(value, i, mask, boxes, call, rank, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
+        """Write float32 values to the places ``i`` of this process in everybody's box."""
+        word = (call << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+        start = ((call & 1) * SHARDS + rank) * CAPACITY
+        for peer in tl.static_range(SHARDS):
+            tl.store(tl.load(boxes + peer).to(tl.pointer_type(tl.int64)) + start + i, word, mask=mask)
+
+    @triton.jit
+    def get(i, mask, boxes, call, rank, peer, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
+        """Wait for the values at the places ``i`` of a process; NaN where they do not come."""
+        start = ((call & 1) * SHARDS + peer) * CAPACITY
+        place = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + start + i
+        word = tl.load(place, mask=mask, other=0, volatile=True)
+        looks = 0
+        while (tl.max(((word >> 32 != call) & mask).to(tl.int32), 0) != 0) & (looks < patience):
+            word = tl.load(place, mask=mask, other=0, volatile=True)
+            looks += 1
+        value = word.to(tl.int32).to(tl.float32, bitcast=True)
+        return tl.where(word >> 32 == call, value, float("nan"))
+
+    @triton.jit
+    def count(calls, call):
+        """Count the call, once all programs of the launch have come here."""
+        tl.debug_barrier()
+        if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
+            tl.store(calls + 1, 0)
+            tl.store(calls, call.to(tl.int32))
+
     @triton.jit(do_not_specialize=["n", "rank", "patience"])
     def _exchange_kernel(
         own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
-        words = (call & 1) * SHARDS * CAPACITY
-        lanes = tl.arange(0, BLOCK)
-        for first in range(0, n, BLOCK):
-            i = first + lanes
-            value = tl.load(own + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True)
-            word = (call << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-            for peer in tl.static_range(SHARDS):
-                box = tl.load(boxes + peer).to(tl.pointer_type(tl.int64)) + words + rank * CAPACITY
-                tl.store(box + i, word, mask=i < n)
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < n
+        put(tl.load(own + i, mask=mask, other=0.0), i, mask, boxes, call, rank, SHARDS, CAPACITY)
         tl.debug_barrier()  # nothing that is sent may wait for what is awaited
-        home = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + words
-        looks = 0
         for peer in tl.static_range(SHARDS):
-            for first in range(0, n, BLOCK):
-                i = first + lanes
-                place = home + peer * CAPACITY + i
-                word = tl.load(place, mask=i < n, other=0, volatile=True)
-                while (tl.max(((word >> 32 != call) & (i < n)).to(tl.int32), 0) != 0) & (looks < patience):
-                    word = tl.load(place, mask=i < n, other=0, volatile=True)
-                    looks += 1
-                value = word.to(tl.int32).to(tl.float32, bitcast=True)
-                tl.store(out + peer * n + i, tl.where(looks < patience, value, float("nan")), mask=i < n)
-        tl.store(calls, call.to(tl.int32))
+            value = get(i, mask, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            tl.store(out + peer * n + i, value, mask=mask)
+        count(calls, call)
 
 
 class Mailbox:
@@ -86,7 +101,8 @@ class Mailbox:
     def __init__(self, boxes: list[int], rank: int, device: torch.device) -> None:
         self.rank, self.shards = rank, len(boxes)
         self.boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
-        self.calls = torch.zeros((), dtype=torch.int32, device=device)
+        # The calls so far, and the programs of the present one that are done.
+        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
 
     @staticmethod
     def size(shards: int) -> int:
@@ -98,14 +114,24 @@ class Mailbox:
         """Say whether the tensor can be sent."""
         return partial.dtype == torch.float32 and 0 < partial.numel() <= CAPACITY
 
+    def told(self, patience: int = PATIENCE) -> dict[str, Any]:
+        """Return the keywords of a kernel that uses ``put``, ``get`` and ``count``."""
+        return {
+            "boxes": self.boxes,
+            "calls": self.calls,
+            "rank": self.rank,
+            "patience": patience,
+            "SHARDS": self.shards,
+            "CAPACITY": CAPACITY,
+        }
+
     def stack(self, partial: Tensor, patience: int = PATIENCE) -> Tensor:
         """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
         with launch_on(partial):
-            _exchange_kernel[(1,)](
-                partial, out, self.boxes, self.calls, partial.numel(), self.rank, patience,
-                SHARDS=self.shards, CAPACITY=CAPACITY, BLOCK=1024, num_warps=4,
+            _exchange_kernel[(triton.cdiv(partial.numel(), 512),)](
+                partial, out, n=partial.numel(), **self.told(patience), BLOCK=512, num_warps=4,
             )  # fmt: skip
         return out
 

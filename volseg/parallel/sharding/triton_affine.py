@@ -138,7 +138,7 @@ def copy(slab: Tensor, out: Tensor) -> None:
 def gradient_sums(
     gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: "Activation"
 ) -> Tensor:
-    """See ``kernels.gradient_sums``."""
+    """Return the sums of ``kernels.gradient_sums`` over each part of the slab, ``(parts, 2, B, C)``."""
     slab = even(slab, slab)
     gradient = even(gradient, slab)
     batch, channels = slab.shape[:2]
@@ -152,7 +152,7 @@ def gradient_sums(
             per_program, activation.parameter, *spaced(gradient), *spaced(slab),
             **settings(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
-    return out.sum(0)
+    return out
 
 
 def gradient_input(

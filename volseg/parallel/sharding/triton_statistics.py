@@ -2,9 +2,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Statistics of the norms in Triton: moments of a slab, and what the shards' moments and gradient sums come to."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.mailbox import CAPACITY, Mailbox
 from volseg.parallel.sharding.triton_tiles import (
     even,
     launch_on,
@@ -18,9 +21,20 @@ from volseg.parallel.sharding.triton_tiles import (
 )
 
 if triton is not None:
+    from volseg.parallel.sharding.mailbox import count, get, put
     from volseg.parallel.sharding.triton_tiles import elements
 
-__all__ = ["backward_coefficients", "coefficients", "moments"]
+__all__ = [
+    "backward_coefficients",
+    "coefficients",
+    "direct_backward_coefficients",
+    "direct_coefficients",
+    "moments",
+]
+
+BLOCK = 8
+TILE = {"PARTS": 128, "BLOCK": BLOCK, "num_warps": 4}
+"""Parts of a slab and pairs of sample and channel that a program joins."""
 
 if triton is not None:
 
@@ -64,15 +78,14 @@ if triton is not None:
         tl.store(squares + place, square, mask=inside)
 
     @triton.jit
-    def _join_kernel(
-        means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    def _joined(
+        means, squares, i, inside, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i[None, :] < pairs
+        """Return mean and biased variance of the pairs ``i`` over all parts of the slab."""
         mean = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, parts, PARTS):
             part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside
+            there = (part[:, None] < parts) & inside[None, :]
             number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
             own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
             mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
@@ -80,14 +93,70 @@ if triton is not None:
         square = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, parts, PARTS):
             part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside
+            there = (part[:, None] < parts) & inside[None, :]
             number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
             own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
             delta = own - mean[None, :]
             within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
             square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
-        tl.store(out + i, mean, mask=i < pairs)
-        tl.store(out + pairs + i, square / (V * 1.0), mask=i < pairs)
+        return mean, square / (V * 1.0)
+
+    @triton.jit
+    def _summed(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+        """Return the two sums of the pairs ``i`` over all parts of the slab."""
+        total = tl.zeros((BLOCK,), tl.float32)
+        moment = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside[None, :]
+            place = partials + part[:, None] * 2 * pairs + i[None, :]
+            total += tl.sum(tl.load(place, mask=there, other=0.0), 0)
+            moment += tl.sum(tl.load(place + pairs, mask=there, other=0.0), 0)
+        return total, moment
+
+    @triton.jit
+    def _store_coefficients(
+        mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+    ):  # fmt: skip
+        rstd = 1.0 / tl.sqrt_rn(variance + eps)
+        scale = rstd
+        if WEIGHT:
+            scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        shift = -mean * scale
+        if BIAS:
+            shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, variance, mask=inside)
+        tl.store(out + 2 * pairs + i, rstd, mask=inside)
+        tl.store(out + 3 * pairs + i, scale, mask=inside)
+        tl.store(out + 4 * pairs + i, shift, mask=inside)
+
+    @triton.jit
+    def _store_backward(
+        total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
+    ):  # fmt: skip
+        m = tl.load(mean + i, mask=inside, other=0.0)
+        r = tl.load(rstd + i, mask=inside, other=0.0)
+        moment *= r
+        w = tl.full((BLOCK,), 1.0, tl.float32)
+        if WEIGHT:
+            w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        slope = -r * r * moment * w / voxels
+        offset = -r * total * w / voxels - slope * m
+        tl.store(out + i, slope, mask=inside)
+        tl.store(out + pairs + i, offset, mask=inside)
+        tl.store(out + 2 * pairs + i, moment, mask=inside)
+        tl.store(out + 3 * pairs + i, total, mask=inside)
+
+    @triton.jit
+    def _join_kernel(
+        means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, variance, mask=inside)
 
     @triton.jit
     def _coefficients_kernel(
@@ -105,18 +174,7 @@ if triton is not None:
             delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
             own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
             variance += share * (own + delta * delta)
-        rstd = 1.0 / tl.sqrt_rn(variance + eps)
-        scale = rstd
-        if WEIGHT:
-            scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
-        shift = -mean * scale
-        if BIAS:
-            shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + i, mean, mask=inside)
-        tl.store(out + pairs + i, variance, mask=inside)
-        tl.store(out + 2 * pairs + i, rstd, mask=inside)
-        tl.store(out + 3 * pairs + i, scale, mask=inside)
-        tl.store(out + 4 * pairs + i, shift, mask=inside)
+        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
 
     @triton.jit
     def _backward_kernel(
@@ -130,39 +188,122 @@ if triton is not None:
         for shard in range(shards):
             total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
             moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
-        m = tl.load(mean + i, mask=inside, other=0.0)
-        r = tl.load(rstd + i, mask=inside, other=0.0)
-        moment *= r
-        w = tl.full((BLOCK,), 1.0, tl.float32)
-        if WEIGHT:
-            w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
-        slope = -r * r * moment * w / voxels
-        offset = -r * total * w / voxels - slope * m
-        tl.store(out + i, slope, mask=inside)
-        tl.store(out + pairs + i, offset, mask=inside)
-        tl.store(out + 2 * pairs + i, moment, mask=inside)
-        tl.store(out + 3 * pairs + i, total, mask=inside)
+        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
+
+    @triton.jit(do_not_specialize=["rank", "patience"])
+    def _direct_coefficients_kernel(
+        means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
+        WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
+        PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        if SHARDS > 1:
+            call = (tl.load(calls) + 1).to(tl.int64)
+            put(mean, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            put(variance, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+            mean = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                share = tl.load(shares + peer)
+                mean += share * get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            variance = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                share = tl.load(shares + peer)
+                delta = get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY) - mean
+                own = get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                variance += share * (own + delta * delta)
+            count(calls, call)
+        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+    @triton.jit(do_not_specialize=["rank", "patience"])
+    def _direct_backward_kernel(
+        partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
+        WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        total, moment = _summed(partials, i, inside, pairs, parts, PARTS, BLOCK)
+        if SHARDS > 1:
+            call = (tl.load(calls) + 1).to(tl.int64)
+            put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            tl.debug_barrier()
+            total = tl.zeros((BLOCK,), tl.float32)
+            moment = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            count(calls, call)
+        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
 
 
-def moments(slab: Tensor) -> Tensor:
-    """See ``kernels.moments``."""
-    slab = even(slab, slab)
+def _partial_moments(slab: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return mean and sum of squares of each part of the slab, ``(parts, B, C)``, and the voxels of a part."""
     batch, channels = slab.shape[:2]
     tile = tile_size(slab)
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
-    out = slab.new_empty((2, batch, channels), dtype=torch.float32)
     with launch_on(slab):
         grid = (parts, triton.cdiv(channels, tile[1]), batch)
         _moments_kernel[grid](
             slab, means, squares, channels, voxel_count(slab), per_program, *spaced(slab), **settings(tile)
         )
-        pairs = batch * channels
-        grid = (triton.cdiv(pairs, 8), 1, 1)
-        _join_kernel[grid](
-            means, squares, out, pairs, parts, voxel_count(slab), per_program, PARTS=128, BLOCK=8, num_warps=4
-        )
+    return means, squares, per_program
+
+
+def moments(slab: Tensor) -> Tensor:
+    """See ``kernels.moments``."""
+    slab = even(slab, slab)
+    means, squares, per_program = _partial_moments(slab)
+    parts, batch, channels = means.shape
+    pairs = batch * channels
+    out = slab.new_empty((2, batch, channels), dtype=torch.float32)
+    with launch_on(slab):
+        _join_kernel[(triton.cdiv(pairs, BLOCK),)](
+            means, squares, out, pairs, parts, voxel_count(slab), per_program, **TILE
+        )  # fmt: skip
     return out
+
+
+def direct_coefficients(
+    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: Mailbox | None
+) -> Tensor:
+    """See ``kernels.direct_coefficients``."""
+    slab = even(slab, slab)
+    means, squares, per_program = _partial_moments(slab)
+    parts, batch, channels = means.shape
+    pairs = batch * channels
+    out = means.new_empty((5, batch, channels))
+    with launch_on(slab):
+        _direct_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
+            means, squares, shares, weight, bias, out, eps, channels, pairs, parts, voxel_count(slab), per_program,
+            **_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
+        )  # fmt: skip
+    return out
+
+
+def direct_backward_coefficients(
+    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: Mailbox | None
+) -> Tensor:
+    """See ``kernels.direct_backward_coefficients``."""
+    parts, _, batch, channels = partials.shape
+    pairs = batch * channels
+    out = partials.new_empty((4, batch, channels))
+    with launch_on(partials):
+        _direct_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
+            partials, mean, rstd, weight, out, float(voxels), channels, pairs, parts,
+            **_peers(mailbox), WEIGHT=weight is not None, **TILE,
+        )  # fmt: skip
+    return out
+
+
+def _peers(mailbox: Mailbox | None) -> dict[str, Any]:
+    """Return what a kernel is told of the other processes."""
+    if mailbox is None:
+        return {"boxes": None, "calls": None, "rank": 0, "patience": 0, "SHARDS": 1, "CAPACITY": CAPACITY}
+    return mailbox.told()
 
 
 def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
