@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The machine may be busy; the time of one example says nothing.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

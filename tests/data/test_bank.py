@@ -30,7 +30,7 @@ def by_padding(volume, corner, size):
     return wide[:, *box]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     keep=st.sampled_from(["device", "memory"]),
     size=st.tuples(*[st.integers(1, 12)] * 3),

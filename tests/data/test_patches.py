@@ -46,7 +46,7 @@ def assert_same(first, second):
         assert torch.equal(a["label"], b["label"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.tuples(*[st.integers(1, 30)] * 3), min_size=1, max_size=5),
     patch=st.tuples(*[st.integers(1, 20)] * 3),

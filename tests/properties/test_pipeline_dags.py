@@ -83,7 +83,7 @@ def run(module, x: Tensor, y: Tensor):
     return leaves, [x.grad, y.grad]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(net=dags(), batch=st.integers(1, 5), split_size=st.integers(1, 4), data=st.data())
 def test_any_network_cut_anywhere_equals_the_plain_one(net, batch, split_size, data):
     torch.manual_seed(0)

@@ -85,7 +85,7 @@ def test_there_are_48_orientations():
     assert len(set(CODES)) == 48
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(volumes())
 def test_every_format_places_the_same_voxels_in_the_same_place(volume):
     voxels, affine = volume

@@ -134,7 +134,7 @@ def runs(net: nn.Sequential, volume: Tensor) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     stack=st.lists(layers(), min_size=1, max_size=6),
     size=st.tuples(st.integers(3, 17), st.integers(3, 9), st.integers(3, 7)),

@@ -144,7 +144,7 @@ def test_the_last_epoch_is_written_whoever_stopped_the_training(make_training, t
 
 
 @given(content=st.binary(max_size=300), name=st.sampled_from(["", "PK\x03\x04", "\x80\x02", "cbuiltins\neval\n"]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_refused_with_the_name_of_the_file(content, name, tmp_path):
     path = tmp_path / "odd.pt"
     path.write_bytes(name.encode("latin-1") + content)
@@ -153,7 +153,7 @@ def test_any_bytes_are_refused_with_the_name_of_the_file(content, name, tmp_path
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_bytes_of_a_checkpoint_are_refused_or_harmless(data, tmp_path):
     whole = bytearray(save_checkpoint({"weight": torch.ones(50), "names": ["a", "b"]}, tmp_path / "it.pt").read_bytes())
     for _ in range(data.draw(st.integers(1, 20))):

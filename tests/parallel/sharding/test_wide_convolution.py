@@ -59,6 +59,8 @@ def test_which_convolutions_have_kernels() -> None:
     assert not wide_convolution.suits(slab, weight[:64], settings(padding))
     assert not wide_convolution.suits(slab, weight[..., :3, :3, :3], settings(padding))
     assert not wide_convolution.suits(slab.contiguous(), weight, settings(padding))
+    assert not wide_convolution.forward_suits(slab, weight, settings(padding))
+    assert wide_convolution.forward_suits(half(1, 128, 16, 16, 16), weight, settings(padding))
 
 
 @pytest.mark.gpu
@@ -88,11 +90,11 @@ def test_a_network_trains_with_them() -> None:
             net(image.to(dtype)).square().mean().backward()
         return [parameter.grad.double() for parameter in net.parameters() if parameter.grad is not None]
 
-    image = torch.randn(1, 1, 6, 8, 10, device="cuda")
+    image = torch.randn(2, 1, 12, 14, 16, device="cuda")
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
-        layers: list[nn.Module] = [nn.Conv3d(1, 128, 1), nn.InstanceNorm3d(128), nn.PReLU(128)]
+        layers: list[nn.Module] = [nn.Conv3d(1, 128, 3, padding=1), nn.InstanceNorm3d(128), nn.PReLU(128)]
         layers += [nn.Conv3d(128, 128, 5, padding=2), nn.BatchNorm3d(128), nn.ELU(), nn.Conv3d(128, 3, 5, padding=2)]
         nets.append(nn.Sequential(*layers).cuda())
     wanted = gradients(nets[0].double(), torch.float64)

@@ -191,7 +191,7 @@ def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> 
         return first_convolution.forward(buffer, weight, settings.padding)
     if last_convolution.suits(buffer, weight, settings):
         return last_convolution.forward(buffer, weight, bias)
-    if wide_convolution.suits(buffer, weight, settings):
+    if wide_convolution.forward_suits(buffer, weight, settings):
         return wide_convolution.forward(buffer, weight, bias, settings.padding)
     result = large.convolution(buffer, weight, bias, settings.arguments)
     # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
@@ -206,8 +206,6 @@ def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: b
         if last_convolution.suits(gradient, weight, settings):
             each = last_convolution.backward(gradient, buffer, weight, needs_input=mask[0])
             return [value if needed else None for value, needed in zip(each, mask, strict=True)]
-        if mask[0]:
-            found[0] = _own_input_gradient(gradient, buffer, weight, settings)
         if mask[1]:
             found[1] = _own_weight_gradient(gradient, buffer, weight, settings)
     rest = [needed and value is None for needed, value in zip(mask, found, strict=True)]
@@ -217,17 +215,11 @@ def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: b
     return [other if value is None else value for value, other in zip(found, others, strict=True)]
 
 
-def _own_input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor | None:
-    """Return the input's gradient by our own kernels, or None where there are none."""
-    if first_convolution.gradients_suit(gradient, slab, weight, settings):
-        return first_convolution.input_gradient(gradient, weight, settings.padding)
-    return None
-
-
 def _own_weight_gradient(gradient: Tensor, buffer: Tensor, weight: Tensor, settings: Settings) -> Tensor | None:
+    """Return the weight's gradient by our own kernels, or None where cuDNN's are the faster ones."""
     if first_convolution.suits(buffer, weight, None, settings):
         return first_convolution.weight_gradient(gradient, buffer, weight, settings.padding)
-    if first_convolution.gradients_suit(gradient, buffer, weight, settings):
+    if first_convolution.few_out_suits(gradient, buffer, weight, settings):
         return first_convolution.weight_gradient_of_few_out(gradient, buffer, weight, settings.padding)
     if wide_convolution.suits(buffer, weight, settings):
         return wide_convolution.weight_gradient(gradient, buffer, weight, settings.padding)
@@ -269,9 +261,7 @@ class _Gradients:
         settings = self.ctx.plan.settings
         wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
         slab, mask = inner(buffer, self.halo.own), [True, False, False]
-        found = _own_input_gradient(self.around, slab, weight, wide) if self.ctx.plan.channels_last else None
-        if found is None:
-            found = large.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
+        found = large.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
         assert found is not None
         return found
 

@@ -7,8 +7,8 @@ taps of a voxel (3 x 3 x 3 of one channel: 27, padded to 32) take the place of t
 ``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. The input's
 gradient, which a first convolution is not asked for, is left to cuDNN.
 
-Where a convolution has few channels *out* (the 5 x 5 x 5 one before a V-Net's classes), its gradients are such
-convolutions: of the output's gradient, few channels, with the flipped kernel.
+Where a convolution has few channels *out* (the 5 x 5 x 5 one before a V-Net's classes), the gradient of its weight
+is one of these for each of them: the output's gradient takes the input's place, and the kernel is flipped.
 """
 
 from math import prod
@@ -22,39 +22,38 @@ from volseg.parallel.sharding.triton_tiles import tl, triton
 if TYPE_CHECKING:
     from volseg.parallel.sharding.direct import Settings
 
-__all__ = [
-    "forward",
-    "gradients_suit",
-    "input_gradient",
-    "suits",
-    "weight_gradient",
-    "weight_gradient_of_few_out",
-]
+__all__ = ["few_out_suits", "forward", "suits", "weight_gradient", "weight_gradient_of_few_out"]
 
-MOST_CHANNELS, MOST_TAPS = 4, 512
-"""Channels in, and taps in all of them: 125 for the first convolution of a V-Net."""
+MOST_TAPS = 128
+"""Of one output voxel: 125 for the first convolution of a V-Net."""
+
+MOST_OUT = 4
 
 
 def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: "Settings") -> bool:
     """Say whether the kernels take this convolution."""
-    return bias is None and _suit(slab, weight.shape[0], weight.shape[1], weight, settings)
+    taps = weight.shape[1] * prod(weight.shape[2:])
+    return bias is None and taps <= MOST_TAPS and _simple(slab, weight.shape[0], weight, settings)
 
 
-def gradients_suit(gradient: Tensor, slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
-    """Say whether the kernels take the gradients of this convolution, from the output's."""
-    if not _suit(gradient, weight.shape[1], weight.shape[0], weight, settings) or max(weight.shape[2:]) == 1:
+def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+    """Say whether the weight's gradient of this convolution is such a one: a wide kernel and few channels out."""
+    taps = prod(weight.shape[2:])
+    if (
+        weight.shape[0] > MOST_OUT
+        or not 64 <= taps <= MOST_TAPS
+        or not _simple(gradient, weight.shape[1], weight, settings)
+    ):
         return False
     inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
     return inside and slab.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def _suit(slab: Tensor, out: int, own: int, weight: Tensor, settings: "Settings") -> bool:
-    if own > MOST_CHANNELS or not 16 <= out <= 64 or own * prod(weight.shape[2:]) > MOST_TAPS:
-        return False
+def _simple(slab: Tensor, channels: int, weight: Tensor, settings: "Settings") -> bool:
     ones = (1,) * (slab.ndim - 2)
     simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
     half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
-    return triton is not None and slab.is_cuda and slab.ndim == 5 and half and simple
+    return triton is not None and slab.is_cuda and slab.ndim == 5 and half and simple and 16 <= channels <= 64
 
 
 if triton is not None:
@@ -165,16 +164,10 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
 
 
-def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Return the gradient of the input of a convolution with few channels out, from that of its output."""
-    return forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), _around(weight, padding))
-
-
 def weight_gradient_of_few_out(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Return the gradient of the weight of a convolution with few channels out: slab and gradient change places."""
+    """Return the gradient of the weight of a convolution with few channels out; the slab lies with channels last."""
+    around = tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
     turned = weight.transpose(0, 1)
-    return weight_gradient(slab, gradient, turned, _around(weight, padding)).flip(2, 3, 4).transpose(0, 1)
-
-
-def _around(weight: Tensor, padding: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
+    # One channel at a time: the taps of three take thirty times as long as those of one.
+    each = [weight_gradient(slab, gradient[:, c : c + 1], turned[:, c : c + 1], around) for c in range(len(weight))]
+    return torch.cat(each, 1).flip(2, 3, 4).transpose(0, 1)

@@ -58,7 +58,7 @@ class CapturedStep:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.device = _one_gpu(model)
-        self.model, self.step, self.optimizer = model, step, optimizer
+        self.model, self.step, self.optimizer, self.warm_up = model, step, optimizer, warm_up
         self._stream = torch.cuda.Stream(self.device)
         self._first: Captured | None = None
         self._rates = _Rates(None, self.device)

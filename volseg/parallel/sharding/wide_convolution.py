@@ -25,10 +25,13 @@ from volseg.parallel.sharding.triton_tiles import launch_on, processors, tl, tri
 if TYPE_CHECKING:
     from volseg.parallel.sharding.direct import Settings
 
-__all__ = ["divider", "forward", "suits", "weight_gradient"]
+__all__ = ["divider", "forward", "forward_suits", "suits", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one: 3 x 3 x 3 kernels run at 350 to 580 TFLOP/s there, at 130 to 240 here."""
+
+FEWEST_VOXELS = 4096
+"""Of the forward convolution: below, turning the kernel round takes as long as what it wins."""
 
 BV, BI, BO = 64, 128, 128
 """Voxels, channels in and channels out of a tile."""
@@ -45,6 +48,11 @@ def suits(slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
     small = slab.shape[0] * slab.shape[2:].numel() * max(weight.shape[:2]) <= LIMIT
     here = triton is not None and slab.is_cuda and slab.ndim == 5
     return here and half and simple and inside and small and slab.stride(1) == 1
+
+
+def forward_suits(slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+    """Say whether ``forward`` is the faster way."""
+    return suits(slab, weight, settings) and slab.shape[0] * slab.shape[2:].numel() >= FEWEST_VOXELS
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
