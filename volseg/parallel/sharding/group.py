@@ -16,6 +16,7 @@ from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.communicator import Communicator, box, buckets
 from volseg.parallel.sharding.layout import Span, spans, transfers
 from volseg.parallel.sharding.mailbox import mailbox
+from volseg.parallel.sharding.plane_mailbox import plane_mailbox
 
 __all__ = ["ProcessGroupShards"]
 
@@ -45,6 +46,7 @@ class ProcessGroupShards(Communicator):
             rest //= count
         self.coordinates = [tuple(reversed(position))]
         self.mailbox = mailbox(group, device)
+        self.plane_mailbox = plane_mailbox(group, device)
         # Gradients are summed on a stream of their own, while the backward pass goes on.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.side_stream is not None and hasattr(

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.plane_mailbox import small_enough
 from volseg.parallel.sharding.windows import Window
 
 __all__ = [
@@ -134,19 +135,13 @@ def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
     before, behind = halo.own
     slab = inner(buffer, halo.own)
     front, back = buffer.narrow(DIM, 0, before), buffer.narrow(DIM, buffer.shape[DIM] - behind, behind)
-    sends, receives = [], []
+    sends: list[Tensor | None] = [None, None]
     if rank > 0:
-        sends.append((slab.narrow(DIM, 0, halo.planes[rank - 1][1]), rank - 1))
-        receives.append((front, rank - 1))
-    else:
-        front.zero_()
+        sends[0] = slab.narrow(DIM, 0, halo.planes[rank - 1][1])
     if rank < last:
         count = halo.planes[rank + 1][0]
-        sends.append((slab.narrow(DIM, slab.shape[DIM] - count, count), rank + 1))
-        receives.append((back, rank + 1))
-    else:
-        back.zero_()
-    return _exchange(halo, sends, receives)
+        sends[1] = slab.narrow(DIM, slab.shape[DIM] - count, count)
+    return _exchange(halo, sends, [front, back])
 
 
 def write_outer_first(
@@ -177,60 +172,82 @@ def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
     rank, last = halo.shards.rank, halo.shards.shards - 1
     before, behind = halo.own
     slab = inner(gradient, halo.own)
-    sends, receives, targets = [], [], []
+    sends: list[Tensor | None] = [None, None]
+    targets: list[Tensor | None] = [None, None]
     if rank > 0:
-        sends.append((gradient.narrow(DIM, 0, before), rank - 1))
-        targets.append(slab.narrow(DIM, 0, halo.planes[rank - 1][1]))
-        receives.append((torch.empty_like(targets[-1]), rank - 1))
+        sends[0] = gradient.narrow(DIM, 0, before)
+        targets[0] = slab.narrow(DIM, 0, halo.planes[rank - 1][1])
     if rank < last:
-        sends.append((gradient.narrow(DIM, gradient.shape[DIM] - behind, behind), rank + 1))
+        sends[1] = gradient.narrow(DIM, gradient.shape[DIM] - behind, behind)
         count = halo.planes[rank + 1][0]
-        targets.append(slab.narrow(DIM, slab.shape[DIM] - count, count))
-        receives.append((torch.empty_like(targets[-1]), rank + 1))
+        targets[1] = slab.narrow(DIM, slab.shape[DIM] - count, count)
+    receives = [None if target is None else torch.empty_like(target) for target in targets]
     wait = _exchange(halo, sends, receives)
 
     def finish() -> Tensor:
         wait()
-        for target, (arrived, _) in zip(targets, receives, strict=True):
-            target.add_(arrived)
+        for target, arrived in zip(targets, receives, strict=True):
+            if target is not None and arrived is not None:
+                target.add_(arrived)
         return slab
 
     return finish
 
 
-def _exchange(
-    halo: Halo, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-) -> Callable[[], None]:
-    """Start to send and receive planes; those that lie in memory as they travel are not copied.
+def _exchange(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Callable[[], None]:
+    """Start to send planes to the shards before and behind, and to receive theirs.
+
+    None is sent where there is no such shard, and zeros are received. Which way planes travel follows from sizes that
+    all shards have in common, never from how a slab lies in memory.
+    """
+    # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
+    order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
+    ordered_sends = [None if planes is None else planes.permute(order) for planes in sends]
+    ordered_receives = [None if planes is None else planes.permute(order) for planes in receives]
+    box = halo.shards.plane_mailbox
+    if box is not None and _by_mailbox(halo, [*sends, *receives]):
+        return box.start(ordered_sends, ordered_receives)
+    return _by_messages(halo, ordered_sends, ordered_receives)
+
+
+def _by_mailbox(halo: Halo, some: Sequence[Tensor | None]) -> bool:
+    planes = next(planes for planes in some if planes is not None)
+    return small_enough(halo.planes, planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel(), planes.dtype)
+
+
+def _by_messages(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Callable[[], None]:
+    """Exchange planes through the process group; those that lie in memory as they travel are not copied.
 
     While a CUDA graph is captured all are copied: NCCL marks what it moves as used on its stream, and a block so
     marked is not used again before the capture ends. That should not happen to whole activations.
     """
-    group = halo.shards.group
+    group, rank, last = halo.shards.group, halo.shards.rank, halo.shards.shards - 1
     staged = halo.shards.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
-    order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
+    numbers = rank - 1 if rank > 0 else None, rank + 1 if rank < last else None
     operations, copies, kept = [], [], []
-    for planes, number in sends:
-        if planes.numel():
-            packed = planes.permute(order).contiguous()
+    for planes, number in zip(sends, numbers, strict=True):
+        if planes is not None and number is not None and planes.numel():
+            packed = planes.contiguous()
             kept.append(packed.clone() if staged and packed.data_ptr() == planes.data_ptr() else packed)
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
-    for planes, number in receives:
-        if planes.numel():
-            target = planes.permute(order)
-            direct = target.is_contiguous() and not staged
-            arriving = target if direct else torch.empty_like(target, memory_format=torch.contiguous_format)
-            if arriving is not target:
-                copies.append((target, arriving))
-            operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))
+    for planes, number in zip(receives, numbers, strict=True):
+        if planes is None or not planes.numel():
+            continue
+        if number is None:  # the volume's border
+            planes.zero_()
+            continue
+        direct = planes.is_contiguous() and not staged
+        arriving = planes if direct else torch.empty_like(planes, memory_format=torch.contiguous_format)
+        if arriving is not planes:
+            copies.append((planes, arriving))
+        operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))
     work = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> None:
         for request in work:
             request.wait()
-        for target, arrived in copies:
-            target.copy_(arrived)
+        for planes, arrived in copies:
+            planes.copy_(arrived)
         kept.clear()
 
     return wait
