@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import Halo, add_returned, extended, fill, inner, roomy
@@ -186,6 +187,25 @@ def test_who_does_not_come_leaves_nan(dtype: torch.dtype) -> None:
     alone.start((None, awaited), (border, awaited), patience=20)()
     assert (border == 0).all()
     assert awaited.isnan().all()
+
+
+@pytest.mark.gpu
+def test_recordings_that_fail_or_begin_half_way() -> None:
+    memory = torch.zeros(PlaneMailbox.size(), dtype=torch.uint8, device="cuda")
+    alone = PlaneMailbox([memory.data_ptr()], 0, memory.device)
+    borders = [torch.ones(6, device="cuda") for _ in range(4)]
+    alone.start((None, None), (borders[0], None))()  # compiled
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        forgotten = alone.start((None, None), (borders[1], None))
+    wait = alone.start((None, None), (borders[2], None))
+    forgotten()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        borders[3].zero_()
+        with pytest.raises(ParallelError, match="record whole steps"):
+            alone.start((None, None), (borders[3], None))
+    wait()
+    assert [int(border.sum()) for border in borders[:3]] == [0, 6, 0]
+    assert alone.calls.tolist() == [2, 0]
 
 
 @pytest.mark.multi_gpu

@@ -42,7 +42,7 @@ WORDS = LIMIT // 4
 PROGRAMS = 64
 """Programs per direction at most: they wait, and other streams' kernels need multiprocessors meanwhile."""
 
-BLOCK = 1024
+BLOCK = 2048
 
 NOT_A_NUMBER = 0x7FFF7FFF
 """NaN as one float of 32 bits, as two of 16 bits, and twice in a row as one of 64 bits."""
@@ -55,17 +55,20 @@ if triton is not None:
     NAMES = [f"{side}_{name}" for side in SIDES for name in ["box", "travelling", *RUNS]]
 
     @triton.jit
-    def _place(i, start, run, inner, outer_stride, inner_stride):
-        """Return where the words ``i`` of planes lie, which are runs of words, evenly spaced within each sample."""
+    def _place(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
+        """Return where the words ``i`` of planes lie: one run of words, or runs evenly spaced within each sample."""
+        first = start.to(tl.int64).to(tl.pointer_type(tl.int32))
+        if WHOLE:
+            return first + i
         number = i // run
         offset = (number // inner).to(tl.int64) * outer_stride + (number % inner).to(tl.int64) * inner_stride
-        return start.to(tl.int64).to(tl.pointer_type(tl.int32)) + offset + i % run
+        return first + offset + i % run
 
     @triton.jit(do_not_specialize=NAMES)
     def _send_kernel(
         calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
         before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner,
-        behind_outer_stride, behind_inner_stride, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+        behind_outer_stride, behind_inner_stride, WORDS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
         first = tl.program_id(0) % 2 == 0
@@ -79,7 +82,7 @@ if triton is not None:
         slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
         for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
             i = block * BLOCK + tl.arange(0, BLOCK)
-            data = tl.load(_place(i, start, run, inner, outer_stride, inner_stride), mask=i < words, other=0)
+            data = tl.load(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), mask=i < words, other=0)
             tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
 
     @triton.jit(do_not_specialize=[*NAMES, "patience"])
@@ -87,6 +90,7 @@ if triton is not None:
         calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
         before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner,
         behind_outer_stride, behind_inner_stride, patience, NAN: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+        WHOLE: tl.constexpr,
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
         first = tl.program_id(0) % 2 == 0
@@ -111,7 +115,7 @@ if triton is not None:
                 looks += 1
             # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
             data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
-            tl.store(_place(i, start, run, inner, outer_stride, inner_stride), data, mask=i < words)
+            tl.store(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), data, mask=i < words)
         count(calls, call)
 
 
@@ -226,18 +230,18 @@ class PlaneMailbox:
                 planes.copy_(arrived)
 
     def _launch(self, kernel: Any, boxes: Sequence[int], both: Sequence[Tensor | None], **more: Any) -> None:
-        arguments, most = [], 1
+        arguments, most, whole = [], 1, True
         for box, planes, there in zip(boxes, both, self.neighbours, strict=True):
             described = _described(planes)
             assert described is not None
-            words = described[1]
+            words, run = described[1:3]
             # An address even where there are no planes: Triton compiles for integers of 32 and of 64 bits apart.
             start = described[0] or box
             arguments += [box, max(words, 1) if there else 0, start, *described[1:]]
-            most = max(most, words)
+            most, whole = max(most, words), whole and words <= run
         programs = 2 * min(PROGRAMS, -(-most // BLOCK))
         with launch_on(self.calls):
-            kernel[(programs,)](self.calls, *arguments, **more, WORDS=WORDS, BLOCK=BLOCK, num_warps=4)
+            kernel[(programs,)](self.calls, *arguments, **more, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8)
 
 
 @dataclass(eq=False, slots=True)
