@@ -30,9 +30,9 @@ with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 
 def test_which_way_depends_on_what_all_shards_know() -> None:
     alike = ((1, 1), (1, 1))
-    assert small_enough(alike, 128 * 128 * 32, torch.float16)  # a megabyte
-    assert not small_enough(alike, 128 * 128 * 32 + 2, torch.float16)
-    assert not small_enough(alike, 128 * 128 * 32, torch.float32)
+    assert small_enough(alike, LIMIT // 2, torch.float16)
+    assert not small_enough(alike, LIMIT // 2 + 2, torch.float16)
+    assert not small_enough(alike, LIMIT // 2, torch.float32)
     assert not small_enough(((1, 0), (0, 2)), LIMIT // 4, torch.float32)  # another shard's are too large
     assert small_enough(((1, 0), (0, 1)), LIMIT // 4, torch.float32)
     assert small_enough(alike, LIMIT // 8, torch.float64)

@@ -187,7 +187,7 @@ class Deferred:
     def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
         """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
         self.moment.check(self.slabs)
-        work = _Work(self, halo if halo is not None and max(halo.own) <= self.room else None)
+        work = _Work(self, halo if halo is not None and halo.width <= self.room else None)
         with self.moment.restored():
             results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
         recipe = None

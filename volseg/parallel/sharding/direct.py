@@ -104,7 +104,8 @@ def plan(
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: Plan) -> ShardedVolume:
     """Convolve the slab of this process."""
     context = volume.context
-    wait = volume.settle(plan.halo) if plan.halo is not None and any(plan.halo.own) else None
+    halo = plan.halo if plan.halo is not None and plan.halo.width else None
+    wait = None if halo is None else volume.settle(halo)
     (slab,) = volume.lent_slabs()
     (weight,) = context.spread(weight)
     bias = None if bias is None else context.spread(bias)[0]
@@ -145,7 +146,7 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: _Input, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
         plan, recipe = given.plan, given.recipe
-        halo = plan.halo if plan.halo is not None and any(map(sum, plan.halo.planes)) else None
+        halo = plan.halo if plan.halo is not None and plan.halo.width else None
         # The input itself where it is kept: what autograd saves must be known to it.
         slab = given.slab if recipe is not None else parts[0]
         assert slab is not None
@@ -286,7 +287,7 @@ def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]
 
     Neither the join nor its gradient comes into being: half of what a level's way up takes.
     """
-    edges = 0 if ctx.halo is None else 2
+    edges = _edge_count(ctx.halo)
     layout = _layout(gradient)
     weights: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
@@ -315,21 +316,33 @@ def _layout(tensor: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
-    """Copy the halo, a few planes that would otherwise be fetched again; not the zeros at the volume's border."""
-    if halo is None:
+def _outer(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
+    """Return views of the halo's planes: one of both sides where they are alike, which one kernel copies."""
+    before, behind = own
+    if before != behind:
+        ends = (0, before), (buffer.shape[DIM] - behind, behind)
+        return [buffer.narrow(DIM, start, count) for start, count in ends if count]
+    if not before:
         return []
-    rank, (before, behind) = halo.shards.rank, halo.own
-    fetched = (before if rank > 0 else 0, behind if rank + 1 < len(halo.planes) else 0)
-    return [
-        buffer.narrow(DIM, 0, fetched[0]).clone(),
-        buffer.narrow(DIM, buffer.shape[DIM] - fetched[1], fetched[1]).clone(),
-    ]
+    shape, stride = list(buffer.shape), list(buffer.stride())
+    shape[DIM : DIM + 1] = 2, before
+    stride[DIM : DIM + 1] = (buffer.shape[DIM] - behind) * buffer.stride(DIM), buffer.stride(DIM)
+    return [buffer.as_strided(shape, stride, buffer.storage_offset())]
+
+
+def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
+    """Copy the halo, a few planes that would otherwise be fetched again."""
+    return [] if halo is None else [planes.clone() for planes in _outer(buffer, halo.own)]
+
+
+def _edge_count(halo: Halo | None) -> int:
+    """Return the number of tensors that ``_edges`` makes."""
+    return 0 if halo is None else len({planes for planes in halo.own if planes})
 
 
 def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     """Compute the convolution's input again."""
-    edges = 0 if ctx.halo is None else 2
+    edges = _edge_count(ctx.halo)
     shape, dtype, layout = ctx.like
     return _written(shape, dtype, layout, ctx.write, kept[edges:], kept[:edges], ctx.halo)
 
@@ -348,12 +361,7 @@ def _written(
     if halo is None:
         write(tensors, buffer, 0)
         return buffer
-    before, behind = halo.own
-    for edge, start, planes in zip(edges, (0, shape[DIM] - behind), (before, behind), strict=True):
-        part = buffer.narrow(DIM, start, planes)
-        if edge.numel():
-            part.copy_(edge)
-        else:  # the volume's border
-            part.zero_()
-    write(tensors, inner(buffer, (before, behind)), 0)
+    for planes, edge in zip(_outer(buffer, halo.own), edges, strict=True):
+        planes.copy_(edge)
+    write(tensors, inner(buffer, halo.own), 0)
     return buffer

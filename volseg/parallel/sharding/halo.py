@@ -55,6 +55,11 @@ class Halo:
         """Planes before and behind this process's slab."""
         return self.planes[self.shards.rank]
 
+    @property
+    def width(self) -> int:
+        """Planes on the widest side of any shard: what all decide by, where all must decide alike."""
+        return max(map(max, self.planes))
+
 
 @lru_cache(maxsize=1024)
 def halo_of_each(size: int, shards: int, window: Window, outputs: int) -> tuple[tuple[int, int], ...] | None:

@@ -92,14 +92,16 @@ class Mailbox:
         This process's number in the group.
     device
         Its GPU.
+    patience
+        Looks at words that do not come before the result is NaN.
 
     Notes
     -----
     Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph.
     """
 
-    def __init__(self, boxes: list[int], rank: int, device: torch.device) -> None:
-        self.rank, self.shards = rank, len(boxes)
+    def __init__(self, boxes: list[int], rank: int, device: torch.device, patience: int = PATIENCE) -> None:
+        self.rank, self.shards, self.patience = rank, len(boxes), patience
         self.boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
         # The calls so far, and the programs of the present one that are done.
         self.calls = torch.zeros(2, dtype=torch.int32, device=device)
@@ -114,24 +116,24 @@ class Mailbox:
         """Say whether the tensor can be sent."""
         return partial.dtype == torch.float32 and 0 < partial.numel() <= CAPACITY
 
-    def told(self, patience: int = PATIENCE) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
         """Return the keywords of a kernel that uses ``put``, ``get`` and ``count``."""
         return {
             "boxes": self.boxes,
             "calls": self.calls,
             "rank": self.rank,
-            "patience": patience,
+            "patience": self.patience,
             "SHARDS": self.shards,
             "CAPACITY": CAPACITY,
         }
 
-    def stack(self, partial: Tensor, patience: int = PATIENCE) -> Tensor:
+    def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
         with launch_on(partial):
             _exchange_kernel[(triton.cdiv(partial.numel(), 512),)](
-                partial, out, n=partial.numel(), **self.told(patience), BLOCK=512, num_warps=4,
+                partial, out, n=partial.numel(), **self.told(), BLOCK=512, num_warps=4,
             )  # fmt: skip
         return out
 
@@ -146,13 +148,15 @@ def mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
         boxes = map_together(group, device, Mailbox.size(shards))
         if boxes is None:
             return None
-        found = Mailbox(boxes, dist.get_rank(group), device)
+        found = Mailbox(boxes, dist.get_rank(group), device, patience=0)
         own = torch.full((1,), float(found.rank), device=device)
-        found.stack(own, patience=0)  # compiles, and waits for nobody
+        found.stack(own)  # compiles, and waits for nobody
         reached = [False] * shards
         dist.all_gather_object(reached, True, group=group)
         # Once, with an end: what can be mapped might still not be reached.
-        numbers = found.stack(own, patience=2**22)
+        found.patience = 2**22
+        numbers = found.stack(own)
+        found.patience = PATIENCE
         dist.all_gather_object(reached, numbers.flatten().tolist() == list(range(shards)), group=group)
     if not all(reached):
         logger.info("GPUs exchange statistics through NCCL: what they write does not reach the others' memory")

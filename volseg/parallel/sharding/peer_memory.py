@@ -66,7 +66,7 @@ def map_together(group: dist.ProcessGroup, device: torch.device, size: int) -> l
             own, handle = _allocated(driver, size)
             offer = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), handle
         except (OSError, AttributeError, ParallelError) as fault:  # whatever it is, the others wait for this one's word
-            logger.info("GPUs exchange statistics through NCCL: %s", fault)
+            logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
         torch.cuda.synchronize(device)  # cleared, before anybody writes
         offers: list[Any] = [None] * shards
         dist.all_gather_object(offers, offer, group=group)
@@ -75,7 +75,7 @@ def map_together(group: dist.ProcessGroup, device: torch.device, size: int) -> l
         try:
             addresses = [own if i == rank else _mapped(driver, handle) for i, (*_, handle) in enumerate(offers)]
         except ParallelError as fault:
-            logger.info("GPUs exchange statistics through NCCL: %s", fault)
+            logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
             addresses = []
     votes = [False] * shards
     dist.all_gather_object(votes, bool(addresses), group=group)
