@@ -64,7 +64,7 @@ class Again:
     def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
         """Compute the slab: see ``Deferred.run``."""
         self.check()
-        halo = halo if halo is not None and max(halo.own) <= self.room else None
+        halo = halo if halo is not None and halo.width <= self.room else None
         with torch.no_grad():
             if self.room:
                 slab = roomy(self.like, self.room, device=self.device)

@@ -73,7 +73,7 @@ class DeferredJoin:
     def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
         """Join: see ``Deferred.run``."""
         self.moment.check(self._inputs)
-        self.halo = halo if halo is not None and max(halo.own) <= self.room else None
+        self.halo = halo if halo is not None and halo.width <= self.room else None
         with self.moment.restored():
             joined = _Join.apply(self, *self.slabs)
         return [joined], self.recipe, self.room, self.wait
