@@ -18,6 +18,14 @@ def test_derivative_is_that_of_the_activation(activation: Activation) -> None:
     torch.testing.assert_close(activation.derivative(x.detach()), x.grad)
 
 
+def test_only_the_ends_are_written() -> None:
+    x, scale, shift = torch.randn(2, 3, 5, 2, 2), torch.rand(2, 3), torch.rand(2, 3)
+    whole, ends = kernels.affine(x, scale, shift), torch.zeros_like(x)
+    kernels.affine(x, scale, shift, out=ends, ends=(1, 2))
+    assert torch.equal(ends[:, :, [0, 3, 4]], whole[:, :, [0, 3, 4]])
+    assert (ends[:, :, 1:3] == 0).all()
+
+
 def slabs(dtype: torch.dtype, layout: str, channels: int) -> Tensor:
     torch.manual_seed(0)
     shape = (2, channels, 5, 9, 11)
@@ -49,6 +57,10 @@ def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activa
     torch.testing.assert_close(kernels.moments(x).double(), kernels.moments(exact), rtol=1e-4, atol=1e-4)
     got = kernels.affine(x, scale, shift, activation)
     torch.testing.assert_close(got.double(), kernels.affine(exact, *wide[:2], activation), **close)
+    ends = torch.zeros_like(x)
+    kernels.affine(x, scale, shift, activation, out=ends, ends=(1, 2))
+    assert torch.equal(ends[:, :, [0, 3, 4]], got[:, :, [0, 3, 4]])
+    assert (ends[:, :, 1:3] == 0).all()
     sums = kernels.gradient_sums(gradient, x, mean, scale, shift, activation)
     wanted = kernels.gradient_sums(exact_gradient, exact, wide[2], *wide[:2], activation)
     torch.testing.assert_close(sums.double(), wanted, rtol=1e-3, atol=2e-1)

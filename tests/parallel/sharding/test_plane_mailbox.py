@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
+from volseg.parallel.sharding import edges
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.halo import Halo, add_returned, extended, fill, inner, roomy
 from volseg.parallel.sharding.plane_mailbox import LIMIT, PlaneMailbox, small_enough
@@ -237,20 +238,26 @@ class Rounds:
     """Halos of slabs that hold one value per process: filled, or their gradient given back."""
 
     def __init__(self, group: ProcessGroupShards) -> None:
-        each = [(1, 1), (1, 0), (0, 1), (2, 1)]
+        each = [(1, 1), (1, 0), (0, 1), (2, 1), (1, 1)]
         self.halos = [Halo(group, (pair,) * group.shards, channels_last=True) for pair in each]
         self.base = torch.zeros((), device=group.home)
-        like = torch.empty(1, 16, 4, 24, 20, device=group.home, dtype=torch.float16)
-        self.like = like.contiguous(memory_format=torch.channels_last_3d)
+        # The last travels on a stream of its own while a graph is recorded.
+        sides = [(24, 20)] * 4 + [(96, 100)]
+        likes = [torch.empty(1, 16, 4, *side, device=group.home, dtype=torch.float16) for side in sides]
+        self.likes = [like.contiguous(memory_format=torch.channels_last_3d) for like in likes]
 
     def run(self) -> list[Tensor]:
         results = []
-        for number, halo in enumerate(self.halos):
-            slab = roomy(self.like, 2)
+        for number, (halo, like) in enumerate(zip(self.halos, self.likes, strict=True)):
+            slab = roomy(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
             buffer = extended(slab, 2, halo.own)
-            fill(buffer, halo)()
-            results.append(buffer)
+            kept = fill(buffer, halo, keep=True)()
+            assert kept is not None
+            restored = torch.full_like(buffer, 99)
+            inner(restored, halo.own).copy_(inner(buffer, halo.own))
+            edges.restore(restored, halo.own, kept)
+            results.append(restored)
             results.append(add_returned(buffer.clone(), halo)())
         return results
 

@@ -1,13 +1,13 @@
 """A recomputed block's input that is written only when an operator reads it, and never where a join reads it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
+from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
 from volseg.parallel.sharding.recipes import Recipe
 
 __all__ = ["Again"]
@@ -61,7 +61,7 @@ class Again:
         """Take no activation along."""
         del activation
 
-    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
+    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
         """Compute the slab: see ``Deferred.run``."""
         self.check()
         halo = halo if halo is not None and halo.width <= self.room else None

@@ -23,7 +23,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
+from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.mailbox import CAPACITY
 from volseg.parallel.sharding.recipes import Recipe, normalized
@@ -184,7 +184,7 @@ class Deferred:
         single = len(self.slabs) == 1 and self.context.communicator.shards > 1
         return self.context.room if single and self.dims == (DIM,) and self.slabs[0].ndim == 5 else 0
 
-    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
+    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
         """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
         self.moment.check(self.slabs)
         work = _Work(self, halo if halo is not None and halo.width <= self.room else None)
@@ -204,7 +204,7 @@ class _Work:
     halo: Halo | None
     scales: list[Tensor] = field(default_factory=list)
     shifts: list[Tensor] = field(default_factory=list)
-    wait: Callable[[], None] | None = None
+    wait: Wait | None = None
 
     def write(self, slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Apply scale, shift and activation; with a halo to send, to the outermost planes first."""
@@ -217,7 +217,10 @@ class _Work:
         def planes(start: int, count: int) -> None:
             apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
 
-        self.wait = write_outer_first(out, room, self.halo, planes)
+        def ends(front: int, back: int) -> None:
+            apply(slab, out=out, ends=(front, back))
+
+        self.wait = write_outer_first(out, room, self.halo, planes, ends)
         return out
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
-from volseg.parallel.sharding import first_convolution, kernels, large, last_convolution, wide_convolution
+from volseg.parallel.sharding import edges, first_convolution, kernels, large, last_convolution, wide_convolution
 from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.halo import DIM, Halo, add_returned, extended, fill, halo_of_each, inner, room_of
+from volseg.parallel.sharding.halo import DIM, Halo, Wait, add_returned, extended, fill, halo_of_each, inner, room_of
 from volseg.parallel.sharding.recipes import Join, Recipe, Write
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Window
@@ -139,7 +139,7 @@ class _Input:
     plan: Plan
     recipe: Recipe | None
     room: int
-    wait: Callable[[], None] | None
+    wait: Wait | None
 
 
 class _Convolve(torch.autograd.Function):
@@ -150,10 +150,10 @@ class _Convolve(torch.autograd.Function):
         # The input itself where it is kept: what autograd saves must be known to it.
         slab = given.slab if recipe is not None else parts[0]
         assert slab is not None
-        buffer = slab
+        buffer, borders = slab, None
         if halo is not None:
             buffer = extended(slab, given.room, halo.own)
-            (fill(buffer, halo) if given.wait is None else given.wait)()
+            borders = (fill(buffer, halo, keep=recipe is not None) if given.wait is None else given.wait)()
         result = _result(buffer, weight, bias, plan)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.halo, ctx.write = plan, halo, None if recipe is None else recipe.write
@@ -163,7 +163,9 @@ class _Convolve(torch.autograd.Function):
             ctx.save_for_backward(weight, buffer)
         else:
             ctx.like = buffer.shape, buffer.dtype, _layout(buffer)
-            ctx.save_for_backward(weight, *_edges(buffer, halo), *recipe.tensors)
+            if borders is None:
+                borders = [] if halo is None else edges.copied(buffer, halo.own)
+            ctx.save_for_backward(weight, *borders, *recipe.tensors)
         return result
 
     @staticmethod
@@ -287,16 +289,16 @@ def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]
 
     Neither the join nor its gradient comes into being: half of what a level's way up takes.
     """
-    edges = _edge_count(ctx.halo)
+    number = 0 if ctx.halo is None else edges.count(ctx.halo.own)
     layout = _layout(gradient)
     weights: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
     bias_gradient = None
     derive = _Gradients(ctx, gradient, needs_input=True)
-    for write, own, (first, count) in ctx.write.parts(kept[edges:]):
+    for write, own, (first, count) in ctx.write.parts(kept[number:]):
         shape = list(ctx.like[0])
         shape[1] = count
-        borders = [edge.narrow(1, first, count) for edge in kept[:edges]]
+        borders = [edge.narrow(1, first, count) for edge in kept[:number]]
         buffer = _written(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders, ctx.halo)
         part = weight.narrow(1, first, count).contiguous(memory_format=layout)
         needs = first == 0 and ctx.needs_input_grad[2]
@@ -316,35 +318,11 @@ def _layout(tensor: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _outer(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
-    """Return views of the halo's planes: one of both sides where they are alike, which one kernel copies."""
-    before, behind = own
-    if before != behind:
-        ends = (0, before), (buffer.shape[DIM] - behind, behind)
-        return [buffer.narrow(DIM, start, count) for start, count in ends if count]
-    if not before:
-        return []
-    shape, stride = list(buffer.shape), list(buffer.stride())
-    shape[DIM : DIM + 1] = 2, before
-    stride[DIM : DIM + 1] = (buffer.shape[DIM] - behind) * buffer.stride(DIM), buffer.stride(DIM)
-    return [buffer.as_strided(shape, stride, buffer.storage_offset())]
-
-
-def _edges(buffer: Tensor, halo: Halo | None) -> list[Tensor]:
-    """Copy the halo, a few planes that would otherwise be fetched again."""
-    return [] if halo is None else [planes.clone() for planes in _outer(buffer, halo.own)]
-
-
-def _edge_count(halo: Halo | None) -> int:
-    """Return the number of tensors that ``_edges`` makes."""
-    return 0 if halo is None else len({planes for planes in halo.own if planes})
-
-
 def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     """Compute the convolution's input again."""
-    edges = _edge_count(ctx.halo)
+    number = 0 if ctx.halo is None else edges.count(ctx.halo.own)
     shape, dtype, layout = ctx.like
-    return _written(shape, dtype, layout, ctx.write, kept[edges:], kept[:edges], ctx.halo)
+    return _written(shape, dtype, layout, ctx.write, kept[number:], kept[:number], ctx.halo)
 
 
 def _written(
@@ -353,7 +331,7 @@ def _written(
     layout: torch.memory_format,
     write: Write,
     tensors: Sequence[Tensor],
-    edges: Sequence[Tensor],
+    borders: Sequence[Tensor],
     halo: Halo | None,
 ) -> Tensor:
     """Write a slab between the edges of its halo, where it has one."""
@@ -361,7 +339,6 @@ def _written(
     if halo is None:
         write(tensors, buffer, 0)
         return buffer
-    for planes, edge in zip(_outer(buffer, halo.own), edges, strict=True):
-        planes.copy_(edge)
+    edges.restore(buffer, halo.own, borders)
     write(tensors, inner(buffer, halo.own), 0)
     return buffer

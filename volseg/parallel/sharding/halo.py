@@ -16,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from volseg.parallel.sharding import edges
+from volseg.parallel.sharding.edges import DIM
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.layout import spans
-from volseg.parallel.sharding.plane_mailbox import small_enough
+from volseg.parallel.sharding.plane_mailbox import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.sharding.windows import Window
 
 __all__ = [
     "DIM",
     "Halo",
+    "Wait",
     "add_returned",
     "extended",
     "fill",
@@ -34,9 +37,8 @@ __all__ = [
     "write_outer_first",
 ]
 
-DIM = 2
-"""The tensor dim that such slabs are cut along (D); other cuts use the general exchange."""
-
+Wait = Callable[[], "list[Tensor] | None"]
+"""Waits for planes; returns a copy of them where one was asked for and made."""
 
 _rooms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Planes of room around the slabs that ``roomy`` made, for as long as they live: autograd hands on a tensor alone."""
@@ -131,10 +133,11 @@ def inner(buffer: Tensor, own: tuple[int, int]) -> Tensor:
     return buffer.narrow(DIM, own[0], buffer.shape[DIM] - sum(own))
 
 
-def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
+def fill(buffer: Tensor, halo: Halo, keep: bool = False) -> Wait:
     """Start to fetch the halo from the neighbours; the returned function waits for it.
 
-    The slab's outermost planes must have been written.
+    The slab's outermost planes must have been written. With ``keep``, the function returns a copy of the planes as
+    ``edges`` has them, where that costs nothing more, else None.
     """
     rank, last = halo.shards.rank, halo.shards.shards - 1
     before, behind = halo.own
@@ -146,13 +149,20 @@ def fill(buffer: Tensor, halo: Halo) -> Callable[[], None]:
     if rank < last:
         count = halo.planes[rank + 1][0]
         sends[1] = slab.narrow(DIM, slab.shape[DIM] - count, count)
-    return _exchange(halo, sends, [front, back])
+    return _exchange(halo, sends, [front, back], buffer if keep else None)
 
 
 def write_outer_first(
-    out: Tensor, room: int, halo: Halo | None, write: Callable[[int, int], None]
-) -> Callable[[], None] | None:
-    """Write a slab with ``write(first, count)``; planes that the neighbours wait for come first, and are sent."""
+    out: Tensor,
+    room: int,
+    halo: Halo | None,
+    write: Callable[[int, int], None],
+    write_ends: Callable[[int, int], None] | None = None,
+) -> Wait | None:
+    """Write a slab with ``write(first, count)``; planes that the neighbours wait for come first, and are sent.
+
+    ``write_ends(front, back)`` writes so many of the first and of the last planes, where one pass can.
+    """
     planes = out.shape[DIM]
     if halo is None:
         write(0, planes)
@@ -162,12 +172,15 @@ def write_outer_first(
     back = each[rank + 1][0] if rank + 1 < len(each) else 0
     if front + back >= planes:
         write(0, planes)
-        return fill(extended(out, room, halo.own), halo)
-    if front:
-        write(0, front)
-    if back:
-        write(planes - back, back)
-    wait = fill(extended(out, room, halo.own), halo)
+        return fill(extended(out, room, halo.own), halo, keep=True)
+    if front and back and write_ends is not None:
+        write_ends(front, back)
+    else:
+        if front:
+            write(0, front)
+        if back:
+            write(planes - back, back)
+    wait = fill(extended(out, room, halo.own), halo, keep=True)
     write(front, planes - front - back)
     return wait
 
@@ -199,11 +212,14 @@ def add_returned(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
     return finish
 
 
-def _exchange(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Callable[[], None]:
+def _exchange(
+    halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], keep: Tensor | None = None
+) -> Wait:
     """Start to send planes to the shards before and behind, and to receive theirs.
 
     None is sent where there is no such shard, and zeros are received. Which way planes travel follows from sizes that
-    all shards have in common, never from how a slab lies in memory.
+    all shards have in common, never from how a slab lies in memory. ``keep`` is the buffer whose halo is received, if a
+    copy of it is wanted.
     """
     # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
     order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
@@ -211,13 +227,24 @@ def _exchange(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Ten
     ordered_receives = [None if planes is None else planes.permute(order) for planes in receives]
     box = halo.shards.plane_mailbox
     if box is not None and _by_mailbox(halo, [*sends, *receives]):
-        return box.start(ordered_sends, ordered_receives)
+        if keep is None:
+            return box.start(ordered_sends, ordered_receives)
+        kept, parts = edges.uninitialized(keep, halo.own, order)
+        wait = box.start(ordered_sends, ordered_receives, parts)
+
+        def wait_and_keep() -> list[Tensor]:
+            wait()
+            return kept
+
+        return wait_and_keep
     return _by_messages(halo, ordered_sends, ordered_receives)
 
 
 def _by_mailbox(halo: Halo, some: Sequence[Tensor | None]) -> bool:
     planes = next(planes for planes in some if planes is not None)
-    return small_enough(halo.planes, planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel(), planes.dtype)
+    values = planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel()
+    recording = halo.shards.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return small_enough(halo.planes, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
 
 
 def _by_messages(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Callable[[], None]:

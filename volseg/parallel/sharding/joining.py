@@ -1,6 +1,6 @@
 """Channels of several volumes side by side, in a slab with room for its halo that need not be kept."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.deferred import Moment
-from volseg.parallel.sharding.halo import DIM, Halo, roomy, write_outer_first
+from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
 from volseg.parallel.sharding.recipes import Recipe, joined, kept
 from volseg.parallel.sharding.volume import ShardedVolume
 
@@ -51,7 +51,7 @@ class DeferredJoin:
     like: Tensor
     room: int
     halo: Halo | None = None
-    wait: Callable[[], None] | None = None
+    wait: Wait | None = None
     moment: Moment = field(default_factory=Moment)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class DeferredJoin:
         """Take no activation along."""
         del activation
 
-    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Callable[[], None] | None]:
+    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
         """Join: see ``Deferred.run``."""
         self.moment.check(self._inputs)
         self.halo = halo if halo is not None and halo.width <= self.room else None

@@ -188,11 +188,24 @@ def moments(slab: Tensor) -> Tensor:
 
 
 def affine(
-    slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY, out: Tensor | None = None
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: Activation = IDENTITY,
+    out: Tensor | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return ``act(slab * scale + shift)``, in ``out`` where it is given."""
+    """Return ``act(slab * scale + shift)``, in ``out`` where it is given.
+
+    With ``ends``, only so many of the first and of the last planes of ``out`` are written.
+    """
     if fused(slab):
-        return triton_affine.affine(slab, scale, shift, activation, out)
+        return triton_affine.affine(slab, scale, shift, activation, out, ends)
+    if ends is not None and out is not None:
+        front, back = ends
+        for start, count in ((0, front), (slab.shape[2] - back, back)):
+            affine(slab.narrow(2, start, count), scale, shift, activation, out.narrow(2, start, count))
+        return out
     result = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
     result = activation.apply(result).to(slab.dtype)
     return result if out is None else out.copy_(result)

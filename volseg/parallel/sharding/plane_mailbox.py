@@ -31,16 +31,18 @@ from volseg.parallel.sharding.mailbox import PATIENCE
 from volseg.parallel.sharding.peer_memory import map_together
 from volseg.parallel.sharding.triton_tiles import launch_on, tl, triton
 
-__all__ = ["LIMIT", "PlaneMailbox", "plane_mailbox", "small_enough"]
+__all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "plane_mailbox", "small_enough"]
 
 logger = logging.getLogger(__name__)
 
-LIMIT = 2**22
-"""Bytes of planes that travel in one direction at most: a plane of 256 x 256 voxels, 32 channels, 16 bits."""
+LIMIT = 2**23
+"""Bytes of planes that travel in one direction at most: a plane of 320 x 320 voxels, 32 channels, 16 bits is 6.5e6."""
+
+EAGER_LIMIT = 2**19
+"""The same where no graph is recorded: NCCL then copies nothing, and keeps Python no longer."""
 
 ASIDE = 2**18
-"""Bytes in one direction from which on planes travel beside the work on the inner ones: 5 us on the way, 3 to start.
-Eight times as many where no graph is recorded, for streams that wait for one another cost 30 us of Python."""
+"""Bytes in one direction from which on planes travel beside the work on the inner ones: 5 us on the way, 3 to start."""
 
 WORDS = LIMIT // 4
 
@@ -90,12 +92,12 @@ if triton is not None:
             data = tl.load(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), mask=i < words, other=0)
             tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
 
-    @triton.jit(do_not_specialize=[*NAMES, "patience"])
+    @triton.jit(do_not_specialize=[*NAMES, "before_kept", "behind_kept", "patience"])
     def _receive_kernel(
         calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
         before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner,
-        behind_outer_stride, behind_inner_stride, patience, NAN: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-        WHOLE: tl.constexpr,
+        behind_outer_stride, behind_inner_stride, before_kept, behind_kept, patience, NAN: tl.constexpr,
+        KEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
         first = tl.program_id(0) % 2 == 0
@@ -107,6 +109,8 @@ if triton is not None:
         outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
         inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
         slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
+        if KEEP:
+            kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
         looks = 0  # at all blocks together: who does not come is waited for once
         blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
         for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
@@ -121,13 +125,15 @@ if triton is not None:
             # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
             data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
             tl.store(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), data, mask=i < words)
+            if KEEP:
+                tl.store(kept + i, data, mask=i < words)
         count(calls, call)
 
 
-def small_enough(planes: Sequence[tuple[int, int]], values: int, dtype: torch.dtype) -> bool:
+def small_enough(planes: Sequence[tuple[int, int]], values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
     """Say whether halos travel this way: all shards' ``planes`` of ``values`` each, so that all shards agree."""
     size = values * dtype.itemsize
-    return dtype.is_floating_point and size > 0 and size % 4 == 0 and max(map(max, planes)) * size <= LIMIT
+    return dtype.is_floating_point and size > 0 and size % 4 == 0 and max(map(max, planes)) * size <= limit
 
 
 @lru_cache(maxsize=4096)  # the same few halos in every step
@@ -188,7 +194,11 @@ class PlaneMailbox:
         return 2 * 2 * WORDS * 8
 
     def start(
-        self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], patience: int = PATIENCE
+        self,
+        sends: Sequence[Tensor | None],
+        receives: Sequence[Tensor | None],
+        keep: Sequence[Tensor | None] | None = None,
+        patience: int = PATIENCE,
     ) -> Callable[[], None]:
         """Send planes; the returned function waits for the neighbours' and writes them.
 
@@ -197,6 +207,8 @@ class PlaneMailbox:
         sends, receives
             Planes for and from the shard before and the shard behind, in the order of voxels in which they travel.
             Those to be received at the volume's border become zeros, all that do not come NaN.
+        keep
+            Dense memory for a copy of what is received.
         patience
             Looks at words that do not come.
         """
@@ -206,15 +218,15 @@ class PlaneMailbox:
         packed = [planes if _described(planes) is not None else _packed(planes) for planes in with_planes]
         targets = [planes if _described(planes) is not None else _packed(planes, copy=False) for planes in receives]
         size = max(0 if planes is None else planes.numel() * planes.element_size() for planes in (*packed, *targets))
-        stream = self.stream if size >= (ASIDE if capturing else 8 * ASIDE) else None
-        self._open = exchange = _Exchange(self, receives, targets, packed, patience, capturing, stream)
+        stream = self.stream if capturing and size >= ASIDE else None
+        self._open = exchange = _Exchange(self, receives, targets, packed, keep, patience, capturing, stream)
         if stream is None:
             self._launch(_send_kernel, self.outboxes, packed)
             return exchange
         stream.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(stream):
             self._launch(_send_kernel, self.outboxes, packed)
-            self._launch(_receive_kernel, self.inboxes, targets, patience=patience, NAN=NOT_A_NUMBER)
+            self._launch_receive(exchange)
         return exchange
 
     def _complete(self, capturing: bool) -> None:
@@ -239,12 +251,23 @@ class PlaneMailbox:
         if exchange.stream is not None:
             torch.cuda.current_stream(self.calls.device).wait_stream(exchange.stream)
         else:
-            more = {"patience": exchange.patience, "NAN": NOT_A_NUMBER}
-            self._launch(_receive_kernel, self.inboxes, exchange.targets, **more)
+            self._launch_receive(exchange)
         for planes, arrived in zip(exchange.receives, exchange.targets, strict=True):
             if planes is not None and arrived is not None and arrived is not planes:
                 planes.copy_(arrived)
         exchange.receives = exchange.targets = exchange.sent = ()
+        exchange.kept = None
+
+    def _launch_receive(self, exchange: "_Exchange") -> None:
+        kept = exchange.kept or (None, None)
+        # An address even where nothing is kept: Triton compiles for integers of 32 and of 64 bits apart.
+        before, behind = (
+            box if part is None else part.data_ptr() for box, part in zip(self.inboxes, kept, strict=True)
+        )
+        more = {"before_kept": before, "behind_kept": behind, "KEEP": exchange.kept is not None}
+        self._launch(
+            _receive_kernel, self.inboxes, exchange.targets, patience=exchange.patience, NAN=NOT_A_NUMBER, **more
+        )
 
     def _launch(self, kernel: Any, boxes: Sequence[int], both: Sequence[Tensor | None], **more: Any) -> None:
         arguments, most, whole = [], 1, True
@@ -273,6 +296,7 @@ class _Exchange:
     receives: Sequence[Tensor | None]
     targets: Sequence[Tensor | None]
     sent: Sequence[Tensor | None]
+    kept: Sequence[Tensor | None] | None
     patience: int
     captured: bool
     stream: torch.cuda.Stream | None

@@ -39,13 +39,15 @@ if triton is not None:
 
     @triton.jit
     def _affine_kernel(
-        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov,
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov, front, skipped,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ENDS: tl.constexpr,
     ):  # fmt: skip
         v = tl.program_id(0) * BV + tl.arange(0, BV)
         c = tl.program_id(1) * BC + tl.arange(0, BC)
         b = tl.program_id(2)
         mask = (v[:, None] < V) & (c[None, :] < C)
+        if ENDS:  # the first voxels and the last ones, of V in all
+            v = tl.where(v < front, v, v + skipped)
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         if KIND != 3:  # 3 copies
             a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
@@ -108,16 +110,29 @@ if triton is not None:
         tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
 
 
-def affine(slab: Tensor, scale: Tensor, shift: Tensor, activation: "Activation", out: Tensor | None) -> Tensor:
+def affine(
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: "Activation",
+    out: Tensor | None,
+    ends: tuple[int, int] | None = None,
+) -> Tensor:
     """See ``kernels.affine``."""
     slab = even(slab, slab)
     out = torch.empty_like(slab) if out is None else out
     tile = tile_size(slab)
-    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    voxels, front, skipped = voxel_count(slab), 0, 0
+    if ends is not None:
+        plane = slab.shape[3:].numel()
+        front, skipped = ends[0] * plane, voxels - sum(ends) * plane
+        voxels -= skipped
+    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with launch_on(slab):
         _affine_kernel[grid](
-            slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], voxel_count(slab), activation.parameter,
-            *spaced(slab), *spaced(out), **settings(tile, KIND=KINDS[activation.kind]),
+            slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], voxels, activation.parameter,
+            *spaced(slab), *spaced(out), front, skipped,
+            **settings(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
 
@@ -131,7 +146,7 @@ def copy(slab: Tensor, out: Tensor) -> None:
     with launch_on(slab):
         _affine_kernel[grid](
             slab, slab, slab, out, slab.shape[1], voxel_count(slab), 0.0,
-            *spaced(slab), *spaced(out), **settings(tile, KIND=3),
+            *spaced(slab), *spaced(out), 0, 0, **settings(tile, KIND=3, ENDS=False),
         )  # fmt: skip
 
 

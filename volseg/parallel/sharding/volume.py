@@ -17,7 +17,7 @@ from volseg.parallel.sharding.context import Context
 if TYPE_CHECKING:
     from volseg.parallel.sharding.again import Again
     from volseg.parallel.sharding.deferred import Deferred
-    from volseg.parallel.sharding.halo import Halo
+    from volseg.parallel.sharding.halo import Halo, Wait
     from volseg.parallel.sharding.joining import DeferredJoin
     from volseg.parallel.sharding.recipes import Recipe
 
@@ -147,7 +147,7 @@ class ShardedVolume(Tensor):
             self.recipe.write(self.recipe.tensors, out, 0)
         self._released = False
 
-    def settle(self, halo: "Halo | None" = None) -> "Callable[[], None] | None":
+    def settle(self, halo: "Halo | None" = None) -> "Wait | None":
         """Compute what was deferred; with ``halo``, start its exchange and return the function that waits for it."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
