@@ -2,9 +2,10 @@
 
     python workflows/benchmarks/spatial.py --gpus 1 2 4 --output results.json
 
-Rows of one number of GPUs run in one group of processes; after a failure the rest is started anew. A row is forward,
-loss, backward and optimizer step in bf16 at batch 1, the median of several steps. The JSON is rewritten after every
-group.
+Rows of one number of GPUs run in one group of processes; after a failure the rest is started anew. Rows of the kind
+`alone` train a network of its own on every GPU at the same time: what the GPUs of this host give together, for they
+are not all equally fast. A row is forward, loss, backward and optimizer step in bf16 at batch 1, the median of several
+steps. The JSON is rewritten after every group.
 
 `--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
 searches the largest cube that trains, and writes a table and a plot beside the JSON.
@@ -72,10 +73,12 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     shape = tuple(row["shape"])
     model: Any
     plain = row["kind"] == "plain"
-    peer = row["kind"] == "shardtensor"
-    if peer:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group(device_id=device if cuda else None)
+    peer, alone = row["kind"] == "shardtensor", row["kind"] == "alone"
+    if (peer or alone) and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(device_id=device if cuda else None)
+    if alone:  # as many networks as GPUs, at the same time
+        model, own = ModelParallel(net, strategy="spatial", devices=[device]), (1, 1, *shape)
+    elif peer:
         model, own = net, (1, 1, shape[0] // int(os.environ["WORLD_SIZE"]), *shape[1:])
     elif plain:
         layout = torch.channels_last_3d if row.get("channels_last") else torch.contiguous_format
@@ -91,7 +94,7 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     label: Any = torch.randint(0, CLASSES, own, device=device, dtype=torch.uint8)
     if peer:
         model, peer_loss = shard_tensor_step(net, image, label, (1, 1, *shape))
-    elif not plain:
+    elif not plain and not alone:
         image, label = (from_slab(model, part, (1, 1, *shape)) for part in (image, label))  # type: ignore[arg-type]
     # The same loss twice: MONAI's holds sixty bytes per voxel by itself.
     monai_loss = plain or row.get("loss") == "monai"
@@ -142,6 +145,10 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     voxels = shape[0] * shape[1] * shape[2]
     world = int(os.environ["WORLD_SIZE"])
     median = statistics.median(times)
+    if alone:
+        each: list[float] = [0.0] * world
+        torch.distributed.all_gather_object(each, median)
+        return {"ms_each": each, "ms": max(each), "mvoxel_per_s": sum(voxels / ms for ms in each) / 1e3}
     return {
         "ms": median,
         "ms_min": min(times),
@@ -236,6 +243,10 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
                 {"part": "weak320", **common, "shape": [160 * count, 320, 320], "graph": True, "steps": 5},
                 {"part": "strong256", **common, "shape": [256] * 3, "graph": True},
             ]
+            if count > 1:
+                each = {"kind": "alone", "net": net, "gpus": count, "graph": True}
+                found.append({"part": "alone128", **each, "shape": [128] * 3})
+                found.append({"part": "alone320", **each, "shape": [160, 320, 320], "steps": 5})
             found.append({"part": "eager128", **common, "shape": [128 * count, 128, 128]})
             found.append({"part": "eager320", **common, "shape": [160 * count, 320, 320], "steps": 4, "warm": 3})
             found.append({"part": "checkpoint", **common, "shape": [160 * count, 320, 320], "checkpoint": "all"})
