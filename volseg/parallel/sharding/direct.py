@@ -5,7 +5,7 @@ only: every convolution of the usual networks, unless the sizes divide badly. Th
 all processes take it alike.
 
 Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
-the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it is the halo of the output's
+the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it is the halo of the output's
 gradient, and the input's gradient is computed for the slab's own planes alone: a plane more is a tenth more work where
 a coarse level has ten, and half an empty wave of blocks. Elsewhere the gradient of the halo travels back.
 """
@@ -179,8 +179,10 @@ class _Convolve(torch.autograd.Function):
         needs_input, (needs_weight, needs_bias) = any(ctx.needs_input_grad[3:]), ctx.needs_input_grad[1:3]
         if ctx.plan.in_parts and _separable(ctx):
             return None, *_in_parts(ctx, gradient, weight, kept)
-        buffer = kept[0] if ctx.write is None else _again(ctx, kept)
+        # Planes travel while the input is computed again, and are there before the weights' gradient begins: its blocks
+        # fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
         derive = _Gradients(ctx, gradient, needs_input)
+        buffer = kept[0] if ctx.write is None else _again(ctx, kept)
         joined, weight_gradient, bias_gradient = derive(buffer, weight, needs_input, needs_weight, needs_bias)
         inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
         return None, weight_gradient, bias_gradient, *inputs

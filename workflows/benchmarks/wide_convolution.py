@@ -1,0 +1,106 @@
+"""Convolutions of 5 x 5 x 5 voxels and many channels: cuDNN's choices beside ``volseg``'s.
+
+    python workflows/benchmarks/wide_convolution.py --output results.json
+
+TFLOP/s in bf16 with channels last, the best of several calls: forward, the input's gradient and the weights' by cuDNN,
+with and without its trials (``cudnn.benchmark``), and forward and the weights' gradient as ``volseg`` computes them.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.sharding import wide_convolution
+
+CASES = [
+    (128, (32, 32, 32)),
+    (128, (16, 64, 64)),
+    (128, (16, 16, 16)),
+    (256, (32, 32, 32)),
+    (256, (16, 16, 16)),
+    (256, (8, 32, 32)),
+    (256, (8, 8, 8)),
+]
+ARGUMENTS = [[1] * 3, [2] * 3, [1] * 3, False, [0] * 3, 1]
+
+
+def best(call: Callable[[], object], repeats: int = 6) -> float:
+    """Return the shortest time of a call, ms."""
+    times = []
+    for number in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if number >= 2:
+            times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
+    """Return TFLOP/s of each way, and how far ours are from cuDNN's results, relative to the largest."""
+
+    def half(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
+
+    x, gradient, weight = half(1, channels, *sides), half(1, channels, *sides), half(channels, channels, 5, 5, 5)
+
+    def forward() -> Tensor:
+        return torch.ops.aten.convolution(x, weight, None, *ARGUMENTS)
+
+    def backward(of_input: bool) -> Tensor:
+        mask = [of_input, not of_input, False]
+        found = torch.ops.aten.convolution_backward(gradient, x, weight, None, *ARGUMENTS, mask)
+        return found[0 if of_input else 1]
+
+    def own_forward() -> Tensor:
+        return wide_convolution.forward(x, weight, None, (2, 2, 2))
+
+    def own_weight() -> Tensor:
+        return wide_convolution.weight_gradient(gradient, x, weight, (2, 2, 2))
+
+    work = 2 * 125 * channels**2 * prod(sides) / 1e9
+    found = {}
+    for trials in (False, True):
+        torch.backends.cudnn.benchmark = trials
+        name = "cudnn benchmark" if trials else "cudnn"
+        found[f"{name}: forward"] = work / best(forward)
+        found[f"{name}: input gradient"] = work / best(lambda: backward(True))
+        found[f"{name}: weight gradient"] = work / best(lambda: backward(False))
+    torch.backends.cudnn.benchmark = False
+    found["volseg: forward"] = work / best(own_forward)
+    found["volseg: weight gradient"] = work / best(own_weight)
+    for name, one, other in (("forward", own_forward(), forward()), ("weight", own_weight(), backward(False))):
+        found[f"{name}: largest difference"] = float((one - other).float().abs().max() / other.float().abs().max())
+    return found
+
+
+def main() -> None:
+    """Measure all cases and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/wide_convolution.json"))
+    arguments = parser.parse_args()
+    report = {
+        "command": " ".join(sys.argv),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "unit": "TFLOP/s, differences relative to the largest value",
+        "rows": [{"channels": channels, "sides": sides, **measure(channels, sides)} for channels, sides in CASES],
+    }
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    for row in report["rows"]:
+        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+
+
+if __name__ == "__main__":
+    main()
