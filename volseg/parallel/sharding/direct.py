@@ -5,9 +5,10 @@ only: every convolution of the usual networks, unless the sizes divide badly. Th
 all processes take it alike.
 
 Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
-the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it is the halo of the output's
-gradient, and the input's gradient is computed for the slab's own planes alone: a plane more is a tenth more work where
-a coarse level has ten, and half an empty wave of blocks. Elsewhere the gradient of the halo travels back.
+the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it
+is the halo of the output's gradient, and the input's gradient is computed for the slab's own planes alone: a plane more
+is a tenth more work where a coarse level has ten, and half an empty wave of blocks. Elsewhere the gradient of the halo
+travels back.
 """
 
 from collections.abc import Callable, Iterator, Sequence
