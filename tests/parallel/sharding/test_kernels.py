@@ -1,13 +1,19 @@
 """The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding import kernels, triton_tiles
+from volseg.parallel.sharding import kernels, triton_statistics, triton_tiles
 from volseg.parallel.sharding.halo import roomy
 from volseg.parallel.sharding.kernels import Activation
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
 
 
@@ -96,3 +102,22 @@ def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
     assert target[:, 4:7].equal(x)
     assert bool(target[:, :4].isnan().all())
     assert kernels.in_layout(x, channels_last=last).equal(x)
+
+
+@with_kernels
+def test_weights_need_not_be_dense() -> None:
+    x, stacked, sums = (torch.randn(shape, device=DEVICE) for shape in [(2, 7, 3, 4, 5), (3, 2, 2, 7), (3, 2, 2, 7)])
+    mean, rstd, share = torch.randn(2, 7, device=DEVICE), torch.rand(2, 7, device=DEVICE), torch.ones((), device=DEVICE)
+    shares = (share / 3).expand(3).contiguous()
+    every_second, one = torch.randn(14, device=DEVICE)[::2], torch.randn(1, device=DEVICE).expand(7)
+    for weight, bias in ((every_second, one), (one, every_second)):
+        results = [
+            (
+                triton_statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                triton_statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
+                triton_statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                triton_statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
+            )
+            for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
+        ]
+        torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding import SpatialStrategy
 from volseg.parallel.sharding.layout import bounds, overlap, spans, transfers
 from volseg.parallel.sharding.windows import AdaptivePool, Convolution, Resize, TransposedConvolution
 
@@ -105,3 +108,16 @@ def test_resize_blends_the_planes_that_torch_blends(mode: str, size: int, output
     sources = [window.source(plane) for plane in range(outputs)]
     got = torch.stack([x[0, 0, low] * (1 - w) + x[0, 0, high] * w for low, high, w in sources])
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "dim"),
+    [((32, 96, 96), 2), ((31, 96, 96), 3), ((31, 64, 96), 4), ((96, 96, 96), 2), ((8, 8, 8), 2)],
+)
+def test_a_volume_is_cut_along_depth_unless_that_is_thin(size: tuple[int, int, int], dim: int) -> None:
+    model = ModelParallel(nn.Conv3d(1, 1, 3, padding=1), strategy="spatial", devices=["cpu"] * 2)
+    assert isinstance(model.strategy, SpatialStrategy)
+    assert model.strategy.dims_of(torch.Size((1, 1, *size))) == [dim]
+    chosen = ModelParallel(nn.Conv3d(1, 1, 3, padding=1), strategy="spatial", devices=["cpu"] * 2, axes="H")
+    assert isinstance(chosen.strategy, SpatialStrategy)
+    assert chosen.strategy.dims_of(torch.Size((1, 1, *size))) == [3]

@@ -161,7 +161,9 @@ class _Convolve(torch.autograd.Function):
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         ctx.channels = [part.shape[1] for part in parts]
         if recipe is None:
-            ctx.save_for_backward(weight, buffer)
+            # Around a slab in its own memory the buffer has versions of its own: the slab's tell what changed in place.
+            shared = buffer is not slab and buffer.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+            ctx.save_for_backward(weight, buffer, *([slab] if shared else []))
         else:
             ctx.like = buffer.shape, buffer.dtype, _layout(buffer)
             if borders is None:

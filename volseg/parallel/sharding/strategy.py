@@ -16,6 +16,7 @@ import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator tab
 from volseg.errors import ParallelError
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.edges import DIM
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.local import LocalDevices
@@ -28,6 +29,10 @@ from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 __all__ = ["SpatialStrategy"]
 
 AXES = {"D": -3, "H": -2, "W": -1}
+
+THICK = 16
+"""Planes per shard from which on a volume is cut along D even where H or W is longer. Only halos along D are received
+in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, where 64 x 256 x 256 take 25 on one."""
 
 
 class SpatialStrategy:
@@ -42,7 +47,8 @@ class SpatialStrategy:
     mesh
         Processes instead of devices; see ``ModelParallel``.
     axes
-        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default the longest of each volume.
+        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest of each
+        volume where that leaves a shard fewer than ``THICK`` planes.
     grid
         Shards along each of ``axes``; by default one axis holds all.
     on_unsupported, checkpoint
@@ -151,6 +157,8 @@ class SpatialStrategy:
             # The longest dim has the thinnest halo for its slab; of equal ones the first, whose slabs are contiguous.
             spatial = sorted(range(2, len(shape)), key=lambda dim: -shape[dim])
             dims = sorted(spatial[: len(grid)])
+            if len(grid) == 1 and len(shape) == 5 and shape[DIM] >= THICK * grid[0]:
+                dims = [DIM]
         if all(can_split(shape[dim], count) for dim, count in zip(dims, grid, strict=True)):
             return dims
         return None

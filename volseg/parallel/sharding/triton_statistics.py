@@ -278,7 +278,8 @@ def direct_coefficients(
     out = means.new_empty((5, batch, channels))
     with launch_on(slab):
         _direct_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
-            means, squares, shares, weight, bias, out, eps, channels, pairs, parts, voxel_count(slab), per_program,
+            means, squares, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, parts, voxel_count(slab),
+            per_program,
             **_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
         )  # fmt: skip
     return out
@@ -293,10 +294,15 @@ def direct_backward_coefficients(
     out = partials.new_empty((4, batch, channels))
     with launch_on(partials):
         _direct_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
-            partials, mean, rstd, weight, out, float(voxels), channels, pairs, parts,
+            partials, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, parts,
             **_peers(mailbox), WEIGHT=weight is not None, **TILE,
         )  # fmt: skip
     return out
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    """Return weights or biases as the kernels read them: one behind the other, which those of a style may not be."""
+    return None if values is None else values.contiguous()
 
 
 def _peers(mailbox: Mailbox | None) -> dict[str, Any]:
@@ -313,7 +319,7 @@ def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: T
     out = stacked.new_empty((5, batch, channels))
     with launch_on(stacked):
         _coefficients_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, shares, weight, bias, out, eps, channels, pairs, shards,
+            stacked, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, shards,
             WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out
@@ -326,7 +332,7 @@ def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: T
     out = stacked.new_empty((4, batch, channels))
     with launch_on(stacked):
         _backward_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, mean, rstd, weight, out, float(voxels), channels, pairs, shards,
+            stacked, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, shards,
             WEIGHT=weight is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out

@@ -38,7 +38,8 @@ class _Gathered(Window):
 def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
     given = bound("input pad mode value", args, kwargs, mode="constant", value=None)
-    volume, widths, mode = given["input"], list(given["pad"]), given["mode"]
+    source, widths, mode = given["input"], list(given["pad"]), given["mode"]
+    volume = source
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     inside = [0] * len(widths)
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
@@ -52,7 +53,17 @@ def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             volume = _pad_cut(volume, dim, pairs[dim], mode, given["value"] or 0.0)
             if not isinstance(volume, ShardedVolume):
                 return unsupported(func, args, kwargs, "the padded volume is thinner than the number of shards")
-    return volume
+    return _apart(volume, source)
+
+
+def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
+    """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
+    pairs = list(zip(volume.slabs, source.slabs, strict=True))
+    shared = [own.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() for own, given in pairs]
+    if not any(shared):
+        return volume
+    slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]
+    return ShardedVolume(slabs, volume.dims, volume.shape, volume.context)
 
 
 def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
@@ -110,7 +121,8 @@ def flip(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def roll(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Roll along named dims; along the cut two slices change places."""
     given = bound("input shifts dims", args, kwargs, dims=None)
-    volume, shifts, dims = given["input"], given["shifts"], given["dims"]
+    source, shifts, dims = given["input"], given["shifts"], given["dims"]
+    volume = source
     if dims is None or dims == ():
         return unsupported(func, args, kwargs, "rolling the flattened volume is not supported: name dims")
     shifts, dims = ([value] if isinstance(value, int) else list(value) for value in (shifts, dims))
@@ -127,4 +139,4 @@ def roll(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 volume = cat(torch.cat, ([behind, front], dim), {})
             else:
                 volume = cut_like(torch.cat([behind, front], dim), volume)
-    return volume
+    return _apart(volume, source)
