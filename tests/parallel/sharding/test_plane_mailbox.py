@@ -207,6 +207,16 @@ def test_recordings_that_fail_or_begin_half_way() -> None:
     wait()
     assert [int(border.sum()) for border in borders[:3]] == [0, 6, 0]
     assert alone.calls.tolist() == [2, 0]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        alone.start((None, None), (borders[1], None))
+    alone.settle()  # nothing of it is left in the next recording
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        alone.start((None, None), (borders[1], None))()
+    for replays in (1, 2):
+        graph.replay()
+        assert alone.calls.tolist() == [2 + replays, 0]
+    assert int(borders[1].sum()) == 0
 
 
 @pytest.mark.multi_gpu

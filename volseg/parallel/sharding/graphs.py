@@ -137,6 +137,8 @@ class _RecordedStep:
             # Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
             self._own = torch.Generator(self._group.communicator.home)
             self._group.context.graph_generator = self._own
+            if isinstance(self._group.communicator, ProcessGroupShards) and self._group.communicator.plane_mailbox:
+                self._group.communicator.plane_mailbox.settle()
         own = [] if self._own is None else [self._own]
         self.captured = Captured(
             lambda inputs: step(*inputs), {"inputs": inputs}, generators=own, stream=stream, shares=shares

@@ -230,6 +230,13 @@ class PlaneMailbox:
             self._launch_receive(exchange)
         return exchange
 
+    def settle(self) -> None:
+        """Receive what has been sent and not yet waited for, or forget it where its recording failed.
+
+        To be called before a recording begins: what another one left behind was never sent.
+        """
+        self._complete(capturing=False)
+
     def _complete(self, capturing: bool) -> None:
         """Receive what has been sent and not yet waited for: the box holds one call."""
         if self._open is None:
