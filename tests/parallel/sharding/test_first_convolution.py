@@ -1,13 +1,12 @@
 """The first convolution's own kernels against convolution in float64."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel import ModelParallel
 from volseg.parallel.sharding import first_convolution
 from volseg.parallel.sharding.direct import Settings
 
@@ -19,19 +18,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]]
 }
 
 
-def settings(padding: tuple[int, ...], **changed: Any) -> Settings:
-    ones, zeros = (1, 1, 1), (0, 0, 0)
-    plain = {"stride": ones, "dilation": ones, "transposed": False, "output_padding": zeros, "groups": 1}
-    return Settings(padding=padding, **{**plain, **changed})
-
-
-def test_what_has_no_kernel_is_left_to_torch() -> None:
+def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 1, 4, 4, 4).bfloat16(), torch.zeros(32, 1, 3, 3, 3).bfloat16()
     assert not first_convolution.suits(slab, weight, None, settings((1, 1, 1)))  # on the CPU
 
 
 @pytest.mark.gpu
-def test_which_convolutions_have_kernels() -> None:
+def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
     slab = torch.zeros(1, 1, 4, 4, 4, device="cuda").bfloat16()
     weight = torch.zeros(32, 1, 3, 3, 3, device="cuda").bfloat16()
     padding = (1, 1, 1)
@@ -73,7 +66,7 @@ def test_kernels_equal_float64(name: str, channels_last: bool, dtype: torch.dtyp
     [(3, (5, 5, 5), (2, 2, 2)), (3, (5, 5, 5), (0, 2, 2)), (2, (4, 4, 4), (1, 2, 1)), (4, (5, 5, 3), (1, 2, 0))],
 )
 def test_weight_gradient_of_few_channels_out_equals_float64(
-    classes: int, kernel: tuple[int, ...], padding: tuple[int, ...]
+    classes: int, kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
 ) -> None:
     def half(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
@@ -92,24 +85,10 @@ def test_weight_gradient_of_few_channels_out_equals_float64(
 
 
 @pytest.mark.gpu
-def test_a_network_trains_with_them() -> None:
-    def gradients(net: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            net(image.to(dtype)).square().mean().backward()
-        return [parameter.grad.double() for parameter in net.parameters() if parameter.grad is not None]
+def test_a_network_trains_with_them(beside_float64: Callable[..., list[tuple[Tensor, Tensor]]]) -> None:
+    def layers() -> list[nn.Module]:
+        first = nn.Conv3d(1, 32, 3, padding=1, bias=False)
+        return [first, nn.InstanceNorm3d(32), nn.LeakyReLU(), nn.Conv3d(32, 2, 1)]
 
-    image = torch.randn(2, 1, 8, 12, 10, device="cuda")
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        layers = [
-            nn.Conv3d(1, 32, 3, padding=1, bias=False),
-            nn.InstanceNorm3d(32),
-            nn.LeakyReLU(),
-            nn.Conv3d(32, 2, 1),
-        ]
-        nets.append(nn.Sequential(*layers).cuda())
-    wanted = gradients(nets[0].double(), torch.float64)
-    got = gradients(ModelParallel(nets[1], strategy="spatial", devices=["cuda:0"]), torch.float32)
-    for one, other in zip(got, wanted, strict=True):
+    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
         assert float((one - other).norm() / other.norm()) < 0.05  # bfloat16 has three digits; plain torch is 0.01 away

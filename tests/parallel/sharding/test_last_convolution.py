@@ -1,11 +1,12 @@
 """The heads' own kernels against convolution in float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel import ModelParallel
 from volseg.parallel.sharding import last_convolution
 from volseg.parallel.sharding.direct import Settings
 
@@ -17,19 +18,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
-def settings(**changed: tuple[int, ...] | int | bool) -> Settings:
-    ones, zeros = (1, 1, 1), (0, 0, 0)
-    plain = {"stride": ones, "padding": zeros, "dilation": ones, "transposed": False, "output_padding": zeros}
-    return Settings(**{**plain, "groups": 1, **changed})  # type: ignore[arg-type]
-
-
-def test_what_has_no_kernel_is_left_to_torch() -> None:
+def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 32, 4, 4, 4).bfloat16(), torch.zeros(3, 32, 1, 1, 1).bfloat16()
     assert not last_convolution.suits(slab, weight, settings())  # on the CPU
 
 
 @pytest.mark.gpu
-def test_which_convolutions_have_kernels() -> None:
+def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
     slab = torch.zeros(1, 32, 4, 4, 4, device="cuda").bfloat16()
     weight = torch.zeros(3, 32, 1, 1, 1, device="cuda").bfloat16()
     assert last_convolution.suits(slab, weight, settings())
@@ -94,20 +89,12 @@ def test_permuted_gradients_and_inputs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", [None, "all"])
-def test_a_network_trains_with_them(checkpoint: str | None) -> None:
-    def gradients(net: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            net(image.to(dtype)).square().mean().backward()
-        return [parameter.grad.double() for parameter in net.parameters() if parameter.grad is not None]
+def test_a_network_trains_with_them(
+    checkpoint: str | None, beside_float64: Callable[..., list[tuple[Tensor, Tensor]]]
+) -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.Conv3d(1, 32, 3, padding=1), nn.InstanceNorm3d(32), nn.LeakyReLU(), nn.Conv3d(32, 3, 1)]
 
-    image = torch.randn(2, 1, 8, 12, 10, device="cuda")
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        layers = [nn.Conv3d(1, 32, 3, padding=1), nn.InstanceNorm3d(32), nn.LeakyReLU(), nn.Conv3d(32, 3, 1)]
-        nets.append(nn.Sequential(*layers).cuda())
-    wanted = gradients(nets[0].double(), torch.float64)
-    parallel = ModelParallel(nets[1], strategy="spatial", devices=["cuda:0"], checkpoint=checkpoint)
-    for one, other in zip(gradients(parallel, torch.float32), wanted, strict=True):
+    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda"), checkpoint):
         # bfloat16 has three digits; of the first bias, whose gradient the norm removes, only the size is known.
         assert float((one - other).norm()) < 0.05 * float(other.norm()) + 1e-4

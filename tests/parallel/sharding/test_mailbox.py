@@ -27,20 +27,31 @@ def test_what_can_be_sent() -> None:
     assert not Mailbox.takes(torch.zeros(2, dtype=torch.float64))
 
 
+class Shards:
+    """Shards of one GPU, each with a mailbox and a stream; nobody waits before ``begin``."""
+
+    def __init__(self, number: int) -> None:
+        self.memory = torch.zeros(number, Mailbox.size(number), dtype=torch.uint8, device="cuda")
+        boxes = [box.data_ptr() for box in self.memory]
+        self.sides = [Mailbox(boxes, rank, self.memory.device, patience=0) for rank in range(number)]
+        self.streams = [torch.cuda.Stream() for _ in range(number)]
+
+    def begin(self) -> None:
+        """Wait from now on: all kernels have been compiled, for loading one may wait for those that run."""
+        for side in self.sides:
+            side.calls.zero_()
+            side.patience = 2**22
+        self.memory.zero_()
+        torch.cuda.synchronize()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_streams_of_one_gpu_exchange(shards: int) -> None:
-    memory = torch.zeros(shards, Mailbox.size(shards), dtype=torch.uint8, device="cuda")
-    device = memory.device
-    boxes = [box.data_ptr() for box in memory]
-    sides = [Mailbox(boxes, rank, device, patience=0) for rank in range(shards)]
-    streams = [torch.cuda.Stream() for _ in range(shards)]
-    sides[0].stack(torch.zeros(1, device=device))  # compiled before anybody waits
-    for side in sides:
-        side.calls.zero_()
-        side.patience = 2**22
-    memory.zero_()
-    torch.cuda.synchronize()
+    group = Shards(shards)
+    sides, streams, device = group.sides, group.streams, group.memory.device
+    sides[0].stack(torch.zeros(1, device=device))
+    group.begin()
     for call, numel in enumerate((1, 2, 640, 1025, CAPACITY, 3)):
         sent = [torch.randn(numel, device=device) for _ in range(shards)]
         torch.cuda.synchronize()
@@ -56,11 +67,8 @@ def test_streams_of_one_gpu_exchange(shards: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
-    memory = torch.zeros(shards, Mailbox.size(shards), dtype=torch.uint8, device="cuda")
-    device = memory.device
-    boxes = [box.data_ptr() for box in memory]
-    sides = [Mailbox(boxes, rank, device, patience=0) for rank in range(shards)]
-    streams = [torch.cuda.Stream() for _ in range(shards)]
+    group = Shards(shards)
+    sides, streams, device = group.sides, group.streams, group.memory.device
     slabs = [torch.randn(2, 20, 3 + rank, 5, 4, device=device) * 3 + 7 for rank in range(shards)]
     gradients = [torch.randn_like(slab) for slab in slabs]
     weight, bias, activation = torch.rand(20, device=device), torch.rand(20, device=device), Activation("leaky", 0.1)
@@ -88,11 +96,8 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
         torch.cuda.synchronize()
         return got, back
 
-    exchanged()  # compiled for each size before anybody waits: loading a kernel may wait for those that run
-    for side in sides:
-        side.calls.zero_()
-        side.patience = 2**22
-    memory.zero_()
+    exchanged()
+    group.begin()
     for _ in range(3):
         for results, expected in zip(exchanged(), (wanted, wanted_back), strict=True):
             for result in results:

@@ -30,24 +30,23 @@ with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 
 
 def test_which_way_depends_on_what_all_shards_know() -> None:
-    alike = ((1, 1), (1, 1))
-    assert small_enough(alike, LIMIT // 2, torch.float16)
-    assert not small_enough(alike, LIMIT // 2 + 2, torch.float16)
-    assert not small_enough(alike, LIMIT // 2, torch.float32)
-    assert not small_enough(((1, 0), (0, 2)), LIMIT // 4, torch.float32)  # another shard's are too large
-    assert small_enough(((1, 0), (0, 1)), LIMIT // 4, torch.float32)
-    assert small_enough(alike, LIMIT // 8, torch.float64)
+    assert small_enough(1, LIMIT // 2, torch.float16)
+    assert not small_enough(1, LIMIT // 2 + 2, torch.float16)
+    assert not small_enough(1, LIMIT // 2, torch.float32)
+    assert small_enough(1, LIMIT // 8, torch.float64)
+    assert not small_enough(2, LIMIT // 4, torch.float32)
+    group: Any = None
+    assert Halo(group, ((1, 0), (0, 2))).width == 2  # another shard's counts
 
 
 def test_half_words_go_another_way() -> None:
-    alike = ((1, 1), (1, 1))
-    assert not small_enough(alike, 75, torch.float16)
-    assert not small_enough(alike, 75, torch.bfloat16)
-    assert small_enough(alike, 75, torch.float32)
-    assert small_enough(alike, 74, torch.float16)
-    assert not small_enough(((2, 2), (2, 2)), 75, torch.float16)  # whole words there, but not for every halo
-    assert not small_enough(alike, 0, torch.float32)
-    assert not small_enough(alike, 76, torch.int64)
+    assert not small_enough(1, 75, torch.float16)
+    assert not small_enough(1, 75, torch.bfloat16)
+    assert small_enough(1, 75, torch.float32)
+    assert small_enough(1, 74, torch.float16)
+    assert not small_enough(2, 75, torch.float16)  # whole words there, but not for every halo
+    assert not small_enough(1, 0, torch.float32)
+    assert not small_enough(1, 76, torch.int64)
 
 
 class Neighbours:
@@ -56,7 +55,7 @@ class Neighbours:
     def __init__(self, shards: int) -> None:
         self.memory = torch.zeros(shards, PlaneMailbox.size(), dtype=torch.uint8, device=DEVICE)
         boxes = [box.data_ptr() for box in self.memory]
-        self.sides = [PlaneMailbox(boxes, rank, self.memory.device) for rank in range(shards)]
+        self.sides = [PlaneMailbox(boxes, rank, self.memory.device, patience=2**22) for rank in range(shards)]
         self.streams = [nullcontext() if INTERPRETED else torch.cuda.stream(torch.cuda.Stream()) for _ in self.sides]
         self.synchronize()
 
@@ -69,7 +68,7 @@ class Neighbours:
         waits = []
         for side, stream, *both in zip(self.sides, self.streams, sends, receives, strict=True):
             with stream:
-                waits.append(side.start(*both, patience=2**22))
+                waits.append(side.start(*both))
         for wait, stream in zip(waits, self.streams, strict=True):
             with stream:
                 wait()
@@ -171,7 +170,7 @@ def test_an_open_exchange_is_completed_before_the_next_is_sent() -> None:
             target = [None, None]
             target[1 - rank] = arriving[rank]
             with stream:
-                waits.append(side.start(pair, target, patience=2**22))
+                waits.append(side.start(pair, target))
     for wait in waits * 2:  # late, and twice
         wait()
     both.synchronize()
@@ -183,9 +182,9 @@ def test_an_open_exchange_is_completed_before_the_next_is_sent() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_who_does_not_come_leaves_nan(dtype: torch.dtype) -> None:
     memory = torch.zeros(2, PlaneMailbox.size(), dtype=torch.uint8, device=DEVICE)
-    alone = PlaneMailbox([box.data_ptr() for box in memory], 0, memory.device)
+    alone = PlaneMailbox([box.data_ptr() for box in memory], 0, memory.device, patience=20)
     border, awaited = torch.ones(6, device=DEVICE, dtype=dtype), torch.ones(6, device=DEVICE, dtype=dtype)
-    alone.start((None, awaited), (border, awaited), patience=20)()
+    alone.start((None, awaited), (border, awaited))()
     assert (border == 0).all()
     assert awaited.isnan().all()
 

@@ -133,3 +133,11 @@ def test_a_placed_model_is_not_moved() -> None:
 def test_arguments_that_do_not_fit(arguments: dict, message: str) -> None:
     with pytest.raises(ParallelError, match=message):
         ModelParallel(nn.Conv3d(1, 1, 1), **arguments)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(2), nn.InstanceNorm3d(2)])
+def test_a_norm_of_one_value_is_refused_as_torch_does(norm: nn.Module) -> None:
+    image = torch.randn(1, 2, 1, 1, 1)
+    for net in (norm, ModelParallel(norm, strategy="spatial", devices=["cpu"])):
+        with pytest.raises(ValueError, match="Expected more than 1"):
+            net(image)

@@ -1,13 +1,12 @@
 """Wide convolutions' own kernels against convolution in float64."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel import ModelParallel
 from volseg.parallel.sharding import wide_convolution
 from volseg.parallel.sharding.direct import Settings
 
@@ -17,12 +16,6 @@ SHAPES = {
     "two samples, channels that no tile divides": ((2, 144, 5, 7, 3), 136, (2, 1, 3)),
     "one plane": ((3, 128, 1, 4, 5), 128, (2, 2, 2)),
 }
-
-
-def settings(padding: tuple[int, ...], **changed: Any) -> Settings:
-    ones, zeros = (1, 1, 1), (0, 0, 0)
-    plain = {"stride": ones, "dilation": ones, "transposed": False, "output_padding": zeros, "groups": 1}
-    return Settings(padding=padding, **{**plain, **changed})
 
 
 def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -44,13 +37,13 @@ def test_divider(n: int) -> None:
         assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
 
 
-def test_what_has_no_kernel_is_left_to_torch() -> None:
+def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 128, 4, 4, 4).bfloat16(), torch.zeros(128, 128, 5, 5, 5).bfloat16()
     assert not wide_convolution.suits(slab, weight, settings((2, 2, 2)))  # on the CPU
 
 
 @pytest.mark.gpu
-def test_which_convolutions_have_kernels() -> None:
+def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
     slab, weight, padding = half(1, 128, 4, 4, 4), half(128, 128, 5, 5, 5), (2, 2, 2)
     assert wide_convolution.suits(slab, weight, settings(padding))
     assert not wide_convolution.suits(slab.float(), weight.float(), settings(padding))
@@ -84,22 +77,14 @@ def test_kernels_equal_float64(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_a_network_trains_with_them() -> None:
-    def gradients(net: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            net(image.to(dtype)).square().mean().backward()
-        return [parameter.grad.double() for parameter in net.parameters() if parameter.grad is not None]
+def test_a_network_trains_with_them(beside_float64: Callable[..., list[tuple[Tensor, Tensor]]]) -> None:
+    def layers() -> list[nn.Module]:
+        first = [nn.Conv3d(1, 128, 3, padding=1), nn.InstanceNorm3d(128), nn.PReLU(128)]
+        second = [nn.Conv3d(128, 128, 5, padding=2), nn.BatchNorm3d(128), nn.ELU()]
+        return [*first, *second, nn.Conv3d(128, 3, 5, padding=2)]
 
-    image = torch.randn(2, 1, 12, 14, 16, device="cuda")
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        layers: list[nn.Module] = [nn.Conv3d(1, 128, 3, padding=1), nn.InstanceNorm3d(128), nn.PReLU(128)]
-        layers += [nn.Conv3d(128, 128, 5, padding=2), nn.BatchNorm3d(128), nn.ELU(), nn.Conv3d(128, 3, 5, padding=2)]
-        nets.append(nn.Sequential(*layers).cuda())
-    wanted = gradients(nets[0].double(), torch.float64)
-    got = gradients(ModelParallel(nets[1], strategy="spatial", devices=["cuda:0"]), torch.float32)
-    largest = max(float(value.norm()) for value in wanted)
-    for one, other in zip(got, wanted, strict=True):
-        # Of a bias in front of a norm nothing but rounding is left.
+    pairs = beside_float64(layers, torch.randn(2, 1, 12, 14, 16, device="cuda"))
+    largest = max(float(wanted.norm()) for _, wanted in pairs)
+    for one, other in pairs:
+        # bfloat16 has three digits; of a bias in front of a norm nothing but rounding is left.
         assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)

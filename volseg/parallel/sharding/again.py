@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
+from volseg.parallel.sharding.halo import Halo, Wait, roomy, write_outer_first
+from volseg.parallel.sharding.layout import DIM
 from volseg.parallel.sharding.recipes import Recipe
 
 __all__ = ["Again"]

@@ -23,8 +23,8 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import kernels
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
-from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.halo import Halo, Wait, roomy, write_outer_first
+from volseg.parallel.sharding.layout import DIM, spans
 from volseg.parallel.sharding.mailbox import CAPACITY
 from volseg.parallel.sharding.recipes import Recipe, normalized
 from volseg.parallel.sharding.volume import ShardedVolume

@@ -22,7 +22,8 @@ from torch import Tensor
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import edges, first_convolution, kernels, large, last_convolution, wide_convolution
 from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.halo import DIM, Halo, Wait, add_returned, extended, fill, halo_of_each, inner, room_of
+from volseg.parallel.sharding.halo import Halo, Wait, add_returned, extended, fill, halo_of_each, inner, room_of
+from volseg.parallel.sharding.layout import DIM
 from volseg.parallel.sharding.recipes import Join, Recipe, Write
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Window

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DIM", "copied", "count", "outer", "restore", "uninitialized"]
+from volseg.parallel.sharding.layout import DIM
 
-DIM = 2
-"""The tensor dim that is cut (D)."""
+__all__ = ["copied", "count", "outer", "restore", "uninitialized"]
 
 
 def count(own: tuple[int, int]) -> int:

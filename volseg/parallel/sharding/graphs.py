@@ -58,7 +58,7 @@ class CapturedStep:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.device = _one_gpu(model)
-        self.model, self.step, self.optimizer, self.warm_up = model, step, optimizer, warm_up
+        self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
         self._first: Captured | None = None
         self._rates = _Rates(None, self.device)
@@ -67,6 +67,11 @@ class CapturedStep:
     def __call__(self, *inputs: Any) -> Any:
         """Run or replay the step; results of a replay are overwritten by the next one."""
         return self._recorder(*inputs)
+
+    @property
+    def warm_up(self) -> int:
+        """Calls per shape before one is recorded."""
+        return self._recorder.warm_up
 
     @property
     def num_recorded(self) -> int:

@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.parallel.sharding import edges
-from volseg.parallel.sharding.edges import DIM
 from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.layout import spans
+from volseg.parallel.sharding.layout import DIM, spans
 from volseg.parallel.sharding.plane_mailbox import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.sharding.windows import Window
 
 __all__ = [
-    "DIM",
     "Halo",
     "Wait",
     "add_returned",
@@ -244,7 +242,7 @@ def _by_mailbox(halo: Halo, some: Sequence[Tensor | None]) -> bool:
     planes = next(planes for planes in some if planes is not None)
     values = planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel()
     recording = halo.shards.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return small_enough(halo.planes, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
+    return small_enough(halo.width, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
 
 
 def _by_messages(halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Callable[[], None]:

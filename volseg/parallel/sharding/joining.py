@@ -10,7 +10,8 @@ from torch import Tensor
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.deferred import Moment
-from volseg.parallel.sharding.halo import DIM, Halo, Wait, roomy, write_outer_first
+from volseg.parallel.sharding.halo import Halo, Wait, roomy, write_outer_first
+from volseg.parallel.sharding.layout import DIM
 from volseg.parallel.sharding.recipes import Recipe, joined, kept
 from volseg.parallel.sharding.volume import ShardedVolume
 

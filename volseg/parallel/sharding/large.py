@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.sharding.layout import DIM
+
 __all__ = ["LIMIT", "convolution", "convolution_backward"]
 
 LIMIT = 2**31 - 1
 """Elements of the largest tensor that is convolved at once."""
-
-DIM = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+__all__ = ["DIM", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+
+DIM = 2
+"""The dim (D) whose planes lie one behind the other in memory: only cuts along it take the fast ways."""
 
 Span = tuple[int, int]
 """First plane and one past the last."""

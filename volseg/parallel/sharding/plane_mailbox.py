@@ -72,6 +72,26 @@ if triton is not None:
         offset = (number // inner).to(tl.int64) * outer_stride + (number % inner).to(tl.int64) * inner_stride
         return first + offset + i % run
 
+    @triton.jit
+    def _side(
+        call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
+        before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run,
+        behind_inner, behind_outer_stride, behind_inner_stride, WORDS: tl.constexpr,
+    ):  # fmt: skip
+        """Return a program's side: the words of the call, how many travel, and the planes of ``_place``."""
+        box = tl.where(first, before_box, behind_box)
+        slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
+        return (
+            slot,
+            tl.where(first, before_travelling, behind_travelling),
+            tl.where(first, before_start, behind_start),
+            tl.where(first, before_words, behind_words),
+            tl.where(first, before_run, behind_run),
+            tl.where(first, before_inner, behind_inner),
+            tl.where(first, before_outer_stride, behind_outer_stride),
+            tl.where(first, before_inner_stride, behind_inner_stride),
+        )
+
     @triton.jit(do_not_specialize=NAMES)
     def _send_kernel(
         calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
@@ -80,14 +100,11 @@ if triton is not None:
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
         first = tl.program_id(0) % 2 == 0
-        box = tl.where(first, before_box, behind_box)
-        travelling = tl.where(first, before_travelling, behind_travelling)
-        start = tl.where(first, before_start, behind_start)
-        words = tl.where(first, before_words, behind_words)
-        run, inner = tl.where(first, before_run, behind_run), tl.where(first, before_inner, behind_inner)
-        outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
-        inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
-        slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
+        slot, travelling, start, words, run, inner, outer_stride, inner_stride = _side(
+            call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
+            before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words,
+            behind_run, behind_inner, behind_outer_stride, behind_inner_stride, WORDS,
+        )  # fmt: skip
         for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
             i = block * BLOCK + tl.arange(0, BLOCK)
             data = tl.load(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), mask=i < words, other=0)
@@ -102,14 +119,11 @@ if triton is not None:
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
         first = tl.program_id(0) % 2 == 0
-        box = tl.where(first, before_box, behind_box)
-        travelling = tl.where(first, before_travelling, behind_travelling)
-        start = tl.where(first, before_start, behind_start)
-        words = tl.where(first, before_words, behind_words)
-        run, inner = tl.where(first, before_run, behind_run), tl.where(first, before_inner, behind_inner)
-        outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
-        inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
-        slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
+        slot, travelling, start, words, run, inner, outer_stride, inner_stride = _side(
+            call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
+            before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words,
+            behind_run, behind_inner, behind_outer_stride, behind_inner_stride, WORDS,
+        )  # fmt: skip
         if KEEP:
             kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
         looks = 0  # at all blocks together: who does not come is waited for once
@@ -131,10 +145,10 @@ if triton is not None:
         count(calls, call)
 
 
-def small_enough(planes: Sequence[tuple[int, int]], values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
-    """Say whether halos travel this way: all shards' ``planes`` of ``values`` each, so that all shards agree."""
+def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
+    """Say whether halos travel this way: ``width`` planes, on any side of any shard, of ``values`` each."""
     size = values * dtype.itemsize
-    return dtype.is_floating_point and size > 0 and size % 4 == 0 and max(map(max, planes)) * size <= limit
+    return dtype.is_floating_point and size > 0 and size % 4 == 0 and width * size <= limit
 
 
 @lru_cache(maxsize=4096)  # the same few halos in every step
@@ -172,13 +186,16 @@ class PlaneMailbox:
         This process's number in the group.
     device
         Its GPU.
+    patience
+        Looks at words that do not come before planes are NaN.
 
     Notes
     -----
     Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph.
     """
 
-    def __init__(self, boxes: list[int], rank: int, device: torch.device) -> None:
+    def __init__(self, boxes: list[int], rank: int, device: torch.device, patience: int = PATIENCE) -> None:
+        self.patience = patience
         side = PlaneMailbox.size() // 2
         self.neighbours = rank > 0, rank + 1 < len(boxes)
         # Who is before this shard finds its planes where those from behind arrive, and the other way round.
@@ -199,7 +216,6 @@ class PlaneMailbox:
         sends: Sequence[Tensor | None],
         receives: Sequence[Tensor | None],
         keep: Sequence[Tensor | None] | None = None,
-        patience: int = PATIENCE,
     ) -> Callable[[], None]:
         """Send planes; the returned function waits for the neighbours' and writes them.
 
@@ -210,8 +226,6 @@ class PlaneMailbox:
             Those to be received at the volume's border become zeros, all that do not come NaN.
         keep
             Dense memory for a copy of what is received.
-        patience
-            Looks at words that do not come.
         """
         capturing = self.calls.is_cuda and torch.cuda.is_current_stream_capturing()
         self._complete(capturing)
@@ -220,7 +234,7 @@ class PlaneMailbox:
         targets = [planes if _described(planes) is not None else _packed(planes, copy=False) for planes in receives]
         size = max(0 if planes is None else planes.numel() * planes.element_size() for planes in (*packed, *targets))
         stream = self.stream if capturing and size >= ASIDE else None
-        self._open = exchange = _Exchange(self, receives, targets, packed, keep, patience, capturing, stream)
+        self._open = exchange = _Exchange(self, receives, targets, packed, keep, capturing, stream)
         if stream is None:
             self._launch(_send_kernel, self.outboxes, packed)
             return exchange
@@ -273,9 +287,7 @@ class PlaneMailbox:
             box if part is None else part.data_ptr() for box, part in zip(self.inboxes, kept, strict=True)
         )
         more = {"before_kept": before, "behind_kept": behind, "KEEP": exchange.kept is not None}
-        self._launch(
-            _receive_kernel, self.inboxes, exchange.targets, patience=exchange.patience, NAN=NOT_A_NUMBER, **more
-        )
+        self._launch(_receive_kernel, self.inboxes, exchange.targets, patience=self.patience, NAN=NOT_A_NUMBER, **more)
 
     def _launch(self, kernel: Any, boxes: Sequence[int], both: Sequence[Tensor | None], **more: Any) -> None:
         arguments, most, whole = [], 1, True
@@ -305,7 +317,6 @@ class _Exchange:
     targets: Sequence[Tensor | None]
     sent: Sequence[Tensor | None]
     kept: Sequence[Tensor | None] | None
-    patience: int
     captured: bool
     stream: torch.cuda.Stream | None
 
@@ -329,14 +340,16 @@ def plane_mailbox(group: dist.ProcessGroup, device: torch.device) -> PlaneMailbo
         boxes = map_together(group, device, PlaneMailbox.size())
         if boxes is None:
             return None
-        found = PlaneMailbox(boxes, rank, device)
+        found = PlaneMailbox(boxes, rank, device, patience=0)
         own = torch.full((2,), float(rank), device=device)
         before, behind = torch.full_like(own, -1), torch.full_like(own, -1)
-        found.start((own, own), (before, behind), patience=0)()  # compiles, and waits for nobody
+        found.start((own, own), (before, behind))()  # compiles, and waits for nobody
         reached = [False] * shards
         dist.all_gather_object(reached, True, group=group)
         # Once, with an end: what can be mapped might still not be reached.
-        found.start((own, own), (before, behind), patience=2**22)()
+        found.patience = 2**22
+        found.start((own, own), (before, behind))()
+        found.patience = PATIENCE
         wanted = [float(rank - 1) if rank > 0 else 0.0, float(rank + 1) if rank + 1 < shards else 0.0]
         dist.all_gather_object(reached, [before[1].item(), behind[1].item()] == wanted, group=group)
     if not all(reached):

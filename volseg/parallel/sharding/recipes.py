@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from volseg.parallel.sharding import kernels
+from volseg.parallel.sharding.layout import DIM
 
 __all__ = ["Copy", "Join", "Normalize", "Recipe", "Write", "joined", "kept", "normalized"]
-
-DIM = 2
-"""The dim of which some planes only may be asked for: the cut one (D)."""
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
 """Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""

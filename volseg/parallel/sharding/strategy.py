@@ -16,9 +16,8 @@ import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator tab
 from volseg.errors import ParallelError
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.edges import DIM
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
-from volseg.parallel.sharding.layout import can_split
+from volseg.parallel.sharding.layout import DIM, can_split
 from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
