@@ -7,17 +7,21 @@ Rows of one number of GPUs run in one group of processes; after a failure the re
 are not all equally fast. A row is forward, loss, backward and optimizer step in bf16 at batch 1, the median of several
 steps. The JSON is rewritten after every group.
 
+A row with `profile` also writes the kernels of two steps on each rank, which `spatial_kernels.py` compares.
+
 `--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
 searches the largest cube that trains, and writes a table and a plot beside the JSON.
 """
 
 import argparse
 import gc
+import gzip
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -137,7 +141,12 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
     if row.get("profile") and cuda:
-        profile(run, image, label, path.with_name(f"profile-{row['part']}-{row['net']}-{row['gpus']}.txt"))
+        profile(
+            run,
+            image,
+            label,
+            path.with_name(f"{row['part']}-{row['net']}-{row['gpus']}-rank{os.environ['RANK']}.json.gz"),
+        )
     # A graph's memory is in its private pool, reserved rather than allocated.
     peak = 0
     if cuda:
@@ -164,13 +173,21 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def profile(run: Any, image: Any, label: Any, path: Path) -> None:
-    """Write the kernels of one step, by time."""
+    """Write the kernels of two steps on this rank: start and duration (us), stream, name and grid."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run(image, label)
+        run(image, label)
         torch.cuda.synchronize()
-    if int(os.environ["RANK"]) == 0:
-        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
-        path.write_text("\n".join(line[:72] + line[-60:] for line in table.splitlines()))
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    kernels = [
+        (round(e["ts"], 1), round(e["dur"], 2), e["args"].get("stream"), e["name"][:90], e["args"].get("grid"))
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    path.write_bytes(gzip.compress(json.dumps(sorted(kernels)).encode()))
 
 
 def worker(wanted: list[dict[str, Any]], path: Path) -> None:

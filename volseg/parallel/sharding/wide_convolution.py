@@ -8,7 +8,7 @@ on an H200 the weights' gradient ran at 21 TFLOP/s instead of 230 for 256 channe
 less of it depending on how its volume was cut.
 
 Forward is therefore asked for as what it is as well: the input's gradient of a convolution with the flipped kernel,
-where cuDNN's choices are sound. The weights' gradient is a Triton kernel of our own, at 250 to 330 TFLOP/s: a matrix
+where cuDNN's choices are sound. The weights' gradient is a Triton kernel of our own, at 260 to 310 TFLOP/s: a matrix
 product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["divider", "forward", "forward_suits", "suits", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
-"""Below, cuDNN is the faster one: 3 x 3 x 3 kernels run at 350 to 580 TFLOP/s there, at 130 to 240 here."""
+"""Below, cuDNN is the faster one."""
 
 FEWEST_VOXELS = 4096
 """Of the forward convolution: below, turning the kernel round takes as long as what it wins."""
