@@ -90,15 +90,20 @@ def test_reentrant_checkpointing_is_refused() -> None:
         ModelParallel(Reentrant(), strategy="spatial", devices=["cpu"] * 2)(VOLUME)
 
 
-def test_writing_slabs_into_a_whole_tensor_is_refused() -> None:
+def test_an_ordinary_tensor_takes_in_the_gathered_volume() -> None:
     class Accumulating(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            total = torch.zeros(x.shape)
+            total = torch.zeros(x.shape, dtype=x.dtype)
             total += x
+            total[:, :1] = x[:, :1] * 2
             return total
 
-    with pytest.raises(UnsupportedOperatorError, match=r"a = a \+ b"):
-        ModelParallel(Accumulating(), strategy="spatial", devices=["cpu"] * 2)(VOLUME)
+    expected, volume = Accumulating()(VOLUME), VOLUME.clone().requires_grad_()
+    result = ModelParallel(Accumulating(), strategy="spatial", devices=["cpu", "cpu:1"])(volume)
+    assert type(result) is Tensor
+    torch.testing.assert_close(result, expected)
+    result.sum().backward()
+    torch.testing.assert_close(volume.grad, torch.tensor([2.0, 1.0]).reshape(1, 2, 1, 1, 1).expand(VOLUME.shape))
 
 
 def test_reading_numbers_of_a_volume_is_refused() -> None:

@@ -1,13 +1,24 @@
-"""The operator table: which torch function is run on slabs, and how.
+"""The operator table: which torch function is run on slabs, and how; nothing else is run at all.
 
-Handlers register themselves with ``@handles(...)``. A handler gets the function as it was called and returns what the
-function would. The documentation's table is printed from here (``documented``), so it cannot disagree with the code.
+Handlers register themselves with ``@handles(...)``. A call reaches its handler in four steps, each of which refuses
+what it does not know:
+
+1. The function must have an entry.
+2. Its arguments are bound to torch's own signature (see ``signatures``). The handler's parameters say which of them
+   it treats: any other one must have torch's default. A handler with the parameters ``(func, args, kwargs)`` hands
+   them all to the function itself, slab by slab.
+3. The call is rehearsed on shapes alone (see ``contract``): what torch refuses is refused, and the result must have
+   torch's shapes and dtypes.
+4. Where torch returns a view and slabs had to be copied, the result may not be changed in place (see ``copied_view``).
+
+The documentation's table is printed from here (``documented``), so it cannot disagree with the code.
 """
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +26,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.sharding.contract import Outline, check, rehearsed
+from volseg.parallel.sharding.copied_view import mark_copies
+from volseg.parallel.sharding.signatures import NOTHING, bind, defaults_of, returns_view
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole
 
-__all__ = ["dispatch", "documented", "handles", "nested", "volumes"]
+__all__ = ["dispatch", "documented", "handles", "nested", "refuse", "volumes"]
 
-Handler = Callable[[Callable, tuple, dict[str, Any]], Any]
+Handler = Callable[..., Any]
 
 NAMESPACES: dict[str, Any] = {
     "torch": torch,
@@ -30,29 +44,71 @@ NAMESPACES: dict[str, Any] = {
     "linalg": torch.linalg,
 }
 
+VIEWS = frozenset({"split", "unbind", "__iter__", "unflatten", "T", "mT", "H", "mH", "real", "imag"})
+"""What returns views besides the operators whose schemas say so."""
+
+PERHAPS_VIEWS = frozenset({"contiguous", "reshape", "reshape_as", "flatten", "ravel", "data"})
+"""What returns a view or a copy as memory happens to lie, which on slabs may be otherwise; and ``data``, whose changes
+nobody can see."""
+
+WHOLE_CALL = ("func", "args", "kwargs")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One function of the table."""
+    """One function of the table.
+
+    Attributes
+    ----------
+    treated
+        The arguments that the handler treats; None for all of them.
+    rehearsed
+        Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
+    views
+        Whether torch may return a view of an argument.
+    perhaps
+        Whether that depends on how the argument lies in memory.
+    """
 
     name: str
     family: str
     handler: Handler
+    treated: frozenset[str] | None
+    rehearsed: bool
+    views: bool
+    perhaps: bool
+
+
+class Refusal(Exception):  # noqa: N818  (never reaches a user)
+    """What a handler cannot do on slabs."""
+
+
+def refuse(reason: str) -> NoReturn:
+    """End a handler: the call cannot be run on slabs, for this reason."""
+    raise Refusal(reason)
 
 
 TABLE: dict[Any, Entry] = {}
 
 
-def handles(family: str, *names: str) -> Callable[[Handler], Handler]:
+def handles(family: str, *names: str, rehearse: bool = True) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``).
     """
 
     def register(handler: Handler) -> Handler:
+        parameters = tuple(inspect.signature(handler).parameters)
+        treated = None if parameters == WHOLE_CALL else frozenset(parameters) - {"func"}
         for name in names:
             for label, function in _find(name):
-                TABLE.setdefault(function, Entry(label, family, handler))
+                known = TABLE.get(function)
+                if known is not None and known.handler is not handler:
+                    raise ValueError(f"{label} is handled by {known.handler.__name__} already")
+                bare = name.rpartition(".")[2]
+                perhaps = bare in PERHAPS_VIEWS
+                views = perhaps or bare in VIEWS or returns_view(function)
+                TABLE[function] = Entry(label, family, handler, treated, rehearse, views, perhaps)
         return handler
 
     return register
@@ -113,16 +169,60 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that met a sharded volume."""
     entry = TABLE.get(func)
     with torch._C.DisableTorchFunctionSubclass():
-        for volume in _given(args, kwargs):
+        given = _given(args, kwargs)
+        for volume in given:
             if HISTORY.__get__(volume) is not None:
                 raise UnsupportedOperatorError(
                     f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function "
                     f"({HISTORY.__get__(volume)}), whose backward would not see the slabs; write it with torch "
                     f"functions, or use torch.utils.checkpoint with use_reentrant=False"
                 )
+            if volume.origin is not None:
+                volume.origin.check()
         if entry is None:
             return unsupported(func, args, kwargs, "it has no sharded form")
-        return entry.handler(func, args, kwargs)
+        try:
+            expected = rehearsed(func, args, kwargs, given[0]) if entry.rehearsed and given else None
+            if entry.treated is None:
+                if kwargs and kwargs.get("out") is not None:
+                    refuse("it has no out= on slabs: use the result")
+                result = entry.handler(func, args, kwargs)
+            else:
+                result = entry.handler(func, **_treated(entry, func, args, kwargs))
+        except Refusal as refusal:
+            reason = str(refusal)
+        else:
+            return _checked(entry, func, result, expected, given)
+        return unsupported(func, args, kwargs, reason)
+
+
+def _checked(
+    entry: Entry, func: Callable, result: Any, expected: list[Outline] | None, given: list[ShardedVolume]
+) -> Any:
+    """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there."""
+    if expected is not None:
+        check(func, result, expected)
+    if entry.views:
+        result = mark_copies(result, given, entry.perhaps)
+    for volume in given:
+        if volume.origin is not None:
+            volume.origin.check_unchanged(volume)
+    return result
+
+
+def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name; refuse any that the handler does not know, unless it is torch's default."""
+    named = bind(func, args, kwargs)
+    treated = entry.treated or frozenset()
+    if named.keys() <= treated:
+        return named
+    defaults = defaults_of(func, args, kwargs)
+    for name in named.keys() - treated:
+        default = defaults.get(name, NOTHING)
+        value = named.pop(name)
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            refuse(f"its argument {name}= is not supported on slabs")
+    return named
 
 
 def name_of(func: Callable) -> str:
@@ -153,17 +253,46 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
 
 
 def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function on whole tensors, and cut what has the volume's grid again."""
-    given = volumes((args, kwargs))[0]
+    """Run a function on whole tensors, and cut what has the volume's grid again.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        If the function changes a gathered volume, or returns something else than values: its effect would be on the
+        copy, and be lost.
+    """
+    given = volumes((args, kwargs))
+    gathered = {id(volume): volume.full_tensor() for volume in given}
+    versions = [whole._version for whole in gathered.values()]
     whole_args, whole_kwargs = tree_map(
-        lambda leaf: leaf.full_tensor() if isinstance(leaf, ShardedVolume) else leaf, (args, kwargs)
+        lambda leaf: gathered[id(leaf)] if isinstance(leaf, ShardedVolume) else leaf, (args, kwargs)
     )
     result = func(*whole_args, **whole_kwargs)
+    leaves = tree_flatten(result)[0]
+    writes_elsewhere = (
+        result is None and args and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedVolume)
+    )
+    if [whole._version for whole in gathered.values()] != versions:
+        lost = "changes a volume in place"
+    elif any(leaf is whole for leaf in leaves for whole in gathered.values()):
+        lost = "changes a property of the volume"
+    elif not writes_elsewhere and not all(isinstance(leaf, Tensor | int | float | complex | str) for leaf in leaves):
+        lost = f"returns {type(result).__name__}"
+    else:
+        memory = {whole.untyped_storage().data_ptr() for whole in gathered.values()}
+        views = any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
+        # An ordinary tensor that took in a volume stays what and where it is.
+        own = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
+        result = tree_map(lambda leaf: leaf if id(leaf) in own else _cut_again(leaf, given[0]), result)
+        return mark_copies(result, given, perhaps=True) if views else result
+    raise UnsupportedOperatorError(
+        f"{name_of(func)} called from {given[0].context.module_path()} {lost}: on a gathered copy of it that would be "
+        f"lost. Write it out of place, with the functions listed in docs/spatial.md"
+    )
 
-    def cut_again(leaf: Any) -> Any:
-        fits = isinstance(leaf, Tensor) and leaf.ndim == given.ndim
-        if fits and all(leaf.shape[dim] == size for dim, size in zip(given.dims, given.sizes, strict=True)):
-            return from_whole(leaf, given.dims, given.context)
-        return leaf
 
-    return tree_map(cut_again, result)
+def _cut_again(leaf: Any, like: ShardedVolume) -> Any:
+    fits = isinstance(leaf, Tensor) and leaf.ndim == like.ndim
+    if fits and all(leaf.shape[dim] == size for dim, size in zip(like.dims, like.sizes, strict=True)):
+        return from_whole(leaf, like.dims, like.context)
+    return leaf

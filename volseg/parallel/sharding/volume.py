@@ -16,6 +16,7 @@ from volseg.parallel.sharding.context import Context
 
 if TYPE_CHECKING:
     from volseg.parallel.sharding.again import Again
+    from volseg.parallel.sharding.copied_view import Origin
     from volseg.parallel.sharding.deferred import Deferred
     from volseg.parallel.sharding.halo import Halo, Wait
     from volseg.parallel.sharding.joining import DeferredJoin
@@ -37,6 +38,8 @@ class ShardedVolume(Tensor):
         How the one slab can be computed again (see ``recipes``), and planes of room around it (see ``halo``).
     parts
         The slabs that this one joins, if it does.
+    origin
+        Set where torch has a view and these slabs are copies (see ``copied_view``).
     dims
         The tensor dim that each mesh axis cuts.
     context
@@ -48,6 +51,7 @@ class ShardedVolume(Tensor):
     recipe: "Recipe | None" = None
     room: int = 0
     parts: list[Tensor] | None = None
+    origin: "Origin | None" = None
     deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
@@ -267,8 +271,9 @@ def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | Non
     """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
     shape = list(slabs[0].shape)
     dims = like.dims if dims is None else tuple(dims)
-    for dim, size in zip(dims, like.sizes, strict=True):
-        shape[dim] = size
+    if like.context.communicator.shards > 1:
+        for dim, size in zip(dims, like.sizes, strict=True):
+            shape[dim] = size
     return ShardedVolume(slabs, dims, shape, like.context)
 
 

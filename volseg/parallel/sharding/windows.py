@@ -121,7 +121,8 @@ class Resize(Window):
     """Interpolation of ``size`` planes to ``outputs``.
 
     ``scale`` is the user's ``scale_factor`` where torch takes coordinates from it, else None: the ratio of the sizes.
-    Coordinates follow torch's ``area_pixel_compute_source_index``.
+    Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied``: whether torch copies the planes,
+    whatever ``scale`` says, because there are as many of them afterwards.
     """
 
     size: int
@@ -130,9 +131,12 @@ class Resize(Window):
     scale: float | None = None
     align_corners: bool = False
     double: bool = False
+    copied: bool = False
 
     def source(self, plane: int) -> tuple[int, int, float]:
         """Return the two input planes that an output plane blends and the weight of the second."""
+        if self.copied:
+            return plane, plane, 0.0
         if self.mode.startswith("nearest"):
             low = nearest_sources(self.size, self.outputs, self.mode, self.scale, self.double)[plane]
             return low, low, 0.0

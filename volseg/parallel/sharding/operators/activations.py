@@ -4,36 +4,45 @@ from collections.abc import Callable
 from typing import Any
 
 from volseg.parallel.sharding.kernels import Activation
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.pointwise import in_place, pointwise
-from volseg.parallel.sharding.table import handles
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["activation"]
+__all__ = ["elu", "leaky_relu", "relu"]
 
 
-def _described(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Activation, bool]:
-    """Return the activation and whether it works in place."""
-    name = func.__name__.removesuffix("_")
-    if name == "relu":
-        given = bound("input inplace", args, kwargs, inplace=False)
-        return Activation("leaky", 0.0), given["inplace"] or func.__name__.endswith("_")
-    if name == "leaky_relu":
-        given = bound("input negative_slope inplace", args, kwargs, negative_slope=0.01, inplace=False)
-        return Activation("leaky", float(given["negative_slope"])), given["inplace"] or func.__name__.endswith("_")
-    given = bound("input alpha inplace", args, kwargs, alpha=1.0, inplace=False)
-    return Activation("elu", float(given["alpha"])), given["inplace"] or func.__name__.endswith("_")
+@handles("Activations", "relu", "relu_", rehearse=False)
+def relu(func: Callable, input: Any, inplace: bool = False) -> Any:
+    """Rectify."""
+    return _activated(func, input, Activation("leaky", 0.0), inplace, {})
 
 
-@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", "F.elu", "F.elu_")
-def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Activations", "F.leaky_relu", "F.leaky_relu_", rehearse=False)
+def leaky_relu(func: Callable, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    """Rectify with a slope below zero."""
+    chosen = Activation("leaky", float(negative_slope))
+    return _activated(func, input, chosen, inplace, {"negative_slope": negative_slope})
+
+
+@handles("Activations", "F.elu", "F.elu_", rehearse=False)
+def elu(func: Callable, input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """Rectify with an exponential below zero."""
+    return _activated(func, input, Activation("elu", float(alpha)), inplace, {"alpha": alpha})
+
+
+def _activated(func: Callable, volume: Any, chosen: Activation, inplace: bool, settings: dict[str, float]) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
-    volume = args[0] if args else kwargs["input"]
-    chosen, changes_input = _described(func, args, kwargs)
+    if not isinstance(volume, ShardedVolume):
+        refuse("its input is not sharded")
+    inplace = inplace or func.__name__.endswith("_")
     deferred = volume.deferred.activated(chosen) if volume.deferred is not None else None
     if deferred is None:
-        return in_place(func, args, kwargs) if changes_input else pointwise(func, args, kwargs)
-    if changes_input:
+        if not inplace:
+            return pointwise(func, (volume,), settings)
+        if not func.__name__.endswith("_"):
+            settings = {**settings, "inplace": True}  # type: ignore[dict-item]
+        return in_place(func, (volume,), settings)
+    if inplace:
         volume.deferred = deferred
         return volume
     result = ShardedVolume(deferred.slabs, volume.dims, volume.shape, volume.context, deferred)

@@ -1,28 +1,13 @@
-"""Read a torch function's arguments by name, whatever way they were passed."""
+"""Arguments in the one form that handlers work with."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["bound", "dims_of", "per_dim"]
-
-
-def bound(names: str, args: tuple, kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Return the arguments by name; ``names`` are the positional ones in order."""
-    values = dict(defaults)
-    values.update(zip(_split(names), args, strict=False))
-    values.update(kwargs)
-    # torch functions call their first argument input or self.
-    if "self" in values:
-        values["input"] = values.pop("self")
-    return values
-
-
-_split = cache(str.split)
+__all__ = ["dims_of", "is_plain", "per_dim", "spatial_only"]
 
 
 def per_dim(value: int | float | Sequence, count: int) -> list:

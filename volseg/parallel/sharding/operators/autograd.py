@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.pointwise import cut_like
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["backward", "metadata"]
@@ -55,7 +54,7 @@ FLAGS = [
 ]
 
 
-@handles("Metadata and autograd", *METADATA)
+@handles("Metadata and autograd", *METADATA, rehearse=False)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -72,27 +71,32 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(volume.slabs[0], *rest, **kwargs)
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS))
-def flag(func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False)
+def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Read a property of the slabs."""
     return func(args[0].slabs[0], *args[1:])
 
 
-@handles("Metadata and autograd", "Tensor.data")
-def data(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
+@handles("Metadata and autograd", "Tensor.data", rehearse=False)
+def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
     return ShardedVolume([slab.data for slab in volume.slabs], volume.dims, volume.shape, volume.context)
 
 
-@handles("Metadata and autograd", "Tensor.grad_fn")
-def grad_fn(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
+@handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False)
+def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the first slab's history."""
     return args[0].slabs[0].grad_fn
 
 
 @handles(
-    "Metadata and autograd", "Tensor.requires_grad_", "Tensor.retain_grad", "Tensor.detach_", "Tensor.record_stream"
+    "Metadata and autograd",
+    "Tensor.requires_grad_",
+    "Tensor.retain_grad",
+    "Tensor.detach_",
+    "Tensor.record_stream",
+    rehearse=False,
 )
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab."""
@@ -101,16 +105,14 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-@handles("Metadata and autograd", "Tensor.backward")
-def backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False)
+def backward(func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None) -> None:
     """Start the backward pass from a volume with the gradient of each voxel."""
-    given = bound("input gradient retain_graph create_graph", args, kwargs, gradient=None)
-    volume, gradient = given["input"], given["gradient"]
-    if gradient is None or not isinstance(volume, ShardedVolume) or given.get("inputs") is not None:
-        unsupported(func, args, kwargs, "backward() needs the gradient of each voxel, or a loss that is one number")
+    if gradient is None or not isinstance(input, ShardedVolume):
+        refuse("backward() needs the gradient of each voxel, or a loss that is one number")
     if not isinstance(gradient, ShardedVolume):
-        gradient = cut_like(gradient, volume)
-    torch.autograd.backward(volume.slabs, gradient.slabs, retain_graph=given.get("retain_graph"))
+        gradient = cut_like(gradient, input)
+    torch.autograd.backward(input.slabs, gradient.slabs, retain_graph=retain_graph)
 
 
 @handles(
@@ -120,6 +122,7 @@ def backward(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     "Tensor.new_empty",
     "Tensor.new_full",
     "Tensor.new_tensor",
+    rehearse=False,
 )
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Make an ordinary tensor with the volume's dtype and home device."""
@@ -128,7 +131,33 @@ def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return func(like, *rest, **kwargs)
 
 
-@handles("Metadata and autograd", "Tensor.__format__")
-def formatted(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> str:
+@handles("Metadata and autograd", "Tensor.__format__", rehearse=False)
+def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     """Print the volume's description."""
     return repr(args[0])
+
+
+@handles(
+    "Metadata and autograd",
+    "Tensor.numpy",
+    "Tensor.__array__",
+    "Tensor.tolist",
+    "Tensor.item",
+    "Tensor.__bool__",
+    "Tensor.__float__",
+    "Tensor.__int__",
+    "Tensor.__index__",
+    "Tensor.__complex__",
+    "Tensor.__reduce_ex__",
+    "Tensor.untyped_storage",
+    "Tensor.storage",
+    "Tensor.data_ptr",
+    "Tensor.__dlpack__",
+    "Tensor.share_memory_",
+    "Tensor.__deepcopy__",
+    rehearse=False,
+)
+def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Refuse to read or save values of which each shard has some."""
+    name = func.__name__
+    refuse(f"its voxels lie on {args[0].context.communicator.shards} shards: call full_tensor().{name}(...) instead")

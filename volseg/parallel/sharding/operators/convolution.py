@@ -12,7 +12,7 @@ from volseg.parallel.sharding.direct import Plan, Settings, convolve
 from volseg.parallel.sharding.direct import plan as direct_plan
 from volseg.parallel.sharding.large import LIMIT
 from volseg.parallel.sharding.layout import can_split
-from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
+from volseg.parallel.sharding.operators.arguments import per_dim, spatial_only
 from volseg.parallel.sharding.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -20,74 +20,70 @@ from volseg.parallel.sharding.operators.planes import (
     outside_cut,
     sharded_windows,
 )
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import TransposedConvolution
 
 __all__ = ["convolution", "transposed_convolution"]
 
 
-@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d")
-def convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False)
+def convolution(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
-    given = bound(
-        "input weight bias stride padding dilation groups",
-        args,
-        kwargs,
-        bias=None,
-        stride=1,
-        padding=0,
-        dilation=1,
-        groups=1,
-    )
-    volume, weight, bias = given["input"], given["weight"], given["bias"]
+    volume = input
     count = weight.ndim - 2
     if not spatial_only(volume, count):
-        return unsupported(func, args, kwargs, "the input must be cut along a spatial dim, and the weight not at all")
-    chosen = _direct(volume, weight.shape, given)
+        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups)
     if chosen is not None:
         return convolve(volume, weight, bias, chosen)
     kernel = weight.shape[2:]
-    stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
-    before, after = _padding(given["padding"], kernel, dilation)
+    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
+    before, after = _padding(padding, kernel, dilation)
     plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
     cut = [dim - (volume.ndim - count) for dim in volume.dims]
     inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
-        return unsupported(
-            func, args, kwargs, "padding='same' of an even kernel pads one side more; use F.pad before it"
-        )
+        refuse("padding='same' of an even kernel pads one side more; use F.pad before it")
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
-        return func(slab, weights[position], biases[position], stride, inside, dilation, given["groups"])
+        return func(slab, weights[position], biases[position], stride, inside, dilation, groups)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, given["padding"], dilation, given["groups"])
+        return func(tensor, weight, bias, stride, padding, dilation, groups)
 
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
-def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d", rehearse=False)
+def transposed_convolution(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
-    given = bound(
-        "input weight bias stride padding output_padding groups dilation",
-        args,
-        kwargs,
-        bias=None,
-        stride=1,
-        padding=0,
-        output_padding=0,
-        groups=1,
-        dilation=1,
-    )
-    volume, weight, bias = given["input"], given["weight"], given["bias"]
+    volume = input
     count = weight.ndim - 2
     if not spatial_only(volume, count):
-        return unsupported(func, args, kwargs, "the input must be cut along a spatial dim, and the weight not at all")
-    stride, dilation = per_dim(given["stride"], count), per_dim(given["dilation"], count)
-    padding, extra = per_dim(given["padding"], count), per_dim(given["output_padding"], count)
+        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
+    padding, extra = per_dim(padding, count), per_dim(output_padding, count)
     first = volume.ndim - count
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
@@ -102,9 +98,9 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
         def run(part: Tensor) -> Tensor:
             own = weights[position], biases[position]
-            return func(part, *own, stride, inside, extra_inside, given["groups"], dilation)
+            return func(part, *own, stride, inside, extra_inside, groups, dilation)
 
-        elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * given["groups"] * prod(stride)
+        elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
         if not alone or count != 3 or elements <= LIMIT:
             return run(slab)
         # Each input plane has output planes of its own; see ``large`` for why not all at once.
@@ -112,18 +108,19 @@ def transposed_convolution(func: Callable, args: tuple, kwargs: dict[str, Any]) 
         return torch.cat([run(part) for part in slab.tensor_split(stacks, 2)], 2)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, padding, extra, given["groups"], dilation)
+        return func(tensor, weight, bias, stride, padding, extra, groups, dilation)
 
     return sharded_windows(volume, plans, local, whole)
 
 
-def _direct(volume: ShardedVolume, weight: torch.Size, given: dict[str, Any]) -> Plan | None:
+def _direct(
+    volume: ShardedVolume, weight: torch.Size, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Plan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
-    if given["padding"] == "same" or len(volume.dims) != 1:
+    if padding == "same" or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2
-    stride, dilation = tuple(per_dim(given["stride"], count)), tuple(per_dim(given["dilation"], count))
-    padding, groups = given["padding"], given["groups"]
+    stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> Plan | None:

@@ -39,7 +39,9 @@ def of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return loss_of(sums, labels, terms, logits.shape)
 
 
-TABLE[dice_cross_entropy] = Entry("volseg.dice_cross_entropy", "Losses", of_slabs)
+TABLE[dice_cross_entropy] = Entry(
+    "volseg.dice_cross_entropy", "Losses", of_slabs, treated=None, rehearsed=False, views=False, perhaps=False
+)
 
 
 def _coarser(label: ShardedVolume, size: Sequence[int]) -> Any:
@@ -57,4 +59,4 @@ def _coarser(label: ShardedVolume, size: Sequence[int]) -> Any:
         return ShardedVolume(slabs, label.dims, [*label.shape[:2], *size], label.context)
     if not label.dtype.is_floating_point and label.dtype != torch.uint8:  # which torch cannot resize
         label = wrap(label, [slab.float() for slab in label.slabs])
-    return interpolate(F.interpolate, (label,), {"size": list(size), "mode": "nearest-exact"})
+    return interpolate(F.interpolate, label, size=list(size), mode="nearest-exact")

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.pointwise import cut_like
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["expand", "insert_dim", "permute", "repeat", "reshape", "squeeze", "transposed", "unsqueeze"]
 
 
-@handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
+@handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False)
 def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Move dims; the cut moves along."""
     volume, *rest = args if args else (kwargs["input"],)
@@ -28,10 +28,9 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Dims", "unsqueeze")
-def unsqueeze(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def unsqueeze(func: Callable, input: Any, dim: int) -> Any:
     """Insert a dim of extent one."""
-    given = bound("input dim", args, kwargs)
-    return insert_dim(given["input"], given["dim"])
+    return insert_dim(input, dim)
 
 
 def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
@@ -42,71 +41,71 @@ def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
 
 
 @handles("Dims", "squeeze")
-def squeeze(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) -> Any:
     """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
-    given = bound("input dim", args, kwargs, dim=None)
-    volume, dim = given["input"], given["dim"]
-    dims = range(volume.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
-    gone = [d % volume.ndim for d in dims if volume.shape[d] == 1 and d % volume.ndim not in volume.dims]
-    slabs = list(volume.slabs)
+    dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
+    gone = {d % input.ndim for d in dims if input.shape[d] == 1}
+    if gone & set(input.dims):
+        refuse("a volume on one shard keeps the dim that it would be cut along")
+    slabs = list(input.slabs)
     for d in sorted(gone, reverse=True):
         slabs = [slab.squeeze(d) for slab in slabs]
-    return wrap(volume, slabs, [cut - sum(d < cut for d in gone) for cut in volume.dims])
+    return wrap(input, slabs, [cut - sum(d < cut for d in gone) for cut in input.dims])
 
 
 @handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to")
-def expand(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = None, implicit: bool = False) -> Any:
     """Broadcast dims that are not cut."""
-    volume, *sizes = args
-    if sizes and isinstance(sizes[0], Tensor):
-        shape = list(sizes[0].shape)
-    else:
-        shape = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes or kwargs["size"])
-    if not isinstance(volume, ShardedVolume):
-        like = next(size for size in sizes if isinstance(size, ShardedVolume))
-        return cut_like(volume.expand(shape), like)
-    shift = len(shape) - volume.ndim
-    dims = [dim + shift for dim in volume.dims]
-    if any(shape[dim] not in (-1, size) for dim, size in zip(dims, volume.sizes, strict=True)):
-        return unsupported(func, args, kwargs, "a cut dim cannot be expanded")
+    shape = list(size if other is None else other.shape)
+    if not isinstance(input, ShardedVolume):
+        return cut_like(input.expand(shape), other)
+    shift = len(shape) - input.ndim
+    dims = [dim + shift for dim in input.dims]
+    if any(shape[dim] not in (-1, size) for dim, size in zip(dims, input.sizes, strict=True)):
+        refuse("a cut dim cannot be expanded")
     for dim in dims:
         shape[dim] = -1
-    return wrap(volume, [slab.expand(shape) for slab in volume.slabs], dims)
+    return wrap(input, [slab.expand(shape) for slab in input.slabs], dims)
 
 
-@handles("Dims", "Tensor.repeat", "tile", "repeat_interleave")
-def repeat(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Dims", "Tensor.repeat", "tile")
+def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequence[int] = ()) -> Any:
     """Repeat along dims that are not cut."""
-    volume, *rest = args
-    if func.__name__ == "repeat_interleave":
-        dim = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
-        if dim is None or dim % volume.ndim in volume.dims or isinstance(rest[0] if rest else None, Tensor):
-            return unsupported(func, args, kwargs, "it needs a count and a dim that is not cut")
-        return wrap(volume, [func(slab, *rest, **kwargs) for slab in volume.slabs])
-    counts = list(rest[0]) if rest and not isinstance(rest[0], int) else list(rest or kwargs.get("dims", ()))
-    counts = [1] * (volume.ndim - len(counts)) + counts
-    shift = len(counts) - volume.ndim
-    dims = [dim + shift for dim in volume.dims]
-    if any(counts[dim] != 1 for dim in dims):
-        return unsupported(func, args, kwargs, "a cut dim cannot be repeated")
-    return wrap(volume, [slab.repeat(counts) for slab in volume.slabs], dims)
+    counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
+    counts = [1] * (input.ndim - len(counts)) + counts
+    cut = [dim + len(counts) - input.ndim for dim in input.dims]
+    if any(counts[dim] != 1 for dim in cut):
+        refuse("a cut dim cannot be repeated")
+    return wrap(input, [slab.repeat(counts) for slab in input.slabs], cut)
+
+
+@handles("Dims", "repeat_interleave")
+def repeat_interleave(
+    func: Callable, input: Any, repeats: Any, dim: int | None = None, output_size: int | None = None
+) -> Any:
+    """Repeat each entry along a dim that is not cut."""
+    if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
+        refuse("it needs a dim that is not cut")
+    if isinstance(repeats, Tensor):
+        refuse("it needs one count for all entries")
+    return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
 
 
 @handles("Dims", "reshape", "Tensor.view", "flatten", "unflatten", "Tensor.reshape_as", "Tensor.view_as", "ravel")
 def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reshape where each cut dim stays a dim of its own."""
-    volume, *rest = args
+    named = bind(func, args, kwargs)
+    volume = named["input"]
     if not isinstance(volume, ShardedVolume):
-        return unsupported(func, args, kwargs, "an ordinary tensor takes the shape of a sharded one: pass its shape")
-    if rest and isinstance(rest[0], torch.dtype):
-        return unsupported(func, args, kwargs, "reinterpreting voxels as another dtype is not supported")
-    target = _target_shape(func, volume, rest, kwargs)
+        refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
+    if "dtype" in named:
+        refuse("reinterpreting voxels as another dtype is not supported")
+    target = _target_shape(func, volume, args, kwargs)
     if list(target) == list(volume.shape):
         return wrap(volume, list(volume.slabs))
     dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
     if any(dim is None for dim in dims):
-        reason = f"the shape {tuple(target)} does not keep the cut dim {volume.dims} as it is"
-        return unsupported(func, args, kwargs, reason)
+        refuse(f"the shape {tuple(target)} does not keep the cut dim {volume.dims} as it is")
     slabs = []
     for slab in volume.slabs:
         shape = list(target)
@@ -116,11 +115,14 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, slabs, dims)  # type: ignore[arg-type]
 
 
-def _target_shape(func: Callable, volume: ShardedVolume, rest: list, kwargs: dict[str, Any]) -> list[int]:
-    if rest and isinstance(rest[0], Tensor):
-        return list(rest[0].shape)
-    named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
-    return list(func(torch.empty(volume.shape, device="meta"), *rest, **named).shape)
+def _target_shape(func: Callable, volume: ShardedVolume, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    outlines = {
+        id(value): torch.empty(value.shape, device="meta")
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Tensor)
+    }
+    on_meta = [outlines.get(id(value), value) for value in args]
+    return list(func(*on_meta, **{key: outlines.get(id(value), value) for key, value in kwargs.items()}).shape)
 
 
 def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
@@ -132,7 +134,10 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     return None
 
 
-@handles("Dims", "Tensor.T", "Tensor.mT")
-def transposed(_func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
-    """Transpose the last two dims."""
-    return permute(torch.transpose, (args[0], -2, -1), {})
+@handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False)
+def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Transpose the last two dims; ``T`` is for matrices."""
+    volume = args[0]
+    if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
+        refuse("it reverses all dims of what is no matrix: use permute")
+    return permute(torch.transpose, (volume, -2, -1), {})

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["channel_dropout", "dropout"]
@@ -27,36 +27,54 @@ def _capturing(volume: ShardedVolume) -> bool:
     return volume.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@handles("Dropout", "F.dropout", "torch.dropout", "F.alpha_dropout", "torch.alpha_dropout")
-def dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False)
+def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume in eval mode."""
+    named = bind(func, args, kwargs)
+    if named.get("training", named.get("train", False)) and named.get("p", 0.5) != 0:
+        refuse("alpha dropout has no sharded form")
+    return named["input"]
+
+
+@handles("Dropout", "F.dropout")
+def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop voxels independently."""
-    given = bound("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
-    volume, p = given["input"], given["p"]
-    if not isinstance(volume, ShardedVolume) or (not given["training"] or p == 0):
-        return volume
-    if "alpha" in func.__name__:
-        return unsupported(func, args, kwargs, "alpha dropout has no sharded form")
-    masks = voxel_masks(volume, 1 - p)
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
+    masks = voxel_masks(input, 1 - p)
     factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(volume, masks, factor, given["inplace"])
+    return _apply(input, masks, factor, inplace)
 
 
-@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout")
-def channel_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Dropout", "torch.dropout", "torch.dropout_", rehearse=False)
+def plain_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
+    """Drop voxels independently."""
+    return dropout(func, input, p, train, func.__name__.endswith("_"))
+
+
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d")
+def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop whole channels, the same on all shards."""
-    given = bound("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
-    volume, p = given["input"], given["p"]
-    if not isinstance(volume, ShardedVolume) or not given["training"] or p == 0:
-        return volume
     # Unbatched input (C, D, H, W): the channels come first.
-    digits = [int(letter) for letter in func.__name__ if letter.isdigit()]
-    leading = 1 if digits and volume.ndim == digits[0] + 1 else 2
+    (digit,) = (int(letter) for letter in func.__name__ if letter.isdigit())
+    return _drop_channels(input, p, training, inplace, 1 if input.ndim == digit + 1 else 2)
+
+
+@handles("Dropout", "torch.feature_dropout", rehearse=False)
+def feature_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
+    """Drop whole channels, the same on all shards."""
+    return _drop_channels(input, p, train, False, 2)
+
+
+def _drop_channels(volume: Any, p: float, training: bool, inplace: bool, leading: int) -> Any:
+    if not isinstance(volume, ShardedVolume) or not training or p == 0:
+        return volume
     if any(dim < leading for dim in volume.dims):
-        return unsupported(func, args, kwargs, "batch and channels must not be cut")
+        refuse("batch and channels must not be cut")
     shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
     mask = channel_mask(volume, shape, 1 - p)
     factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(volume, volume.context.spread(mask), factor, given["inplace"])
+    return _apply(volume, volume.context.spread(mask), factor, inplace)
 
 
 def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:
@@ -86,6 +104,7 @@ def channel_mask(volume: ShardedVolume, shape: list[int], keep: float) -> Tensor
 def _apply(volume: ShardedVolume, masks: list[Tensor], factor: float, in_place: bool) -> ShardedVolume:
     pairs = zip(volume.slabs, masks, strict=True)
     if in_place:
+        volume.context.settle()
         for slab, mask in pairs:
             slab.mul_(mask * factor)
         return volume

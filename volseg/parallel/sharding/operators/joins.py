@@ -8,7 +8,6 @@ from torch import Tensor
 
 from volseg.parallel.sharding.joining import join_channels
 from volseg.parallel.sharding.layout import spans
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.planes import clip
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.table import handles, volumes
@@ -18,18 +17,18 @@ __all__ = ["cat", "stack"]
 
 
 @handles("Slices and joins", "cat", "concat", "concatenate")
-def cat(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
-    given = bound("tensors dim", args, kwargs, dim=0)
-    parts = list(given["tensors"])
+    # torch lets an empty tensor of one dim pass, whatever the others' are.
+    parts = [part for part in tensors if part.shape != (0,)]
     like = volumes(parts)[0]
-    dim = given["dim"] % like.ndim
+    dim %= like.ndim
     if dim in like.dims:
         return _cat_along_cut(parts, like, dim)
-    parts = [_cut_alike(part, like) for part in parts]
+    alike = [_cut_alike(part, like) for part in parts]
     if dim == 1 and like.ndim == 5 and len(like.context.communicator.devices) == 1:
-        return join_channels(parts)
-    slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in parts), strict=True)]
+        return join_channels(alike)
+    slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
     return wrap(like, slabs)
 
 
@@ -80,11 +79,10 @@ def _spans_of_whole(
 
 
 @handles("Slices and joins", "stack")
-def stack(_func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Stack volumes along a new dim."""
-    given = bound("tensors dim", args, kwargs, dim=0)
-    like = volumes(given["tensors"])[0]
-    dim = given["dim"] % (like.ndim + 1)
-    parts = [_cut_alike(part, like) for part in given["tensors"]]
+    like = volumes(tensors)[0]
+    dim %= like.ndim + 1
+    parts = [_cut_alike(part, like) for part in tensors]
     slabs = [torch.stack(column, dim) for column in zip(*(part.slabs for part in parts), strict=True)]
     return wrap(like, slabs, [cut + (dim <= cut) for cut in like.dims])

@@ -1,86 +1,122 @@
 """Losses of torch on sharded volumes: voxels on each shard, the mean over all of them."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound
-from volseg.parallel.sharding.operators.pointwise import cut_like, pointwise
+from volseg.parallel.sharding.operators.pointwise import cut_like, elementwise
 from volseg.parallel.sharding.operators.reductions import over_dims
-from volseg.parallel.sharding.table import handles, unsupported, volumes
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, refuse, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["class_loss", "voxel_loss"]
+__all__ = ["class_loss", "voxel_loss", "weighted_loss"]
 
 VOXELWISE = [
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
+    "hinge_embedding_loss",
     "kl_div",
+    "margin_ranking_loss",
     "poisson_nll_loss",
+    "smooth_l1_loss",
     "soft_margin_loss",
 ]
+
+WEIGHTED = ["mse_loss", "l1_loss", "huber_loss"]
+"""Their ``weight`` is one per voxel."""
 
 
 def reduced(volume: ShardedVolume, reduction: str) -> Any:
     """Reduce a volume of losses as torch's ``reduction`` says."""
-    everything = list(range(volume.ndim))
     if reduction == "none":
         return volume
-    return over_dims("mean" if reduction == "mean" else "sum", volume, everything)
+    if reduction == "batchmean":
+        return over_dims("sum", volume, list(range(volume.ndim))) / volume.shape[0]
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{reduction!r} is not a valid value for reduction")
+    return over_dims(reduction, volume, list(range(volume.ndim)))
+
+
+def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the arguments by name, and the reduction."""
+    named = bind(func, args, kwargs)
+    if named.pop("size_average", None) is not None or named.pop("reduce", None) is not None:
+        refuse("the deprecated size_average and reduce are not supported; use reduction=")
+    return named, named.pop("reduction", "mean")
 
 
 @handles("Losses", *(f"F.{name}" for name in VOXELWISE))
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel, then reduce."""
-    given = dict(kwargs)
-    reduction = given.pop("reduction", "mean")
-    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None or len(args) > 3:
-        return unsupported(
-            func, args, kwargs, "the deprecated size_average and reduce are not supported; use reduction="
-        )
-    losses = pointwise(func, args, {**given, "reduction": "none"})
-    if reduction == "batchmean":
-        return over_dims("sum", losses, list(range(losses.ndim))) / losses.shape[0]
-    return reduced(losses, reduction)
+    named, reduction = _settings(func, args, kwargs)
+    return reduced(elementwise(func, **named, reduction="none"), reduction)
+
+
+@handles("Losses", *(f"F.{name}" for name in WEIGHTED))
+def weighted_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each voxel, then reduce; the mean is one over the weights, except for Huber's."""
+    named, reduction = _settings(func, args, kwargs)
+    weight = named.pop("weight", None)
+    if func is F.l1_loss and weight is None:
+        weight = _weight_that_torch_drops()
+    if weight is None:
+        return reduced(elementwise(func, **named, reduction="none"), reduction)
+    if weight.shape != named["input"].shape:
+        raise ValueError("Weights and input must have the same size.")
+    losses = elementwise(torch.mul, elementwise(func, **named, reduction="none"), weight)
+    if reduction != "mean" or func is F.huber_loss:
+        return reduced(losses, reduction)
+    everything = list(range(weight.ndim))
+    total = over_dims("sum", weight, everything) if isinstance(weight, ShardedVolume) else weight.sum()
+    return reduced(losses, "sum") / total
+
+
+def _weight_that_torch_drops() -> Tensor | None:
+    """Return the ``weight`` of the call of ``F.l1_loss`` that led here, which hands over all arguments but this one.
+
+    So it is in torch 2.8 to 2.13 at least: there is nowhere else to read it than that call's frame.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is F.l1_loss.__code__:
+            return frame.f_locals.get("weight")
+        frame = frame.f_back
+    return None
 
 
 @handles("Losses", "F.cross_entropy", "F.nll_loss", "nn.cross_entropy_loss")
 def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel; with class weights the mean is weighted, as torch does."""
-    order = "input target weight size_average ignore_index reduce reduction label_smoothing"
-    given = bound(order, args, kwargs, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0)
-    logits, target, weight = given["input"], given["target"], given["weight"]
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return unsupported(
-            func, args, kwargs, "the deprecated size_average and reduce are not supported; use reduction="
-        )
+    named, reduction = _settings(func, args, kwargs)
+    logits, target, weight = named["input"], named["target"], named.get("weight")
+    ignore = named.get("ignore_index", -100)
     if not isinstance(logits, ShardedVolume):
         logits = cut_like(logits, volumes((args, kwargs))[0])
     if 1 in logits.dims or 0 in logits.dims:
-        return unsupported(func, args, kwargs, "batch and classes must not be cut")
+        refuse("batch and classes must not be cut")
     probabilities = target.ndim == logits.ndim
+    if isinstance(target, ShardedVolume):
+        same = [dim - logits.ndim for dim in logits.dims] == [dim - target.ndim for dim in target.dims]
+        target = target if same and target.sizes == logits.sizes else target.full_tensor()
     if not isinstance(target, ShardedVolume):
         target = cut_like(target, logits)
-    smoothing = {} if func is F.nll_loss else {"label_smoothing": given["label_smoothing"]}
+    smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
     weights = [None] * len(logits.slabs) if weight is None else logits.context.spread(weight)
     slabs = [
-        func(x, t, w, ignore_index=given["ignore_index"], reduction="none", **smoothing)
+        func(x, t, w, ignore_index=ignore, reduction="none", **smoothing)
         for x, t, w in zip(logits.slabs, target.slabs, weights, strict=True)
     ]
     losses = wrap(logits, slabs, [dim - 1 for dim in logits.dims])
-    if given["reduction"] != "mean" or (probabilities and weight is None and given["ignore_index"] < 0):
-        return reduced(losses, given["reduction"])
-    if probabilities:  # torch divides by the number of voxels, whatever the weights
-        return reduced(losses, "mean")
-    counted = [
-        _counted(t, w, given["ignore_index"], loss) for t, w, loss in zip(target.slabs, weights, slabs, strict=True)
-    ]
+    # With probabilities torch divides by the number of voxels, whatever the weights.
+    if reduction != "mean" or probabilities:
+        return reduced(losses, reduction)
+    counted = [_counted(t, w, ignore, loss) for t, w, loss in zip(target.slabs, weights, slabs, strict=True)]
     return reduced(losses, "sum") / reduced(wrap(losses, counted, losses.dims), "sum")
 
 

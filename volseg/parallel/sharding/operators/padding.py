@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.joins import cat
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.operators.slices import take_planes
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided, Window
 
@@ -35,10 +34,11 @@ class _Gathered(Window):
 
 
 @handles("Padding and mirroring", "F.pad", "nn.pad")
-def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def pad(
+    func: Callable, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> ShardedVolume:
     """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
-    given = bound("input pad mode value", args, kwargs, mode="constant", value=None)
-    source, widths, mode = given["input"], list(given["pad"]), given["mode"]
+    source, widths = input, list(pad)
     volume = source
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     inside = [0] * len(widths)
@@ -46,13 +46,13 @@ def pad(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if volume.ndim - 1 - place not in volume.dims:
             inside[2 * place : 2 * place + 2] = pair
     if any(inside):
-        rest = {"mode": mode, "value": given["value"]}
+        rest = {"mode": mode, "value": value}
         volume = _pad_inside(volume, inside, rest)
     for dim in volume.dims:
         if pairs[dim] != (0, 0):
-            volume = _pad_cut(volume, dim, pairs[dim], mode, given["value"] or 0.0)
+            volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0)
             if not isinstance(volume, ShardedVolume):
-                return unsupported(func, args, kwargs, "the padded volume is thinner than the number of shards")
+                refuse("the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
 
@@ -101,14 +101,16 @@ def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, 
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Padding and mirroring", "flip", "fliplr", "flipud")
-def flip(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Padding and mirroring", "fliplr", "flipud")
+def flip_matrix(func: Callable, input: Any) -> Any:
+    """Mirror along the second or the first dim."""
+    return flip(torch.flip, input, [1 if func.__name__ == "fliplr" else 0])
+
+
+@handles("Padding and mirroring", "flip")
+def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
     """Mirror; along the cut the planes change shards."""
-    if func.__name__ in ("fliplr", "flipud"):
-        return flip(torch.flip, (args[0], [1 if func.__name__ == "fliplr" else 0]), {})
-    given = bound("input dims", args[:2], kwargs)
-    volume = given["input"]
-    dims = args[1:] if len(args) > 2 else given["dims"]
+    volume = input
     dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
     plans = [
         AxisPlan(Strided(size - 1, -1) if cut in dims else Strided(), size)
@@ -118,13 +120,11 @@ def flip(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Padding and mirroring", "roll")
-def roll(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Any:
     """Roll along named dims; along the cut two slices change places."""
-    given = bound("input shifts dims", args, kwargs, dims=None)
-    source, shifts, dims = given["input"], given["shifts"], given["dims"]
-    volume = source
-    if dims is None or dims == ():
-        return unsupported(func, args, kwargs, "rolling the flattened volume is not supported: name dims")
+    source = volume = input
+    if dims is None or dims == () or dims == []:
+        refuse("rolling the flattened volume is not supported: name dims")
     shifts, dims = ([value] if isinstance(value, int) else list(value) for value in (shifts, dims))
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= volume.ndim
@@ -136,7 +136,7 @@ def roll(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             front = take_planes(volume, dim, 0, size - shift % size)
             whole = [p for p in (behind, front) if isinstance(p, ShardedVolume)]
             if whole:
-                volume = cat(torch.cat, ([behind, front], dim), {})
+                volume = cat(torch.cat, [behind, front], dim)
             else:
                 volume = cut_like(torch.cat([behind, front], dim), volume)
     return _apart(volume, source)

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.table import handles, nested, unsupported, volumes
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, nested, refuse, run_gathered, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["aligned", "pointwise", "run_local"]
@@ -140,7 +141,6 @@ BINARY = [
     "sub",
     "subtract",
     "true_divide",
-    "where",
     "xlogy",
     "special.xlogy",
     "special.xlog1py",
@@ -167,23 +167,21 @@ ACTIVATIONS = [
     "threshold",
 ]
 
+DUNDER_UNARY = ["abs", "invert", "neg", "pos"]
+
 DUNDER = [
-    "abs",
     "add",
     "and",
     "eq",
     "floordiv",
     "ge",
     "gt",
-    "invert",
     "le",
     "lt",
     "mod",
     "mul",
     "ne",
-    "neg",
     "or",
-    "pos",
     "pow",
     "radd",
     "rand",
@@ -202,28 +200,9 @@ DUNDER = [
 
 IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
-CONVERSIONS = [
-    "Tensor.bfloat16",
-    "Tensor.bool",
-    "Tensor.byte",
-    "Tensor.char",
-    "Tensor.clone",
-    "clone",
-    "Tensor.contiguous",
-    "Tensor.double",
-    "Tensor.float",
-    "Tensor.half",
-    "Tensor.int",
-    "Tensor.long",
-    "Tensor.short",
-    "Tensor.type_as",
-    "detach",
-    "Tensor.detach_",
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "zeros_like",
-]
+DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
+
+CONVERSIONS = ["clone", "Tensor.contiguous", "Tensor.type_as", "detach", "real", "imag"]
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
@@ -257,8 +236,13 @@ def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int],
     return context.communicator.cut(operand, [dim + operand.ndim for dim in wanted])
 
 
-def run_local(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, list[Any]]:
-    """Run ``func`` on each slab with aligned operands; return the reference volume and the results."""
+def run_local(
+    func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume | None = None
+) -> tuple[ShardedVolume, list[Any]]:
+    """Run ``func`` on each slab with operands cut like ``like``; return it and the results.
+
+    By default it is the volume of most dims: those of the result.
+    """
     leaves = [*args, *kwargs.values()]
     if not any(map(nested, leaves)):
 
@@ -271,9 +255,10 @@ def run_local(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Shar
             local_args, local_kwargs = tree_unflatten(list(row), structure)
             return func(*local_args, **local_kwargs)
 
-    given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
-    # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
-    like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
+    if like is None:
+        given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
+        # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
+        like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
     columns = [aligned(leaf, like) for leaf in leaves]
     results = [call(row) for row in zip(*columns, strict=True)]
     return like, results
@@ -291,94 +276,156 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
     return results[0]
 
 
-@handles("Pointwise arithmetic", *UNARY, *BINARY)
+@handles("Pointwise arithmetic", *UNARY, rehearse=False)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER_UNARY), rehearse=False)
+@handles("Copies and conversions", *CONVERSIONS, rehearse=False)
+@handles("Pointwise arithmetic", *BINARY)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER))
-@handles("Activations", *ACTIVATIONS)
-@handles("Copies and conversions", *CONVERSIONS)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab."""
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
 
 
-@handles("Pointwise arithmetic", *(f"{name}_" for name in (*UNARY, *BINARY) if "." not in name))
+@handles("Activations", *ACTIVATIONS, rehearse=False)
+def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run on each slab, in place where ``inplace`` says so."""
+    named = bind(func, args, kwargs)
+    if named.get("training") and "rrelu" in func.__name__:
+        refuse("its random slopes would be drawn alike on all shards: use leaky_relu, or eval mode")
+    return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
+
+
+@handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS if name != "rrelu"), rehearse=False)
+@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name))
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE))
-@handles("Activations", *(f"{name}_" for name in ACTIVATIONS))
+@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the slabs in place and return the same volume."""
+    """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
-        return unsupported(
-            func, args, kwargs, "it writes into a tensor that is not sharded; write a = a + b for a += b"
-        )
+        return run_gathered(func, args, kwargs)
     target.context.settle()
-    run_local(func, args, kwargs)
+    like, _ = run_local(func, args, kwargs, like=target)
+    assert like is target
     return target
 
 
-@handles("Copies and conversions", "Tensor.to", "Tensor.type")
+@handles("Pointwise arithmetic", "where")
+def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Choose voxel by voxel."""
+    if len(args) + len(kwargs) < 3:
+        refuse("with the condition alone it returns the numbers of voxels, which no shard knows by itself")
+    return pointwise(func, args, kwargs)
+
+
+@handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
+def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Make a volume of the same grid; its slabs lie where the volume's are."""
+    volume, *rest = args if args else (kwargs.pop("input"),)
+    _without_device(kwargs.get("device"), volume)
+    named = {name: value for name, value in kwargs.items() if name != "device"}
+    return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
+
+
+@handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False)
+def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Change the dtype; a volume that has it already is returned itself, as torch does."""
+    return _converted(args[0], [func(slab, *args[1:], **kwargs) for slab in args[0].slabs])
+
+
+@handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False)
 def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change the dtype; the device is the slab's own and stays."""
+    """Change the dtype or the layout; the device is the slab's own and stays."""
     volume, *rest = args
     if not isinstance(volume, ShardedVolume):  # plain.to(sharded): its dtype and home device
         return volume.to(device=rest[0].context.communicator.home, dtype=rest[0].dtype)
     if func is Tensor.type and not rest and not kwargs:
         return volume.slabs[0].type()
-    kept = [_without_device(value) for value in rest]
-    named = {key: value for key, value in kwargs.items() if key != "device"}
+    kept = [_without_device(value, volume) for value in rest]
+    named = {key: value for key, value in kwargs.items() if key not in ("device", "other")}
+    _without_device(kwargs.get("device"), volume)
+    if "other" in kwargs:
+        named["dtype"] = _without_device(kwargs["other"], volume)
     kept = [value for value in kept if value is not None]
-    return wrap(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    return _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
 
 
-def _without_device(value: Any) -> Any:
+@handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False)
+def moved(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume where its slabs are on such devices already."""
+    volume = args[0]
+    if volume.device.type != func.__name__:
+        refuse(f"its slabs stay on their devices: call full_tensor().{func.__name__}() for the whole volume there")
+    return volume
+
+
+def _converted(volume: ShardedVolume, slabs: list[Tensor]) -> ShardedVolume:
+    if all(new is old for new, old in zip(slabs, volume.slabs, strict=True)):
+        return volume
+    return wrap(volume, slabs)
+
+
+def _without_device(value: Any, volume: ShardedVolume) -> Any:
     if isinstance(value, Tensor):
         return value.dtype
-    if isinstance(value, torch.device) or (isinstance(value, str) and not value.startswith("torch.")):
+    named_device = isinstance(value, str) and not value.startswith("torch.")
+    if isinstance(value, torch.device) or named_device or (isinstance(value, int) and not isinstance(value, bool)):
+        kind = "cuda" if isinstance(value, int) else torch.device(value).type
+        if kind != volume.device.type:
+            refuse(f"its slabs stay on their devices: call full_tensor().to({str(value)!r}) for the whole volume there")
         return None
-    return None if isinstance(value, int) and not isinstance(value, bool) else value
+    return value
 
 
-@handles("Copies and conversions", "Tensor.scatter_", "Tensor.scatter", "scatter")
-def scatter(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Copies and conversions", "scatter", "Tensor.scatter_")
+def scatter(
+    func: Callable, input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None
+) -> Any:
     """Scatter along a dim that is not cut, as one-hot encoding does."""
-    names = ("self", "dim", "index", "src")
-    named = dict(zip(names, args, strict=False)) | kwargs
-    dim, index = named["dim"], named["index"]
     if not isinstance(index, ShardedVolume) or dim % index.ndim in index.dims:
-        return unsupported(func, args, kwargs, "the index must be sharded, and dim another one than the cut dim")
-    like, results = run_local(func, args, kwargs)
-    if func is not Tensor.scatter_:
-        return rewrap(like, results)
-    if isinstance(args[0], ShardedVolume):
-        return args[0]
-    # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor itself
-    # must not find it unchanged: it is emptied.
-    args[0].resize_(0)
+        refuse("the index must be sharded, and dim another one than the cut dim")
+    if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
+        refuse("input and index must have the same extent along the cut")
+    written = func.__name__ == "scatter_"
+    if written and not isinstance(input, ShardedVolume) and input._base is not None:
+        refuse("it writes into a part of an ordinary tensor")
+    if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
+        refuse("src and index must have the same extent along the cut")
+    if written and isinstance(input, ShardedVolume):
+        input.context.settle()
+    settings = {} if reduce is None else {"reduce": reduce}
+    like, results = run_local(func, (input, dim, index, value if src is None else src), settings, like=index)
+    if written and isinstance(input, ShardedVolume):
+        return input
+    if written:
+        # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor
+        # itself must not find it unchanged: it is emptied.
+        input.resize_(0)
     return rewrap(like, results)
-
-
-@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
-def copy_into(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Write a volume or a broadcast value into a volume."""
-    return in_place(func, args, kwargs)
 
 
 def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
     """Call a pointwise function on volumes from within a handler."""
-    if not volumes(operands):
+    if not volumes((operands, settings)):
         return function(*operands, **settings)
     like, results = run_local(function, operands, settings)
-    return tree_map(lambda result: result, rewrap(like, results))
+    return rewrap(like, results)
 
 
 def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     """Cut an ordinary tensor of the same grid."""
-    return from_whole(whole, [dim - like.ndim + whole.ndim for dim in like.dims], like.context)
+    dims = [dim - like.ndim + whole.ndim for dim in like.dims]
+    if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
+        refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
+    return from_whole(whole, dims, like.context)
 
 
 @handles("Activations", "prelu", "F.prelu")
-def prelu(func: Callable, args: tuple, _kwargs: dict[str, Any]) -> Any:
+def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
-    volume, weight = args
-    slopes = volume.context.spread(weight)
-    return wrap(volume, [func(slab, slope) for slab, slope in zip(volume.slabs, slopes, strict=True)])
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
+        refuse("batch and channels must not be cut, nor the weight")
+    slopes = input.context.spread(weight)
+    return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])

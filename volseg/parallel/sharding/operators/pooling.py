@@ -1,14 +1,14 @@
 """Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
 
 from collections.abc import Callable
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from volseg.parallel.sharding.layout import can_split
-from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
+from volseg.parallel.sharding.operators.arguments import per_dim, spatial_only
 from volseg.parallel.sharding.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -17,66 +17,67 @@ from volseg.parallel.sharding.operators.planes import (
     sharded_windows,
 )
 from volseg.parallel.sharding.operators.reductions import over_dims
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import AdaptivePool
 
 __all__ = ["adaptive_pool", "average_pool", "max_pool"]
 
 
-@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
-@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
-def max_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", rehearse=False)
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", rehearse=False)
+def max_pool(
+    func: Callable,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
     """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
-    given = bound(
-        "input kernel_size stride padding dilation ceil_mode",
-        args,
-        kwargs,
-        stride=None,
-        padding=0,
-        dilation=1,
-        ceil_mode=False,
-    )
-    volume, count = given["input"], _spatial(func)
-    if given.get("return_indices") or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
-        return unsupported(
-            func, args, kwargs, "it pools floating point volumes cut along spatial dims, without indices"
-        )
-    kernel = per_dim(given["kernel_size"], count)
-    stride = per_dim(given["stride"] or kernel, count)
-    padding, dilation = per_dim(given["padding"], count), per_dim(given["dilation"], count)
-    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=given["ceil_mode"], fill=-inf)
+    volume, count = input, _spatial(func)
+    if return_indices or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
+        refuse("it pools floating point volumes cut along spatial dims, without indices")
+    kernel = per_dim(kernel_size, count)
+    stride = per_dim(stride or kernel, count)
+    padding, dilation = per_dim(padding, count), per_dim(dilation, count)
+    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
+        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
+    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
     def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
-        return func(slab, kernel, stride, inside, dilation, given["ceil_mode"])
+        return func(slab, kernel, stride, inside, dilation, ceil_mode)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, kernel, stride, padding, dilation, given["ceil_mode"])
+        return func(tensor, kernel, stride, padding, dilation, ceil_mode)
 
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
-def average_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", rehearse=False)
+def average_pool(
+    func: Callable,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
     """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
-    given = bound(
-        "input kernel_size stride padding ceil_mode count_include_pad divisor_override",
-        args,
-        kwargs,
-        stride=None,
-        padding=0,
-        ceil_mode=False,
-        count_include_pad=True,
-        divisor_override=None,
-    )
-    volume, count = given["input"], _spatial(func)
+    volume, count = input, _spatial(func)
     if not spatial_only(volume, count):
-        return unsupported(func, args, kwargs, "the volume must be cut along spatial dims")
-    kernel = per_dim(given["kernel_size"], count)
-    stride = per_dim(given["stride"] or kernel, count)
-    padding = per_dim(given["padding"], count)
-    ceil_mode, include, divisor = given["ceil_mode"], given["count_include_pad"], given["divisor_override"]
+        refuse("the volume must be cut along spatial dims")
+    kernel = per_dim(kernel_size, count)
+    stride = per_dim(stride or kernel, count)
+    padding = per_dim(padding, count)
+    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
+        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
+    include, divisor = count_include_pad, divisor_override
     plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
@@ -121,20 +122,17 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
     "Pooling",
     *(f"{space}.adaptive_{kind}_pool{n}d" for space in ("torch", "F") for kind in ("avg", "max") for n in (1, 2, 3)),
 )
-def adaptive_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: bool = False) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""
-    given = bound("input output_size return_indices", args, kwargs, return_indices=False)
-    volume, count = given["input"], _spatial(func)
-    if given["return_indices"] or not spatial_only(volume, count):
-        return unsupported(
-            func, args, kwargs, "the volume must be cut along spatial dims, and indices are not returned"
-        )
+    volume, count = input, _spatial(func)
+    if return_indices or not spatial_only(volume, count):
+        refuse("the volume must be cut along spatial dims, and indices are not returned")
     first = volume.ndim - count
-    outputs = per_dim(given["output_size"], count)
+    outputs = per_dim(output_size, count)
     outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(outputs)]
     cut = [dim - first for dim in volume.dims]
     kind = "mean" if "avg" in func.__name__ else "amax"
-    if all(outputs[i] == 1 for i in cut):
+    if kind == "mean" and all(outputs[i] == 1 for i in cut):
         # Pooling along the cut and pooling within the slabs commute.
         within = [volume.shape[dim] for dim in range(first, volume.ndim)]
         if any(outputs[i] != within[i] for i in range(count) if i not in cut):
@@ -143,6 +141,8 @@ def adaptive_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             shape = [*volume.shape[:first], *(within[i] if i in cut else outputs[i] for i in range(count))]
             volume = ShardedVolume(slabs, volume.dims, shape, volume.context)
         return over_dims(kind, volume, list(volume.dims), keepdim=True)
+    if all(outputs[i] == 1 for i in cut):
+        return _first_largest(func, volume, outputs)
     plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
     grid = volume.context.communicator.grid
     if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
@@ -151,19 +151,45 @@ def adaptive_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         # Along the cut the intervals do not start where the slab does: pool them one by one there.
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
-            slab = _pool_intervals(kind, slab, dim, plan.window, window)  # type: ignore[arg-type]
+            slab = _pool_intervals(func, slab, dim, plan.window, window)  # type: ignore[arg-type]
         within = [slab.shape[first + i] if i in cut else outputs[i] for i in range(count)]
         return func(slab, within)
 
     return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
 
 
-def _pool_intervals(kind: str, slab: Tensor, dim: int, pool: AdaptivePool, window: LocalWindow) -> Tensor:
+def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) -> Tensor:
+    """Pool the slabs, then take the largest over the shards: of equal voxels the first, as torch does."""
+    communicator, first = volume.context.communicator, volume.ndim - len(outputs)
+    owned = communicator.owned(volume.sizes)
+    values, numbers = [], []
+    for slab, spans_ in zip(volume.slabs, owned, strict=True):
+        value, index = func(slab, outputs, return_indices=True)
+        number = torch.zeros_like(index)
+        # The number of a voxel in its slab becomes that in the volume.
+        for dim in range(volume.ndim - 1, first - 1, -1):
+            start = dict(zip(volume.dims, (span[0] for span in spans_), strict=True)).get(dim, 0)
+            number += (index % slab.shape[dim] + start) * prod(volume.shape[dim + 1 :])
+            index = index // slab.shape[dim]
+        values.append(value)
+        numbers.append(number)
+    whole = communicator.collect(values)
+    with torch.no_grad():
+        places = communicator.collect(numbers)
+        largest = whole.amax(0, keepdim=True)
+        behind = places.masked_fill((whole != largest) & ~whole.isnan(), torch.iinfo(torch.int64).max)
+        chosen = behind.argmin(0, keepdim=True)
+    return whole.gather(0, chosen)[0]
+
+
+def _pool_intervals(func: Callable, slab: Tensor, dim: int, pool: AdaptivePool, window: LocalWindow) -> Tensor:
+    """Pool along one dim, interval by interval, with torch's own choice among equal voxels."""
+    keep = [None] * _spatial(func)
+    keep[dim - slab.ndim + len(keep)] = 1  # type: ignore[call-overload]
     planes = []
     for plane in range(*window.output):
         start, stop = pool.need(plane, plane + 1)
-        interval = slab.narrow(dim, start - window.span[0], stop - start)
-        planes.append(getattr(interval, kind)(dim, keepdim=True))
+        planes.append(func(slab.narrow(dim, start - window.span[0], stop - start), keep))
     return torch.cat(planes, dim)
 
 

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.layout import spans
-from volseg.parallel.sharding.operators.arguments import bound, dims_of
-from volseg.parallel.sharding.table import handles, run_gathered, unsupported
+from volseg.parallel.sharding.operators.arguments import dims_of
+from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, refuse, run_gathered
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["moments", "over_dims", "reduce_slabs"]
+__all__ = ["extremes", "moments", "norm", "over_dims", "reduce_slabs"]
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -80,19 +83,20 @@ def _shifted(dim: int, removed: Sequence[int]) -> int:
     return dim - sum(other < dim for other in removed)
 
 
-@handles("Reductions", "sum", "mean", "amax", "amin", "logsumexp", "nansum", "special.logsumexp")
-def reduce(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Reductions", "sum", "mean", "nansum")
+def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Reduce over dims."""
-    given = bound("input dim keepdim", args, kwargs, dim=None, keepdim=False)
-    volume = given.pop("input")
-    dims, keepdim = dims_of(given.pop("dim"), volume.ndim), given.pop("keepdim")
-    settings = {key: value for key, value in given.items() if value is not None}
+    dims = dims_of(dim, input.ndim)
     kind, back = func.__name__, None
-    if kind == "sum" and volume.dtype in HALF and settings.get("dtype") is None:
+    if dtype is None and kind != "mean" and not (input.is_floating_point() or input.is_complex()):
+        dtype = torch.int64
+    if kind == "sum" and input.dtype in HALF and dtype is None:
         # Sums of sums: rounded once, at the end, as on one device.
-        settings["dtype"] = torch.float32
-        back = None if torch.is_autocast_enabled("cuda") and volume.is_cuda else volume.dtype
-    result = over_dims(kind, volume, dims, keepdim, **settings)
+        dtype = torch.float32
+        back = None if torch.is_autocast_enabled("cuda") and input.is_cuda else input.dtype
+    if kind == "nansum" and input.dtype in HALF:
+        refuse("nansum of 16-bit volumes would be rounded once per shard")
+    result = over_dims(kind, input, dims, keepdim, **({} if dtype is None else {"dtype": dtype}))
     return result if back is None else _to(result, back)
 
 
@@ -102,55 +106,123 @@ def _to(result: Any, dtype: torch.dtype) -> Any:
     return result.to(dtype)
 
 
-@handles("Reductions", "prod", "any", "all", "count_nonzero")
-def reduce_any(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Reduce over dims with a function whose ``dim`` argument is special."""
-    given = bound("input dim keepdim", args, kwargs, dim=None, keepdim=False)
-    volume = given["input"]
-    dims = dims_of(given["dim"], volume.ndim)
-    if func.__name__ == "count_nonzero":
-        ones = wrap(volume, [(slab != 0).long() for slab in volume.slabs])
-        return over_dims("sum", ones, dims)
-    if func.__name__ == "prod":
-        settings = {"dtype": given["dtype"]} if given.get("dtype") else {}
-        return over_dims("prod", volume, dims, given["keepdim"], **settings)
-    return over_dims(func.__name__, volume, dims, given["keepdim"])
+@handles("Reductions", "logsumexp", "special.logsumexp")
+def logsumexp(func: Callable, input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """Return the logarithm of a sum of exponentials."""
+    return over_dims("logsumexp", input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "any", "all")
+def any_or_all(func: Callable, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Tell whether any or all voxels are true."""
+    return over_dims(func.__name__, input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "prod")
+def product(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Multiply voxels."""
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):
+        dtype = torch.int64
+    settings = {} if dtype is None else {"dtype": dtype}
+    return over_dims("prod", input, dims_of(dim, input.ndim), keepdim, **settings)
+
+
+@handles("Reductions", "count_nonzero")
+def count_nonzero(func: Callable, input: Any, dim: Any = None) -> Any:
+    """Count voxels that are not zero."""
+    ones = wrap(input, [(slab != 0).long() for slab in input.slabs])
+    return over_dims("sum", ones, dims_of(dim, input.ndim))
+
+
+@handles("Reductions", "amax", "amin")
+def extreme(func: Callable, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """Return the largest or smallest voxel; equal ones share its gradient, as torch has it."""
+    return extremes(func.__name__, input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "aminmax")
+def aminmax(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Return the smallest and the largest voxel."""
+    dims = dims_of(dim, input.ndim)
+    found = extremes("amin", input, dims, keepdim), extremes("amax", input, dims, keepdim)
+    return torch.return_types.aminmax(found)
+
+
+def extremes(kind: str, volume: ShardedVolume, dims: Sequence[int], keepdim: bool = False) -> ShardedVolume | Tensor:
+    """Return ``amax`` or ``amin`` over dims; the gradient is divided evenly among equal voxels of all slabs."""
+    if not volume.requires_grad or not torch.is_grad_enabled() or not set(volume.dims) & set(dims):
+        return over_dims(kind, volume, dims, keepdim)
+    with torch.no_grad():
+        bare = wrap(volume, [slab.detach() for slab in volume.slabs])
+        value = over_dims(kind, bare, dims, keepdim=True)
+        where = [slab == own for slab, own in zip(volume.slabs, aligned(value, volume), strict=True)]
+        count = over_dims("sum", wrap(volume, [mask.long() for mask in where]), dims, keepdim=True)
+    shares = [torch.where(mask, slab, 0.0) for mask, slab in zip(where, volume.slabs, strict=True)]
+    total = over_dims("sum", wrap(volume, shares), dims, keepdim=True)
+    result: ShardedVolume | Tensor
+    if isinstance(total, ShardedVolume) and isinstance(value, ShardedVolume) and isinstance(count, ShardedVolume):
+        rows = zip(total.slabs, value.slabs, count.slabs, strict=True)
+        result = wrap(total, [_Value.apply(*row) for row in rows])
+        return result if keepdim else _squeezed(result, dims)
+    result = _Value.apply(total, value, count)
+    return result if keepdim else _squeeze(result, dims)
+
+
+def _squeezed(volume: ShardedVolume, dims: Sequence[int]) -> ShardedVolume:
+    return wrap(volume, [_squeeze(slab, dims) for slab in volume.slabs], [_shifted(dim, dims) for dim in volume.dims])
+
+
+class _Value(torch.autograd.Function):
+    """A value, whose gradient is that of a sum over ``count`` equal voxels, divided among them."""
+
+    @staticmethod
+    def forward(ctx: Any, _total: Tensor, value: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(count)
+        return value.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (count,) = ctx.saved_tensors
+        return gradient / count, None, None
 
 
 @handles("Reductions", "max", "min")
 def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
-    from volseg.parallel.sharding.operators.channels import along_dim
-    from volseg.parallel.sharding.operators.pointwise import pointwise
+    from volseg.parallel.sharding.operators.channels import along_dim  # which imports this module
 
-    given = bound("input dim keepdim", args, kwargs, dim=None)
-    if isinstance(given["dim"], Tensor) or "other" in given:
-        return pointwise(torch.maximum if func.__name__ == "max" else torch.minimum, args, kwargs)
-    if given["dim"] is None:
+    named = bind(func, args, kwargs)
+    if "other" in named:
+        larger = torch.maximum if func.__name__ == "max" else torch.minimum
+        return pointwise(larger, (named["input"], named["other"]), {})
+    if "dim" not in named:
         kind = "amax" if func.__name__ == "max" else "amin"
-        return over_dims(kind, given["input"], list(range(given["input"].ndim)))
+        return extremes(kind, named["input"], list(range(named["input"].ndim)))
     return along_dim(func, args, kwargs)
 
 
 @handles("Reductions", "var", "std", "var_mean", "std_mean")
-def variance(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def variance(
+    func: Callable,
+    input: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    correction: float | None = None,
+) -> Any:
     """Combine the slabs' means and variances."""
-    # var(unbiased), or var(dim, unbiased, keepdim)
-    unbiased_first = len(args) > 1 and isinstance(args[1], bool)
-    names = ("input", "unbiased") if unbiased_first else ("input", "dim", "unbiased", "keepdim")
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = bound("", (), kwargs, dim=None, keepdim=False)
-    volume = given["input"]
-    correction = given.get("correction", int(given.get("unbiased", True)))
-    correction = 1 if correction is None else correction
-    dims, keepdim = dims_of(given["dim"], volume.ndim), given["keepdim"]
+    if input.is_complex():
+        refuse("the variance of complex volumes is not supported")
+    volume, dims = input, dims_of(dim, input.ndim)
+    correction = int(unbiased) if correction is None else correction
     if not set(dims) & set(volume.dims):
         slabs = [torch.var_mean(slab, dims, correction=correction, keepdim=keepdim) for slab in volume.slabs]
         kept = volume.dims if keepdim else [_shifted(dim, dims) for dim in volume.dims]
         spread: Any = wrap(volume, [var for var, _ in slabs], kept)
         center: Any = wrap(volume, [mean for _, mean in slabs], kept)
         if "std" in func.__name__:
-            spread = wrap(spread, [slab.sqrt() for slab in spread.slabs])
+            spread = wrap(spread, [slab.sqrt() for slab in spread.slabs], spread.dims)
     else:
         center, squares, count = moments(volume, dims)
         spread = (squares / max(count - correction, 0)).to(volume.dtype)
@@ -193,42 +265,70 @@ def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
     return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 
-@handles("Reductions", "norm", "Tensor.norm", "linalg.vector_norm")
-def norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm")
+def norm(
+    func: Callable,
+    input: Any,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    ord: Any = None,
+) -> Any:
     """Return a vector norm over dims."""
-    kwargs = {"p" if key == "ord" else "input" if key == "x" else key: value for key, value in kwargs.items()}
-    given = bound("input p dim keepdim", args, kwargs, p="fro", dim=None, keepdim=False)
-    volume, order = given["input"], given["p"]
-    if given.get("dtype") is not None or not (order in ("fro", None) or isinstance(order, int | float)):
-        return unsupported(
-            func, args, kwargs, f"p={order!r} with dtype={given.get('dtype')} is not a plain vector norm"
-        )
+    order = p if ord is None else ord
+    if not (order in ("fro", None) or isinstance(order, int | float)):
+        refuse(f"p={order!r} is not a plain vector norm")
     order = 2.0 if order in ("fro", None) else float(order)
-    dims = dims_of(given["dim"], volume.ndim)
+    dims = dims_of(dim, input.ndim)
 
     def function(tensor: Tensor, over: Sequence[int], keep: bool) -> Tensor:
         return torch.linalg.vector_norm(tensor, order, list(over), keep)
 
-    if order == 0 or order == -inf:
-        return unsupported(func, args, kwargs, f"p={order!r} is not a norm of norms")
-    return reduce_slabs(volume, dims, given["keepdim"], function)
+    if set(dims) & set(input.dims):
+        if order == 0:
+            return over_dims("sum", _nonzero(input), dims, keepdim)
+        if order in (inf, -inf):
+            magnitudes = wrap(input, [slab.abs() for slab in input.slabs])
+            return extremes("amax" if order == inf else "amin", magnitudes, dims, keepdim)
+    return reduce_slabs(input, dims, keepdim, function)
 
 
-@handles("Reductions", "allclose", "equal")
-def compare(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compare all voxels; the answer is the same on every shard."""
-    from volseg.parallel.sharding.operators.pointwise import pointwise
+def _nonzero(volume: ShardedVolume) -> ShardedVolume:
+    return wrap(volume, [(slab != 0).to(slab.abs().dtype) for slab in volume.slabs])
 
-    if func.__name__ == "equal":
-        if args[0].shape != args[1].shape:
-            return False
-        same = pointwise(torch.eq, args, kwargs)
-    else:
-        same = pointwise(torch.isclose, args, kwargs)
+
+@handles("Reductions", "linalg.norm")
+def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return a vector norm, or a matrix norm within each slab."""
+    if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
+        return norm(torch.linalg.vector_norm, input, 2 if ord is None else ord, dim, keepdim)
+    dims = dims_of(dim, input.ndim)
+    if dim is None or set(dims) & set(input.dims):
+        refuse("a matrix norm needs whole matrices")
+    slabs = [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs]
+    return wrap(input, slabs, input.dims if keepdim else [_shifted(cut, dims) for cut in input.dims])
+
+
+@handles("Reductions", "equal", rehearse=False)
+def equal(func: Callable, input: Any, other: Any) -> bool:
+    """Say whether all voxels are equal; the answer is the same on every shard."""
+    if input.shape != other.shape:
+        return False
+    same = pointwise(torch.eq, (input, other), {})
     return bool(over_dims("all", same, list(range(same.ndim))))
 
 
-@handles("Reductions", "masked_select")
+@handles("Reductions", "allclose", rehearse=False)
+def allclose(
+    func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Say whether all voxels are close; the answer is the same on every shard."""
+    torch.broadcast_shapes(input.shape, other.shape)
+    same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "masked_select", rehearse=False)
 def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
     return run_gathered(func, args, kwargs)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.sharding.operators.arguments import bound, per_dim, spatial_only
+from volseg.parallel.sharding.operators.arguments import per_dim, spatial_only
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.sharding.operators.pooling import adaptive_pool
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.windows import Resize
 
@@ -20,37 +20,48 @@ NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-@handles("Interpolation", "F.interpolate", "F.upsample")
-def interpolate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@handles("Interpolation", "F.upsample")
+def upsample(func: Callable, input: Any, size: Any = None, scale_factor: Any = None, **settings: Any) -> Any:
+    """Interpolate, by torch's former name for it."""
+    return interpolate(F.interpolate, input, size, scale_factor, **settings)
+
+
+@handles("Interpolation", "F.interpolate")
+def interpolate(
+    func: Callable,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
-    given = bound(
-        "input size scale_factor mode align_corners recompute_scale_factor antialias",
-        args,
-        kwargs,
-        size=None,
-        scale_factor=None,
-        mode="nearest",
-        align_corners=None,
-        recompute_scale_factor=None,
-        antialias=False,
-    )
-    volume, mode = given["input"], given["mode"]
+    volume = input
+    given = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
+    given["recompute_scale_factor"] = recompute_scale_factor
     count = volume.ndim - 2
     if mode == "area":
         sizes = _sizes(volume, given, count)
         pool = getattr(F, f"adaptive_avg_pool{count}d")
-        return adaptive_pool(pool, (volume, sizes), {})
+        return adaptive_pool(pool, volume, sizes)
     known = mode in NEAREST or mode == LINEAR.get(count)
-    if not known or given["antialias"] or not spatial_only(volume, count):
-        return unsupported(func, args, kwargs, f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
+    if not known or antialias or not spatial_only(volume, count):
+        refuse(f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
-    corners = bool(given["align_corners"])
+    corners = bool(align_corners)
+    # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
+    # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU if it is so along all of them.
+    copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
+    copies = copies if volume.device.type == "cpu" else [all(copies)] * count
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
         double = volume.dtype == torch.float64
-        plans.append(AxisPlan(Resize(size, sizes[i], mode, scales[i], corners, double), sizes[i]))
+        copied = copies[i] and mode not in NEAREST
+        plans.append(AxisPlan(Resize(size, sizes[i], mode, scales[i], corners, double, copied), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
@@ -61,7 +72,7 @@ def interpolate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _within(slab, sizes, scales, cut, given)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, *args[1:], **{key: value for key, value in kwargs.items() if key not in ("input", "self")})
+        return func(tensor, **given)
 
     return sharded_windows(volume, plans, local, whole)
 

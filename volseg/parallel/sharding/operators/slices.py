@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding.operators.arguments import bound
 from volseg.parallel.sharding.operators.dims import insert_dim
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import aligned
-from volseg.parallel.sharding.table import handles, unsupported
+from volseg.parallel.sharding.signatures import bind
+from volseg.parallel.sharding.table import handles, refuse, run_gathered
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided
 
@@ -50,10 +49,10 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Index with integers, slices, None and an ellipsis; a cut dim too."""
     volume, index = args
     if not isinstance(volume, ShardedVolume):
-        return unsupported(func, args, kwargs, "an ordinary tensor cannot be indexed by a sharded one")
+        refuse("an ordinary tensor cannot be indexed by a sharded one")
     index = index if isinstance(index, tuple) else (index,)
-    if not all(entry is None or entry is ... or isinstance(entry, int | slice) for entry in index):
-        return unsupported(func, args, kwargs, "only integers, slices, None and ... are supported as indices")
+    if not all(_is_basic(entry) for entry in index):
+        refuse("only integers, slices, None and ... are supported as indices")
     entries = _expanded(index, volume.ndim)
     dim = 0
     result: ShardedVolume | Tensor = volume
@@ -76,12 +75,17 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _is_basic(entry: Any) -> bool:
+    return entry is None or entry is ... or (isinstance(entry, int | slice) and not isinstance(entry, bool))
+
+
 def _expanded(index: tuple, ndim: int) -> list[Any]:
     """Replace the ellipsis by full slices."""
     used = sum(entry is not None and entry is not ... for entry in index)
     rest = [slice(None)] * (ndim - used)
-    if ... in index:
-        where = index.index(...)
+    # Not index.index(...): comparing tensors is an operator.
+    where = next((i for i, entry in enumerate(index) if entry is ...), None)
+    if where is not None:
         return [*index[:where], *rest, *index[where + 1 :]]
     return [*index, *rest]
 
@@ -98,31 +102,38 @@ def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tens
     return wrap(volume, [slab.select(dim, index) for slab in volume.slabs], cut)
 
 
-@handles("Slices and joins", "narrow", "select")
-def narrow(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Take a range of planes, or one plane."""
-    if func.__name__ == "select":
-        given = bound("input dim index", args, kwargs)
-        return _select(given["input"], given["dim"] % given["input"].ndim, given["index"])
-    given = bound("input dim start length", args, kwargs)
-    dim = given["dim"] % given["input"].ndim
-    return take_planes(given["input"], dim, int(given["start"]) % max(1, given["input"].shape[dim]), given["length"])
+@handles("Slices and joins", "narrow")
+def narrow(func: Callable, input: Any, dim: int, start: Any, length: int) -> Any:
+    """Take a range of planes."""
+    dim %= input.ndim
+    first = int(start)
+    return take_planes(input, dim, first + input.shape[dim] if first < 0 else first, length)
 
 
-@handles("Slices and joins", "split", "chunk", "tensor_split", "unbind", "split_with_sizes", "Tensor.__iter__")
+@handles("Slices and joins", "select")
+def select(func: Callable, input: Any, dim: int, index: int) -> Any:
+    """Take one plane."""
+    return _select(input, dim % input.ndim, index)
+
+
+@handles("Slices and joins", "unbind", "Tensor.__iter__")
+def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
+    """Take the planes one by one."""
+    return tuple(_select(input, dim % input.ndim, index) for index in range(input.shape[dim]))
+
+
+@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes")
 def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Split along a dim that is not cut, or along the cut into balanced volumes."""
-    volume, *rest = args
-    default = 0
-    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else default)
-    if func.__name__ in ("unbind", "__iter__"):
-        dim = kwargs.get("dim", rest[0] if rest else 0) % volume.ndim
-        return tuple(_select(volume, dim, index) for index in range(volume.shape[dim]))
+    named = bind(func, args, kwargs)
+    volume, dim = named.pop("input"), named.pop("dim", 0)
     dim %= volume.ndim
+    if any(isinstance(value, Tensor) for value in named.values()):
+        refuse("it needs numbers where to split, not a tensor")
     # A meta tensor tells the sizes of the parts, by torch's own rules.
     line = torch.empty(volume.shape[dim], device="meta")
-    named = {key: value for key, value in kwargs.items() if key not in ("dim", "input", "self")}
-    parts = func(line, *rest[:1], **named, dim=0)
+    (how,) = named.values()
+    parts = func(line, how, dim=0)
     result, start = [], 0
     for part in parts:
         result.append(take_planes(volume, dim, start, part.shape[0]))
@@ -132,29 +143,65 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Slices and joins", "Tensor.__setitem__")
 def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Assign to a slice that keeps the cut dims whole."""
+    """Assign to integers and slices of a volume; along the cut each shard takes what falls on its planes."""
     volume, index, value = args
     if not isinstance(volume, ShardedVolume):
-        unsupported(func, args, kwargs, "an ordinary tensor cannot take in slabs")
+        run_gathered(func, args, kwargs)
+        return
     index = index if isinstance(index, tuple) else (index,)
-    simple = all(entry is ... or isinstance(entry, int | slice) for entry in index)
-    entries = _expanded(index, volume.ndim) if simple else []
-    if not simple or any(entries[dim] != slice(None) for dim in volume.dims):
-        raise UnsupportedOperatorError(
-            f"assignment in {volume.context.module_path()} to {index} of a sharded volume cut along dim {volume.dims}: "
-            f"only integers and slices that keep the cut dims whole are supported; build the result with torch.cat"
-        )
+    if not all(_is_basic(entry) and entry is not None for entry in index):
+        refuse("only integers, slices and ... are supported as indices of an assignment; use torch.where")
+    entries = _expanded(index, volume.ndim)
+    volume.context.settle()
+    if all(entries[dim] == slice(None) for dim in volume.dims):
+        _assign_within(volume, entries, value)
+    else:
+        _assign_across(volume, entries, value)
+
+
+def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
     kept = [d - sum(isinstance(e, int) for e in entries[:d]) for d in volume.dims]
     ndim = sum(not isinstance(e, int) for e in entries)
     if isinstance(value, Tensor):
-        like = ShardedVolume(volume.slabs, kept, [0] * ndim, volume.context)
-        like._shape = torch.Size(_sizes_at(kept, volume.sizes, ndim))
+        like = ShardedVolume(volume.slabs, kept, _sizes_at(kept, volume.sizes, ndim), volume.context)
         values = aligned(value, like)
     else:
         values = [value] * len(volume.slabs)
-    volume.context.settle()
     for slab, own in zip(volume.slabs, values, strict=True):
         slab[tuple(entries)] = own
+
+
+def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
+    """Give each shard the planes of the value that fall into its slab; the value is gathered for it."""
+    context = volume.context
+    # Integers become slices of one plane, so that dims keep their places.
+    slices = [slice(e, e + 1 or None) if isinstance(e, int) else e for e in entries]
+    ranges = [range(*entry.indices(size)) for entry, size in zip(slices, volume.shape, strict=True)]
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if isinstance(value, ShardedVolume) else value.to(context.communicator.home)
+        target = [len(r) for r, e in zip(ranges, entries, strict=True) if not isinstance(e, int)]
+        while whole.ndim > len(target):  # torch drops leading dims of extent one
+            whole = whole.squeeze(0)
+        whole = whole.expand(target)
+        for dim, entry in enumerate(entries):
+            if isinstance(entry, int):
+                whole = whole.unsqueeze(dim)
+        values = context.spread(whole)
+    else:
+        values = [value] * len(volume.slabs)
+    for slab, own, spans_ in zip(volume.slabs, values, context.communicator.owned(volume.sizes), strict=True):
+        local = list(slices)
+        part = own
+        for dim, (start, stop) in zip(volume.dims, spans_, strict=True):
+            chosen = [n for n, plane in enumerate(ranges[dim]) if start <= plane < stop]
+            if not chosen:
+                break
+            planes = ranges[dim]
+            local[dim] = slice(planes[chosen[0]] - start, planes[chosen[-1]] - start + 1, planes.step)
+            if isinstance(part, Tensor):
+                part = part.narrow(dim, chosen[0], len(chosen))
+        else:
+            slab[tuple(local)] = part
 
 
 def _sizes_at(dims: Sequence[int], sizes: Sequence[int], ndim: int) -> list[int]:

@@ -1,0 +1,262 @@
+"""A call's arguments by torch's own names, whatever way they were passed.
+
+torch takes an argument by position, by keyword, by NumPy's name for it (``axis``, ``keepdims``, ``x1``), and the last
+integers of some methods one by one (``x.permute(0, 2, 1)``). A handler that reads ``args[1]`` or ``kwargs["dim"]``
+misses all but one of these without a word. So each call is bound to the function's signature first: torch's operator
+schemas for what is compiled, Python's own for what is not.
+
+How a call is bound depends on the function, on which arguments were passed and on their types: it is worked out once
+for each of these and kept.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from numbers import Number
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["NOTHING", "bind", "defaults_of", "returns_view", "writes"]
+
+NUMPY: dict[str, tuple[str, ...]] = {"axis": ("dim",), "keepdims": ("keepdim",), "x2": ("other",)}
+"""torch's table of NumPy's names (``numpy_compatibility_arg_names`` in python_arg_parser.cpp)."""
+NUMPY |= dict.fromkeys(("x", "a", "x1"), ("self", "input"))
+
+CANONICAL = {"self": "input", "tensor": "input", "split_size_or_sections": "split_size", "split_sizes": "split_size"}
+"""One name for what torch's functions and methods call differently."""
+
+OPERATOR_OF = {
+    name: name
+    for name in ("abs", "add", "div", "eq", "ge", "gt", "le", "lt", "matmul", "mul", "ne", "neg", "pos", "pow", "sub")
+} | {
+    "and": "bitwise_and",
+    "floordiv": "floor_divide",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "mod": "remainder",
+    "or": "bitwise_or",
+    "rshift": "bitwise_right_shift",
+    "truediv": "div",
+    "xor": "bitwise_xor",
+}
+"""Python's operators, and torch's names for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a torch function."""
+
+    name: str
+    type: str
+    default: Any
+    keyword_only: bool
+
+    @property
+    def canonical(self) -> str:
+        """The name that handlers know it by."""
+        return CANONICAL.get(self.name, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How to read one form of a call: the name of each value, the last positional ones perhaps one sequence."""
+
+    names: tuple[str, ...]
+    gathered_from: int | None
+    defaults: tuple[tuple[str, Any], ...]
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that were passed, by name."""
+        if self.gathered_from is not None:
+            args = (*args[: self.gathered_from], args[self.gathered_from :])
+        if kwargs:
+            return dict(zip(self.names, (*args, *kwargs.values()), strict=True))
+        return dict(zip(self.names, args, strict=True))
+
+
+def bind(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that were passed to ``func``, by torch's names for them.
+
+    Raises
+    ------
+    TypeError
+        If the function takes no such arguments.
+    """
+    form = (func, *map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else (func, *map(type, args))
+    binding = BINDINGS.get(form)
+    if binding is None:
+        if len(BINDINGS) >= MOST_BINDINGS:
+            BINDINGS.clear()
+        binding = BINDINGS[form] = _binding(func, args, kwargs)
+    return binding(args, kwargs)
+
+
+def defaults_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return torch's defaults of the arguments of this form of the function."""
+    return dict(_binding(func, args, kwargs).defaults) | {"out": None}
+
+
+BINDINGS: dict[tuple, Binding] = {}
+MOST_BINDINGS = 10_000
+
+
+def _binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
+    if isinstance(func, FunctionType):
+        return _python_binding(func, args, kwargs)
+    candidates = _schemas(func)
+    # First as it stands; then with a number where a tensor is expected, which some functions take.
+    for loose in (False, True):
+        for parameters in candidates:
+            found = _fit(parameters, args, kwargs, loose)
+            if found is not None:
+                return found
+    given = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())])
+    raise TypeError(f"{getattr(func, '__name__', func)}() takes no such arguments: ({given})")
+
+
+def _python_binding(func: FunctionType, args: tuple, kwargs: dict[str, Any]) -> Binding:
+    signature = python_signature(func)
+    signature.bind(*args, **kwargs)  # TypeError as Python says it
+    parameters = list(signature.parameters.values())
+    names = [parameter.name for parameter in parameters]
+    gathered = None
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        gathered = next(i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.VAR_POSITIONAL)
+        passed = names[: gathered + 1]
+    else:
+        passed = names[: len(args)]
+    given = [CANONICAL.get(name, name) for name in (*passed, *kwargs)]
+    empty = inspect.Parameter.empty
+    defaults = [(CANONICAL.get(p.name, p.name), p.default) for p in parameters if p.default is not empty]
+    return Binding(tuple(given), gathered, tuple(defaults))
+
+
+@cache
+def python_signature(func: FunctionType) -> inspect.Signature:
+    """Return the signature of a function written in Python; poolings choose one of two of the same arguments."""
+    signature = inspect.signature(func)
+    if tuple(signature.parameters) != ("args", "kwargs"):
+        return signature
+    return inspect.signature(getattr(F, f"{func.__name__}_with_indices"))
+
+
+def operator_name(func: Callable) -> str:
+    """Return the name of the operator that a compiled function or method calls."""
+    name = str(getattr(func, "__name__", ""))
+    if not (name.startswith("__") and name.endswith("__")):
+        return name
+    bare = name.strip("_")
+    for prefix, suffix in (("i", "_"), ("r", ""), ("", "")):
+        if bare.startswith(prefix) and bare.removeprefix(prefix) in OPERATOR_OF:
+            return OPERATOR_OF[bare.removeprefix(prefix)] + suffix
+    return name
+
+
+@cache
+def _schemas(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
+    """Return the parameters of every form of a compiled function that takes tensors."""
+    found = []
+    for schema in _raw_schemas(func):
+        parameters = tuple(
+            Parameter(a.name, str(a.type), a.default_value if a.has_default_value() else NOTHING, a.kwarg_only)
+            for a in schema.arguments
+        )
+        if any("Tensor" in p.type for p in parameters):
+            found.append(parameters)
+    # Forms that write to out= last: their arguments are those of another form, and out.
+    return tuple(sorted(found, key=lambda parameters: any(p.name == "out" for p in parameters)))
+
+
+@cache
+def _raw_schemas(func: Callable) -> tuple[Any, ...]:
+    return tuple(torch._C._jit_get_schemas_for_operator(f"aten::{operator_name(func)}"))
+
+
+@cache
+def returns_view(func: Callable) -> bool:
+    """Say whether a compiled function may return its argument's memory under another shape."""
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for schema in _raw_schemas(func)
+        for result in schema.returns
+        if not isinstance(func, FunctionType)
+    )
+
+
+@cache
+def writes(func: Callable) -> bool:
+    """Say whether a compiled function changes an argument whatever it is called with."""
+    schemas = [s for s in _raw_schemas(func) if any("Tensor" in str(a.type) for a in s.arguments)]
+    own = [s for s in schemas if not any(a.name == "out" for a in s.arguments)]
+    return any(a.alias_info is not None and a.alias_info.is_write for s in own for a in s.arguments)
+
+
+NOTHING: Any = object()
+"""The default of an argument that must be passed."""
+
+
+def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], loose: bool) -> Binding | None:
+    positional = [parameter for parameter in parameters if not parameter.keyword_only]
+    gathered = None
+    # x.permute(0, 2, 1): torch takes integers one by one for the last positional argument of a method.
+    sequence = len(positional) >= 2 and positional[1].type == "List[int]"
+    one_by_one = len(args) > 1 and all(isinstance(value, int) for value in args[1:])
+    if sequence and one_by_one and (len(positional) == 2 or len(args) > len(positional)):
+        gathered = 1
+        args = (args[0], list(args[1:]))
+    if len(args) > len(positional):
+        return None
+    names = [parameter.name for parameter in positional[: len(args)]]
+    known = {parameter.name: parameter for parameter in parameters}
+    for name in kwargs:
+        if name == "out" and kwargs[name] is None:
+            names.append("out")
+            continue
+        own = next((n for n in (name, *NUMPY.get(name, ())) if n in known), None)
+        if name == "input" and own is None and "self" in known:
+            own = "self"
+        if own is None or own in names:
+            return None
+        names.append(own)
+    # out=None is as good as no out.
+    values = {n: v for n, v in zip(names, (*args, *kwargs.values()), strict=True) if (n, v) != ("out", None)}
+    if any(p.default is NOTHING and p.name not in values for p in parameters):
+        return None
+    if not all(_accepts(known[name].type, value, loose) for name, value in values.items()):
+        return None
+    canonical = tuple(known[name].canonical if name in known else name for name in names)
+    defaults = tuple((p.canonical, p.default) for p in parameters if p.default is not NOTHING)
+    return Binding(canonical, gathered, defaults)
+
+
+def _accepts(kind: str, value: Any, loose: bool) -> bool:
+    if value is None:
+        return kind.startswith("Optional[") or kind == "List[int]"
+    if kind.startswith("Optional["):
+        return _accepts(kind.removeprefix("Optional[").removesuffix("]"), value, loose)
+    if kind == "Tensor":
+        return isinstance(value, Tensor) or (loose and isinstance(value, Number))
+    if kind == "List[Tensor]" or kind == "List[Optional[Tensor]]":
+        return isinstance(value, Sequence) and all(v is None or isinstance(v, Tensor) for v in value)
+    if kind == "List[int]":
+        return _is_integer(value, loose) or (isinstance(value, Sequence) and not isinstance(value, str))
+    if kind == "int":
+        constants = torch.dtype, torch.layout, torch.memory_format
+        return _is_integer(value, loose) or isinstance(value, constants)
+    if kind in ("number", "float", "Scalar"):
+        return isinstance(value, Number) or (loose and isinstance(value, Tensor) and value.ndim == 0)
+    if kind == "List[str]":
+        return isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
+    plain: dict[str, Any] = {"bool": bool, "str": str, "Device": (torch.device, str, int), "Generator": torch.Generator}
+    return isinstance(value, plain[kind]) if kind in plain else True
+
+
+def _is_integer(value: Any, loose: bool) -> bool:
+    if isinstance(value, Tensor):
+        return loose and value.ndim == 0 and not value.dtype.is_floating_point
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
