@@ -157,7 +157,6 @@ ACTIVATIONS = [
     "logsigmoid",
     "mish",
     "relu6",
-    "rrelu",
     "selu",
     "silu",
     "softplus",
