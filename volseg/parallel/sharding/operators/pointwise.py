@@ -157,7 +157,6 @@ ACTIVATIONS = [
     "logsigmoid",
     "mish",
     "relu6",
-    "rrelu",
     "selu",
     "silu",
     "softplus",
@@ -291,13 +290,11 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, in place where ``inplace`` says so."""
     named = bind(func, args, kwargs)
-    if named.get("training") and "rrelu" in func.__name__:
-        refuse("its random slopes would be drawn alike on all shards: use leaky_relu, or eval mode")
     return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
 
 
 @handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
-@handles("Activations", *(f"{name}_" for name in ACTIVATIONS if name != "rrelu"), rehearse=False)
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False)
 @handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
