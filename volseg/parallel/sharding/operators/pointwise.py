@@ -419,10 +419,12 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     return from_whole(whole, dims, like.context)
 
 
-@handles("Activations", "prelu", "F.prelu")
+@handles("Activations", "prelu", "F.prelu", rehearse=False)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
         refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
     slopes = input.context.spread(weight)
     return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])
