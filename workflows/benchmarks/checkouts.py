@@ -2,8 +2,8 @@
 
 python workflows/benchmarks/checkouts.py before=DIR after=. --result checkouts.json
 
-Each round measures every checkout once, in a process of its own. ``host`` is the shortest time in which Python launched a
-step: what other programs on the machine do can only make it longer. ``step`` is the mean time of a step in a row of
+Each round measures every checkout once, in a process of its own. ``host`` is the shortest time in which Python launched
+a step: what other programs on the machine do can only make it longer. ``step`` is the mean time of a step in a row of
 them, as in training.
 """
 
