@@ -22,14 +22,14 @@ from torch import Tensor
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import kernels
-from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.context import Context, saved_tensors_hooks
 from volseg.parallel.sharding.halo import Halo, Wait, roomy, write_outer_first
 from volseg.parallel.sharding.layout import DIM, spans
 from volseg.parallel.sharding.mailbox import CAPACITY
 from volseg.parallel.sharding.recipes import Recipe, normalized
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "statistics"]
+__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "settled_in_checkpoint", "statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,16 @@ def _direct(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     return reached and len(slabs) == 1 and pooled.needed(batch) is None and kernels.fused(slabs[0])
 
 
-def saved_tensors_frame() -> Any:
-    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+def settled_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
+    """Return a volume whose norm is computed, where the network's own code checkpoints; leave it deferred elsewhere.
 
-    torch has no public way to ask.
+    A norm at the end of a checkpointed block would be computed behind it. The recomputation ends with the last tensor
+    that was saved in the block: it would not come as far as torch's, and not change the buffers that torch's changes.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    deferred: Any = volume.deferred
+    if deferred is not None and deferred.moment.hooks not in (None, volume.context.hooks):
+        volume.settle()
+    return volume
 
 
 class Moment:
@@ -117,7 +121,7 @@ class Moment:
 
     def __init__(self) -> None:
         self.grad_enabled = torch.is_grad_enabled()
-        self.frame = saved_tensors_frame()
+        self.hooks = saved_tensors_hooks()
         self.versions: list[int] | None = None
 
     def note(self, slabs: Sequence[Tensor]) -> None:
@@ -138,8 +142,8 @@ class Moment:
 
         The next operator may run under no_grad, or inside a checkpointed block that must not count this.
         """
-        now = saved_tensors_frame()
-        own = now is None or now == self.frame
+        now = saved_tensors_hooks()
+        own = now is None or now == self.hooks
         if own and torch.is_grad_enabled() == self.grad_enabled:
             return nullcontext()
         return self._restored(own)
