@@ -100,6 +100,7 @@ class _Part(NamedTuple):
     buffers: dict[str, _Known]
     parameters: dict[str, Any]
     versions: list[int]
+    trained: list[bool]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Part":
@@ -119,6 +120,7 @@ class _Part(NamedTuple):
             {name: _Known(value) for name, value in buffers.items()} if buffers else NONE,
             parameters.copy() if parameters else NONE,
             _versions(parameters) if parameters else [],
+            _trained(parameters) if parameters else [],
         )
 
     def is_unchanged(self) -> bool:
@@ -129,6 +131,7 @@ class _Part(NamedTuple):
             or self.module._buffers
             or not _same(vars(self.module), self.own)
             or not _same(self.module._parameters, self.parameters)
+            or (self.parameters and _trained(self.parameters) != self.trained)
         )
 
     def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
@@ -140,6 +143,9 @@ class _Part(NamedTuple):
         own.update(known)
         _refill(self.module._buffers, buffers)
         _refill(self.module._parameters, self.parameters)
+        for parameter, trained in zip(_present(self.parameters), self.trained, strict=True):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
 
 
 class Remembered:
@@ -184,14 +190,14 @@ class Remembered:
         """
         self.check_parameters()
         changed = [part for part in self._parts if not part.is_unchanged()]
-        today = [(part.module, dict(vars(part.module)), *_registries(part.module)) for part in changed]
+        today = [_today(part.module) for part in changed]
         for part in changed:
             part.set(*({name: item.copied() for name, item in kind.items()} for kind in (part.known, part.buffers)))
         try:
             yield
         finally:
-            for module, own, buffers, parameters in today:
-                _Part(module, own, {}, {}, parameters, []).set({}, buffers)
+            for part, buffers in today:
+                part.set(NONE, buffers)
 
     def check_parameters(self) -> None:
         """Refuse parameters that were changed in place since."""
@@ -209,12 +215,23 @@ def remember(net: nn.Module) -> Remembered:
     return Remembered(net)
 
 
-def _registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(module._buffers), dict(module._parameters)
+def _today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
+    """Note a module as it is, to be set again soon: nothing of it by value."""
+    parameters = dict(module._parameters)
+    part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _trained(parameters))
+    return part, dict(module._buffers)
+
+
+def _present(parameters: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in parameters.values() if parameter is not None]
 
 
 def _versions(parameters: dict[str, Any]) -> list[int]:
     return [p._version for p in parameters.values() if p is not None and not p.is_inference()]
+
+
+def _trained(parameters: dict[str, Any]) -> list[bool]:
+    return [p.requires_grad for p in parameters.values() if p is not None]
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:

@@ -94,6 +94,9 @@ class _Held(NamedTuple):
 class _Absent:
     """Stands for an attribute that is not there."""
 
+    def __repr__(self) -> str:
+        return "nothing"
+
 
 ABSENT = _Absent()
 
@@ -118,9 +121,13 @@ class Watch:
         self._tensors = [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _tensors(net)]
         self._forwards = {type(module): type(module).forward for module in net.modules()}
         self._written: set[str] = set()
+        self._optimizer = optimizer
+        self._optimizers_own = _own(optimizer)
 
     def change(self) -> str | None:
         """Name the first thing that is different, or None."""
+        if not all(map(is_, _own(self._optimizer), self._optimizers_own)):
+            return "the optimizer's state"  # load_state_dict makes it anew
         found = (held.changed() for held in self._containers)
         if not self._same_objects():
             found = (held.differences() for held in self._held)
@@ -260,6 +267,10 @@ def _held(net: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
             yield _Held.of("the optimizer's ", state)
 
 
+def _own(optimizer: Optimizer | None) -> tuple[Any, ...]:
+    return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
+
+
 def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters()
     yield from net.named_buffers()
@@ -269,7 +280,7 @@ def _remembered(optimizer: Optimizer | None) -> Callable[[], None]:
     """Note an optimizer's settings and state; return the function that puts them back."""
     if optimizer is None:
         return lambda: None
-    groups = [dict(group) for group in optimizer.param_groups]
+    own, groups = optimizer.param_groups, [(group, dict(group)) for group in optimizer.param_groups]
     states = {
         parameter: {name: (value, _value(value)) for name, value in state.items()}
         for parameter, state in optimizer.state.items()
@@ -277,7 +288,9 @@ def _remembered(optimizer: Optimizer | None) -> Callable[[], None]:
 
     @torch.no_grad()
     def put_back() -> None:
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        optimizer.param_groups = own
+        own[:] = [group for group, _ in groups]
+        for group, before in groups:
             group.clear()
             group.update(before)
         optimizer.state.clear()
