@@ -10,7 +10,7 @@ from volseg.parallel.sharding.operators.dims import insert_dim
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import aligned
 from volseg.parallel.sharding.signatures import bind
-from volseg.parallel.sharding.table import handles, refuse, run_gathered
+from volseg.parallel.sharding.table import handles, in_planes, refuse, run_gathered
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided
 
@@ -24,6 +24,7 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         stop = start + (count - 1) * step + 1 if count else start
         index = (slice(None),) * dim + (slice(start, stop, step),)
         return wrap(volume, [slab[index] for slab in volume.slabs])
+    volume = in_planes(volume)
     if (start, count, step) == (0, volume.shape[dim], 1):
         return volume
     plans = [
@@ -164,6 +165,7 @@ def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
     ndim = sum(not isinstance(e, int) for e in entries)
     if isinstance(value, Tensor):
         like = ShardedVolume(volume.slabs, kept, _sizes_at(kept, volume.sizes, ndim), volume.context)
+        like.merged = volume.merged
         values = aligned(value, like)
     else:
         values = [value] * len(volume.slabs)
@@ -189,7 +191,7 @@ def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
         values = context.spread(whole)
     else:
         values = [value] * len(volume.slabs)
-    for slab, own, spans_ in zip(volume.slabs, values, context.communicator.owned(volume.sizes), strict=True):
+    for slab, own, spans_ in zip(volume.slabs, values, volume.owned(), strict=True):
         local = list(slices)
         part = own
         for dim, (start, stop) in zip(volume.dims, spans_, strict=True):
