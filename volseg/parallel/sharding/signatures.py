@@ -231,6 +231,8 @@ def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], l
     if not all(_accepts(known[name].type, value, loose) for name, value in values.items()):
         return None
     canonical = tuple(known[name].canonical if name in known else name for name in names)
+    if len(set(canonical)) != len(canonical):  # dot(self, tensor)
+        canonical = tuple(names)
     defaults = tuple((p.canonical, p.default) for p in parameters if p.default is not NOTHING)
     return Binding(canonical, gathered, defaults)
 
