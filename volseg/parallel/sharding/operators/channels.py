@@ -96,15 +96,6 @@ def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any
     return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
 
 
-@handles("Along channels", "index_select")
-def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
-    """Pick entries along a dim that is not cut."""
-    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
-        refuse("it picks along the cut dim")
-    pairs = zip(input.slabs, input.context.spread(index), strict=True)
-    return wrap(input, [torch.index_select(slab, dim, own) for slab, own in pairs])
-
-
 @handles("Along channels", "gather", "take_along_dim")
 def gather(func: Callable, input: Any, index: Any = None, indices: Any = None, dim: int | None = None) -> Any:
     """Pick an entry for each voxel along a dim that is not cut."""

@@ -13,7 +13,18 @@ from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["expand", "insert_dim", "permute", "repeat", "reshape", "reshaped", "squeeze", "transposed", "unsqueeze"]
+__all__ = [
+    "expand",
+    "insert_dim",
+    "permute",
+    "repeat",
+    "reshape",
+    "reshaped",
+    "say_gathered",
+    "squeeze",
+    "transposed",
+    "unsqueeze",
+]
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False)
@@ -121,16 +132,22 @@ def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Te
             return _merged_or_split(plain, target, *place)
         if context.communicator.shards == 1 and target:
             return ShardedVolume([volume.slabs[0].reshape(target)], [len(target) - 1], target, context)
-    if volume.numel() > SMALL:
-        context.say_once(
-            f"{context.module_path()} reshapes a volume of {tuple(volume.shape)}, cut along dim {volume.dims[0]}, to "
-            f"{tuple(target)}, where the cut runs through no dim: it is gathered, and computed whole from here on"
-        )
+    say_gathered(volume, f"gives the shape {tuple(target)} to")
     return volume.full_tensor().reshape(target)
 
 
 SMALL = 2**22
 """Elements of a volume up to which it is gathered without a word, as coarse levels are that are too thin to cut."""
+
+
+def say_gathered(volume: ShardedVolume, what: str) -> None:
+    """Say once that a large volume is gathered for something that slabs cannot do."""
+    if volume.shape.numel() > SMALL:
+        context = volume.context
+        context.say_once(
+            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
+            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
+        )
 
 
 def _with_slabs(
