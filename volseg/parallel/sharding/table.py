@@ -31,7 +31,18 @@ from volseg.parallel.sharding.copied_view import Origin, mark_copies
 from volseg.parallel.sharding.signatures import NOTHING, bind, defaults_of, returns_view
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid
 
-__all__ = ["Copied", "dispatch", "documented", "handles", "honour_merged", "in_planes", "nested", "refuse", "volumes"]
+__all__ = [
+    "Copied",
+    "dispatch",
+    "documented",
+    "handles",
+    "handles_samples",
+    "honour_merged",
+    "in_planes",
+    "nested",
+    "refuse",
+    "volumes",
+]
 
 Handler = Callable[..., Any]
 
@@ -94,6 +105,9 @@ def refuse(reason: str) -> NoReturn:
 
 TABLE: dict[Any, Entry] = {}
 
+BY_SAMPLE: dict[Any, Handler] = {}
+"""Forms of entries for volumes that are cut along dim 0, whose samples are computed each by itself."""
+
 
 def handles(family: str, *names: str, rehearse: bool = True) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
@@ -113,6 +127,17 @@ def handles(family: str, *names: str, rehearse: bool = True) -> Callable[[Handle
                 perhaps = bare in PERHAPS_VIEWS
                 views = perhaps or bare in VIEWS or returns_view(function)
                 TABLE[function] = Entry(label, family, handler, treated, rehearse, views, perhaps)
+        return handler
+
+    return register
+
+
+def handles_samples(*names: str) -> Callable[[Handler], Handler]:
+    """Register the form of entries for volumes that are cut along dim 0; it takes the entry's arguments by name."""
+
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            BY_SAMPLE.update((function, handler) for _, function in _find(name) if function in TABLE)
         return handler
 
     return register
@@ -197,9 +222,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     entry = TABLE.get(func)
     with torch._C.DisableTorchFunctionSubclass():
         given = _given(args, kwargs)
-        merged = False
+        merged = by_sample = False
         for volume in given:
             merged = merged or volume.merged is not None
+            by_sample = by_sample or volume.dims[0] == 0
             if HISTORY.__get__(volume) is not None:
                 raise UnsupportedOperatorError(
                     f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function "
@@ -211,16 +237,19 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if entry is None:
             return unsupported(func, args, kwargs, "it has no sharded form")
         try:
-            if merged and not entry.merged:
+            handler = entry.handler
+            if by_sample and func in BY_SAMPLE and len(given) == 1 and len(given[0].dims) == 1:
+                handler = BY_SAMPLE[func]
+            elif merged and not entry.merged:
                 args, kwargs = tree_map(_in_planes, (args, kwargs))
                 given = _given(args, kwargs)
             expected = rehearsed(func, args, kwargs, given[0]) if entry.rehearsed and given else None
             if entry.treated is None:
                 if kwargs and kwargs.get("out") is not None:
                     refuse("it has no out= on slabs: use the result")
-                result = entry.handler(func, args, kwargs)
+                result = handler(func, args, kwargs)
             else:
-                result = entry.handler(func, **_treated(entry, func, args, kwargs))
+                result = handler(func, **_treated(entry, func, args, kwargs))
         except Refusal as refusal:
             reason = str(refusal)
         else:

@@ -20,6 +20,7 @@ from volseg.parallel.sharding.operators import (
     products,
     reductions,
     resize,
+    samples,
     slices,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "products",
     "reductions",
     "resize",
+    "samples",
     "slices",
 ]
