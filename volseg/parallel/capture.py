@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["Captured", "signature"]
 
@@ -103,5 +103,5 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 def _cloned(leaf: Any) -> Any:
     if isinstance(leaf, ShardedVolume):
-        return ShardedVolume([slab.clone() for slab in leaf.slabs], leaf.dims, leaf.shape, leaf.context)
+        return wrap(leaf, [slab.clone() for slab in leaf.slabs])
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

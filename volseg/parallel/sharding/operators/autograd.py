@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.table import handles, refuse
-from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["backward", "metadata"]
 
@@ -81,7 +81,7 @@ def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
-    return ShardedVolume([slab.data for slab in volume.slabs], volume.dims, volume.shape, volume.context)
+    return wrap(volume, [slab.data for slab in volume.slabs])
 
 
 @handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False)
@@ -110,8 +110,7 @@ def backward(func: Callable, input: Any, gradient: Any = None, retain_graph: boo
     """Start the backward pass from a volume with the gradient of each voxel."""
     if gradient is None or not isinstance(input, ShardedVolume):
         refuse("backward() needs the gradient of each voxel, or a loss that is one number")
-    if not isinstance(gradient, ShardedVolume):
-        gradient = cut_like(gradient, input)
+    gradient = relaid(gradient, input.merged) if isinstance(gradient, ShardedVolume) else cut_like(gradient, input)
     torch.autograd.backward(input.slabs, gradient.slabs, retain_graph=retain_graph)
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.layout import Merged
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, nested, refuse, run_gathered, volumes
-from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
+from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid, wrap
 
 __all__ = ["aligned", "pointwise", "run_local"]
 
@@ -215,12 +216,14 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
     if isinstance(operand, ShardedVolume):
         dims = [dim - operand.ndim for dim in operand.dims]
         if dims == wanted and operand.sizes == like.sizes:
-            return list(operand.slabs)
+            return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
         operand = operand.full_tensor()
-    return _cut_or_spread(operand, wanted, like.sizes, like.context)
+    return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
 
 
-def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context) -> list[Tensor]:
+def _cut_or_spread(
+    operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
+) -> list[Tensor]:
     """Cut a whole operand along the dims (from the end) that it has; spread it where it is constant along all."""
     present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
     if not any(present) or (operand.ndim == 0):
@@ -232,7 +235,7 @@ def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int],
         for dim, size in zip(wanted, sizes, strict=True):
             shape[dim] = size
         operand = operand.expand(shape)
-    return context.communicator.cut(operand, [dim + operand.ndim for dim in wanted])
+    return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
 
 
 def run_local(
@@ -416,7 +419,7 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     dims = [dim - like.ndim + whole.ndim for dim in like.dims]
     if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
         refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
-    return from_whole(whole, dims, like.context)
+    return from_whole(whole, dims, like.context, like.merged)
 
 
 @handles("Activations", "prelu", "F.prelu", rehearse=False)

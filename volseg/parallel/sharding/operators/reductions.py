@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
-from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.arguments import dims_of
 from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise
 from volseg.parallel.sharding.signatures import bind
@@ -256,12 +255,11 @@ def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor,
 def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
     """Return how many voxels each shard reduces, shaped to broadcast against the stacked results."""
     counts = torch.ones([1] * volume.ndim, dtype=torch.float64)
-    for dim, shards in zip(volume.dims, volume.context.communicator.grid, strict=True):
+    for dim, extents in zip(volume.dims, volume.extents(), strict=True):
         if dim in dims:
-            planes = [stop - start for start, stop in spans(volume.shape[dim], shards)]
             shape = [1] * volume.ndim
-            shape[dim] = shards
-            counts = counts * torch.tensor(planes, dtype=torch.float64).reshape(shape)
+            shape[dim] = len(extents)
+            counts = counts * torch.tensor(extents, dtype=torch.float64).reshape(shape)
     return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 
