@@ -10,9 +10,11 @@ from volseg.parallel.sharding import (
     ShardedVolume,
     from_slab,
     loads_batches,
+    pointwise_function,
     scatter_batch,
     slab_shape,
     verify,
+    whole,
 )
 
 __all__ = [
@@ -23,7 +25,9 @@ __all__ = [
     "is_worker",
     "launch",
     "loads_batches",
+    "pointwise_function",
     "scatter_batch",
     "slab_shape",
     "verify",
+    "whole",
 ]

@@ -16,13 +16,14 @@ import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator tab
 from volseg.errors import ParallelError
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.custom_function import no_script
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.layout import DIM, can_split
 from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
-from volseg.parallel.sharding.table import volumes
+from volseg.parallel.sharding.table import check_history, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["SpatialStrategy"]
@@ -107,7 +108,7 @@ class SpatialStrategy:
         given = volumes((args, kwargs))
         finest = max((volume.shape[2:].numel() for volume in given), default=0)
         away = offloaded() if self.offload and torch.is_grad_enabled() else nullcontext()
-        with self._same_randomness(), away, self.recomputation.active(finest):
+        with self._same_randomness(), away, self.recomputation.active(finest), no_script():
             if self.replicas is not None:
                 result = functional_call(self.net, trained, args, kwargs)
             else:
@@ -202,6 +203,7 @@ class SpatialStrategy:
 def _contiguous(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedVolume):
         return leaf
+    check_history(leaf)
     return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])
 
 

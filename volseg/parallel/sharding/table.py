@@ -31,7 +31,7 @@ from volseg.parallel.sharding.copied_view import mark_copies
 from volseg.parallel.sharding.signatures import NOTHING, bind, defaults_of, returns_view
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole
 
-__all__ = ["dispatch", "documented", "handles", "nested", "refuse", "volumes"]
+__all__ = ["check_history", "dispatch", "documented", "handles", "nested", "refuse", "volumes"]
 
 Handler = Callable[..., Any]
 
@@ -42,6 +42,7 @@ NAMESPACES: dict[str, Any] = {
     "special": torch.special,
     "nn": torch._C._nn,
     "linalg": torch.linalg,
+    "autograd": torch.autograd,
 }
 
 VIEWS = frozenset({"split", "unbind", "__iter__", "unflatten", "T", "mT", "H", "mH", "real", "imag"})
@@ -161,6 +162,8 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     return found
 
 
+SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
+
 HISTORY: Any = Tensor.grad_fn
 """The property itself: asked of the shell, where ``volume.grad_fn`` would go through the table."""
 
@@ -172,15 +175,12 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = _given(args, kwargs)
         for volume in given:
             if HISTORY.__get__(volume) is not None:
-                raise UnsupportedOperatorError(
-                    f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function "
-                    f"({HISTORY.__get__(volume)}), whose backward would not see the slabs; write it with torch "
-                    f"functions, or use torch.utils.checkpoint with use_reentrant=False"
-                )
+                _refuse_custom(volume)
             if volume.origin is not None:
                 volume.origin.check()
         if entry is None:
-            return unsupported(func, args, kwargs, "it has no sharded form")
+            scripted = isinstance(func, torch._C.ScriptMethod)
+            return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
             expected = rehearsed(func, args, kwargs, given[0]) if entry.rehearsed and given else None
             if entry.treated is None:
@@ -194,6 +194,28 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         else:
             return _checked(entry, func, result, expected, given)
         return unsupported(func, args, kwargs, reason)
+
+
+def check_history(volume: ShardedVolume) -> None:
+    """Refuse a volume that came through a custom function, before its slabs are read past the table."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if HISTORY.__get__(volume) is not None:
+            _refuse_custom(volume)
+
+
+def _refuse_custom(volume: ShardedVolume) -> NoReturn:
+    node = HISTORY.__get__(volume)
+    if node.name() == "BackwardHookFunctionBackward":
+        raise UnsupportedOperatorError(
+            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
+            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
+            f"output.register_hook(...)"
+        )
+    raise UnsupportedOperatorError(
+        f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
+        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
+        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
+    )
 
 
 def _checked(
