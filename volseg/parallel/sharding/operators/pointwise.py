@@ -306,6 +306,8 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
         return run_gathered(func, args, kwargs)
+    if target.hooks is not None:
+        refuse("a hook waits for the gradient of what would be changed: work out of place, or hook the result")
     target.context.settle()
     like, _ = run_local(func, args, kwargs, like=target)
     assert like is target
@@ -314,9 +316,9 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Pointwise arithmetic", "where")
 def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Choose voxel by voxel."""
+    """Choose voxel by voxel; with the condition alone, return the numbers of voxels: it is gathered for it."""
     if len(args) + len(kwargs) < 3:
-        refuse("with the condition alone it returns the numbers of voxels, which no shard knows by itself")
+        return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
 
 
