@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import compare
 
@@ -129,3 +130,22 @@ def test_backward_from_a_volume_through_a_recomputed_block(devices: list[str], h
         found.append(tuple(parameter.grad for parameter in parameters))
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+# --- memory that lies otherwise than the whole volume's -----------------------------------------------------------
+
+
+def test_contiguous_without_gradients() -> None:
+    """torch returns what is contiguous itself, with its history even under no_grad; slabs with channels last were
+    copied there, and the gradient through them was lost. Refused, where the volume has a history to lose."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            same = y.contiguous()
+        return layers["a"](same * y)
+
+    net = Net(forward, a=convolution()).double()
+    assert_same(net, ["cpu"])
+    with pytest.raises(UnsupportedOperatorError, match=r"detach\(\)"):
+        assert_same(net, ["cpu"], channels_last=True)
