@@ -206,6 +206,19 @@ def test_an_attempt_that_another_process_gives_up_leaves_no_trace(made: SimpleNa
     assert made.recordings[0].released
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_what_is_prepared_for_a_recording_is_undone_with_it(made: SimpleNamespace, agree: bool) -> None:
+    """A captured step's rates lie on the device: where it is not recorded they are numbers again."""
+    group = made.optimizer.param_groups[0]
+    state = RecordedState(made.net, made.optimizer, lambda: group.update(lr=torch.tensor(0.1)))
+    recorder = Recorder(
+        lambda x: "ran", made.recorder._record, lambda yes: yes and agree, warm_up=0, limit=1, state=state
+    )
+    assert recorder(X) == ("replayed" if agree else "ran")
+    assert isinstance(group["lr"], torch.Tensor if agree else float)
+    assert recorder.refused == (None if agree else "in another process")
+
+
 def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None:
     """True, 1 and 1.0 are equal to Python; an object may hold something else in the next call."""
 

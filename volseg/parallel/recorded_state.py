@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.errors import ParallelError
-from volseg.parallel.module_state import REGISTRIES, remember
+from volseg.parallel.module_state import REGISTRIES, is_scripted, remember
 from volseg.parallel.random_state import RandomState
 
 __all__ = ["RecordedState", "Watch", "modes"]
@@ -256,6 +256,8 @@ class RecordedState:
 
 def _held(net: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
     for path, module in net.named_modules():
+        if is_scripted(module):
+            continue
         where = f"{path}." if path else ""
         yield _Held.of(where, vars(module))
         for registry in FOLLOWED:
