@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.parallel.capture import signature
+from volseg.errors import ParallelError
+from volseg.parallel.capture import Captured, signature
 from volseg.parallel.recorded_state import RecordedState, Watch
 from volseg.parallel.recorder import Recorder
 
@@ -238,6 +239,12 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
     assert len({signature(inputs) for inputs in given}) == len(given)
     assert signature((x, object())) is None
     assert signature((x, SimpleNamespace(alpha=1))) is None
+
+
+def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:
+    """Its gradient would have gone to the recording's copy."""
+    with pytest.raises(ParallelError, match=r"pass input.detach\(\)"):
+        Captured(lambda x: x, {"x": X.clone().requires_grad_()})
 
 
 def test_an_argument_that_cannot_be_known_is_never_recorded(made: SimpleNamespace) -> None:

@@ -245,7 +245,7 @@ class RecordedState:
 
     def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _tensors(self._net):
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
