@@ -76,19 +76,12 @@ class _Held(NamedTuple):
         then = dict(zip(self.names, self.values, strict=True))
         for name in {**then, **self.holder}:
             old, new = then.get(name, ABSENT), self.holder.get(name, ABSENT)
-            if not _equal(old, new):
-                yield f"{self.where}{name}", old, new
+            yield from ((f"{self.where}{name}", *pair) for pair in _differences(old, new))
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Name the lists, dictionaries and sets that hold something else."""
         for name, container, leaves in self.contents:
-            today = list(_leaves(container))
-            if len(today) != len(leaves):
-                yield f"{self.where}{name}", leaves, today
-                continue
-            for old, new in zip(leaves, today, strict=True):
-                if not _equal(old, new):
-                    yield f"{self.where}{name}", old, new
+            yield from ((f"{self.where}{name}", *pair) for pair in _differences(leaves, list(_leaves(container))))
 
 
 class _Absent:
@@ -128,12 +121,13 @@ class Watch:
         """Name the first thing that is different, or None."""
         if not all(map(is_, _own(self._optimizer), self._optimizers_own)):
             return "the optimizer's state"  # load_state_dict makes it anew
-        found = (held.changed() for held in self._containers)
-        if not self._same_objects():
-            found = (held.differences() for held in self._held)
+        same = self._same_objects()
+        found = (held.changed() for held in self._containers) if same else (held.differences() for held in self._held)
         for name, _, _ in chain.from_iterable(found):
             if name not in self._written:
                 return name
+        if not same:  # other objects, which mean the same: known from now on
+            self._lengths, self._values = list(map(len, self._holders)), list(self._objects())
         for name, tensor, address, requires_grad in self._tensors:
             if tensor.requires_grad != requires_grad or tensor.data_ptr() != address:
                 return name
@@ -323,12 +317,19 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _differences(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+    """Return what differs of two values, or of what two containers of one length hold."""
+    if type(old) is type(new) and type(old) in (list, dict, set, tuple):
+        ours, theirs = list(_leaves(old)), list(_leaves(new))
+        if len(ours) == len(theirs):
+            yield from (pair for pair in zip(ours, theirs, strict=True) if not _equal(*pair))
+            return
+    if not _equal(old, new):
+        yield old, new
+
+
 def _equal(old: Any, new: Any) -> bool:
-    if old is new:
-        return True
-    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
-        return all(map(_equal, old, new))
-    return type(old) is type(new) and type(old) in PLAIN and old == new
+    return old is new or (type(old) is type(new) and type(old) in PLAIN and old == new)
 
 
 def _short(value: Any) -> str:
