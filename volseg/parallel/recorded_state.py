@@ -60,7 +60,7 @@ class _Held(NamedTuple):
     @classmethod
     def of(cls, where: str, holder: dict[Any, Any]) -> "_Held":
         contents = [
-            (str(name), value, list(_leaves(value)))
+            (str(name), value, _leaves(value))
             for name, value in holder.items()
             if type(value) in (list, dict, set) and name not in REGISTRIES
         ]
@@ -81,7 +81,9 @@ class _Held(NamedTuple):
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Name the lists, dictionaries and sets that hold something else."""
         for name, container, leaves in self.contents:
-            yield from ((f"{self.where}{name}", *pair) for pair in _differences(leaves, list(_leaves(container))))
+            today = _leaves(container)
+            if len(today) != len(leaves) or not all(map(is_, today, leaves)):
+                yield from ((f"{self.where}{name}", *pair) for pair in _differences(leaves, today))
 
 
 class _Absent:
@@ -304,23 +306,25 @@ def _value(value: Any) -> Tensor | None:
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Return what containers hold, nested as they like."""
-    if type(value) is dict:
-        for key, item in value.items():
-            yield key
-            yield from _leaves(item)
-    elif type(value) in (list, tuple, set):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+CONTAINERS = frozenset({list, dict, set, tuple})
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return what a container holds, nested as it likes."""
+    found: list[Any] = []
+    members = chain.from_iterable(value.items()) if type(value) is dict else value
+    for member in members:
+        if type(member) in CONTAINERS:
+            found += _leaves(member)
+        else:
+            found.append(member)
+    return found
 
 
 def _differences(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
     """Return what differs of two values, or of what two containers of one length hold."""
-    if type(old) is type(new) and type(old) in (list, dict, set, tuple):
-        ours, theirs = list(_leaves(old)), list(_leaves(new))
+    if type(old) is type(new) and type(old) in CONTAINERS:
+        ours, theirs = _leaves(old), _leaves(new)
         if len(ours) == len(theirs):
             yield from (pair for pair in zip(ours, theirs, strict=True) if not _equal(*pair))
             return
