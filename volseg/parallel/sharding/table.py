@@ -242,7 +242,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
             handler = entry.handler
-            if by_sample and func in BY_SAMPLE and len(given) == 1 and len(given[0].dims) == 1:
+            if kwargs and kwargs.get("out") is not None:
+                refuse("it has no out= on slabs: use the result")
+            if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
                 handler = BY_SAMPLE[func]
             elif merged and not entry.merged:
                 args, kwargs = tree_map(_in_planes, (args, kwargs))
@@ -250,8 +252,6 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
             expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
             if entry.treated is None:
-                if kwargs and kwargs.get("out") is not None:
-                    refuse("it has no out= on slabs: use the result")
                 result = handler(func, args, kwargs)
             else:
                 result = handler(func, **_treated(entry, func, args, kwargs))
@@ -260,6 +260,11 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         else:
             return _checked(entry, func, result, expected, given)
         return unsupported(func, args, kwargs, reason)
+
+
+def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
+    """Say whether a volume is a function's input, and cut along its samples."""
+    return len(volume.dims) == 1 and bool(args) and args[0] is volume
 
 
 def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -280,6 +280,8 @@ class ShardedVolume(Tensor):
     def full_tensor(self) -> Tensor:
         """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
         _check_history(self)
+        if self.origin is not None:
+            self.origin.check()
         if self.merged is not None:
             (dim,) = self.dims
             return self.unmerged().full_tensor().flatten(dim, dim + 2)

@@ -28,10 +28,6 @@ UNARY = [
     "bitwise_not",
     "cbrt",
     "ceil",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
     "conj",
     "conj_physical",
     "cos",
@@ -102,6 +98,10 @@ BINARY = [
     "bitwise_or",
     "bitwise_right_shift",
     "bitwise_xor",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
     "copysign",
     "div",
     "divide",
@@ -338,9 +338,9 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
 def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Make a volume of the same grid; its slabs lie where the volume's are."""
-    volume, *rest = args if args else (kwargs.pop("input"),)
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
     _without_device(kwargs.get("device"), volume)
-    named = {name: value for name, value in kwargs.items() if name != "device"}
+    named = {name: value for name, value in kwargs.items() if name != "device" and value is not volume}
     return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
 
 
@@ -404,8 +404,8 @@ def scatter(
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
         refuse("input and index must have the same extent along the cut")
     written = func.__name__ == "scatter_"
-    if written and not isinstance(input, ShardedVolume) and input._base is not None:
-        refuse("it writes into a part of an ordinary tensor")
+    if written and not isinstance(input, ShardedVolume) and (input._base is not None or input.requires_grad):
+        refuse("it writes into a part of an ordinary tensor, or into one with a history")
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
     if written and isinstance(input, ShardedVolume):
