@@ -202,7 +202,8 @@ def fitted(y: Tensor, like: Tensor) -> Tensor:
     """Resample a value to another one's grid."""
     if y.shape[2:] == like.shape[2:]:
         return y
-    return F.interpolate(y, size=like.shape[2:], mode="trilinear")
+    # Corners aligned: otherwise half the size is the mean of two voxels, as of a pooling, and a comparison undecided.
+    return F.interpolate(y, size=like.shape[2:], mode="trilinear", align_corners=True)
 
 
 def attended(x: Tensor) -> Tensor:
@@ -731,6 +732,8 @@ def main(first: int, count: int, folder: Path) -> None:
         outcome = compared(plan)
         outcomes[seed] = [outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"]
         path.write_text(json.dumps(outcomes))
+        if outcome.verdict == "CRASH":  # the processes may have parted
+            break
     dist.barrier()
     dist.destroy_process_group()
 

@@ -166,7 +166,11 @@ def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
 
 
 def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    """Give each shard the planes of the value that fall into its slab; the value is gathered for it."""
+    """Give each shard the planes of the value that fall into its slab; the value is gathered for it.
+
+    A shard that gets none is assigned none: it counts the change, and takes part in the value's backward pass, for
+    which the other shards wait.
+    """
     context = volume.context
     # Integers become slices of one plane, so that dims keep their places.
     slices = [slice(e, e + 1 or None) if isinstance(e, int) else e for e in entries]
@@ -187,15 +191,13 @@ def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
         local = list(slices)
         part = own
         for dim, (start, stop) in zip(volume.dims, spans_, strict=True):
-            chosen = [n for n, plane in enumerate(ranges[dim]) if start <= plane < stop]
-            if not chosen:
-                break
             planes = ranges[dim]
-            local[dim] = slice(planes[chosen[0]] - start, planes[chosen[-1]] - start + 1, planes.step)
+            chosen = [n for n, plane in enumerate(planes) if start <= plane < stop] or range(0)
+            first, last = (planes[chosen[0]], planes[chosen[-1]] + 1) if chosen else (start, start)
+            local[dim] = slice(first - start, last - start, planes.step)
             if isinstance(part, Tensor):
-                part = part.narrow(dim, chosen[0], len(chosen))
-        else:
-            slab[tuple(local)] = part
+                part = part.narrow(dim, chosen[0] if chosen else 0, len(chosen))
+        slab[tuple(local)] = part
 
 
 def _sizes_at(dims: Sequence[int], sizes: Sequence[int], ndim: int) -> list[int]:
