@@ -297,6 +297,16 @@ UNARY: dict[str, Unary] = {
     "statistics beside": lambda x: x + torch.stack(torch.var_mean(x, (2, 3, 4)), 0).sum(0)[..., None, None, None] * 0.1,
 }
 
+
+def affinity(x: Tensor, y: Tensor) -> Tensor:
+    """Add products of channels, summed over the voxels.
+
+    Of pairs, not of all with all: of a batch of one, that gives a gradient of odd strides, with which torch 2.13's own
+    norms are wrong on the CPU, or read beyond memory.
+    """
+    return x + torch.einsum("bcdhw,bcdhw->bc", x, y.flip(1))[..., None, None, None] * 0.01
+
+
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, y: torch.add(x, y, alpha=0.5),
     "sub": lambda x, y: torch.sub(x1=x, x2=y * 0.5),
@@ -310,7 +320,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "concatenate along D": lambda x, y: torch.cat([x, y], 2) if max(x.shape) < 20 else x + y,
     "stack": lambda x, y: torch.stack((x, y), dim=2).amax(2),
     "gate by a mean": lambda x, y: x * y.mean((2, 3, 4), keepdim=True).sigmoid(),
-    "affinity": lambda x, y: x + torch.einsum("bcdhw,bedhw->bce", x, y).mean(2)[..., None, None, None] * 0.01,
+    "affinity": affinity,
     "cosine": lambda x, y: x * F.cosine_similarity(x, y, dim=1).unsqueeze(1),
     "one channel broadcast": lambda x, y: x + y[:, :1],
     "one plane broadcast": lambda x, y: x + y[:, :, :1] * 0.5,

@@ -149,3 +149,18 @@ def test_contiguous_without_gradients() -> None:
     assert_same(net, ["cpu"])
     with pytest.raises(UnsupportedOperatorError, match=r"detach\(\)"):
         assert_same(net, ["cpu"], channels_last=True)
+
+
+@pytest.mark.parametrize("read", [lambda plane: plane, lambda plane: plane * 1], ids=["returned", "read"])
+def test_a_copied_view_of_what_has_changed_since(read: Callable[[Tensor], Tensor]) -> None:
+    """A plane is taken, then the volume is doubled: returned from the network, the plane had the old values."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        plane = y[:, :, 3]
+        y.mul_(2)
+        return read(plane)
+
+    model = ModelParallel(Net(forward, a=convolution()), strategy="spatial", devices=["cpu", "cpu:1"], axes="D")
+    with pytest.raises(UnsupportedOperatorError, match="changed in place after a slice"):
+        model(torch.randn(1, 2, 9, 4, 4))

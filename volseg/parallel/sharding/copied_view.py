@@ -127,5 +127,14 @@ def _memory(slabs: Sequence[Tensor]) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """Return a copied view as an ordinary tensor, for whoever the network hands it to; leave everything else."""
-    return value.as_subclass(Tensor) if isinstance(value, CopiedView) else value
+    """Return a copied view as an ordinary tensor, for whoever the network hands it to; leave everything else.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        If its original was changed since: nobody checks behind here.
+    """
+    if not isinstance(value, CopiedView):
+        return value
+    value.origin.check()
+    return value.as_subclass(Tensor)

@@ -275,6 +275,8 @@ class ShardedVolume(Tensor):
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
             )
         _check_history(self)
+        if self.origin is not None:
+            self.origin.check()
         return self.slabs[0]
 
     def full_tensor(self) -> Tensor:
