@@ -249,7 +249,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                     refuse("it has no out= on slabs: use the result")
                 result = handler(func, args, kwargs)
             else:
-                result = handler(func, **_treated(entry, func, args, kwargs))
+                named = _treated(entry, func, args, kwargs)
+                if handler is not entry.handler and named.get("input") is not given[0]:
+                    refuse("its input is not sharded")
+                result = handler(func, **named)
         except Refusal as refusal:
             reason = str(refusal)
         else:

@@ -251,6 +251,8 @@ class ShardedVolume(Tensor):
 
     def to_local(self) -> Tensor:
         """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
+        if self.origin is not None:
+            self.origin.check()
         if len(self.slabs) != 1:
             raise UnsupportedOperatorError(
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
@@ -259,6 +261,8 @@ class ShardedVolume(Tensor):
 
     def full_tensor(self) -> Tensor:
         """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
+        if self.origin is not None:
+            self.origin.check()
         if self.merged is not None:
             (dim,) = self.dims
             return self.unmerged().full_tensor().flatten(dim, dim + 2)
