@@ -12,12 +12,13 @@ from volseg.parallel.sharding import (
     loads_batches,
     scatter_batch,
     slab_shape,
-    verify,
 )
+from volseg.parallel.verify import Report, verify
 
 __all__ = [
     "CapturedStep",
     "ModelParallel",
+    "Report",
     "ShardedVolume",
     "from_slab",
     "is_worker",

@@ -158,7 +158,6 @@ ACTIVATIONS = [
     "logsigmoid",
     "mish",
     "relu6",
-    "rrelu",
     "selu",
     "silu",
     "softplus",
@@ -282,8 +281,8 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 @handles("Pointwise arithmetic", *UNARY, rehearse=False)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER_UNARY), rehearse=False)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False)
-@handles("Pointwise arithmetic", *BINARY)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER))
+@handles("Pointwise arithmetic", *BINARY, broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab."""
     like, results = run_local(func, args, kwargs)
@@ -294,15 +293,13 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, in place where ``inplace`` says so."""
     named = bind(func, args, kwargs)
-    if named.get("training") and "rrelu" in func.__name__:
-        refuse("its random slopes would be drawn alike on all shards: use leaky_relu, or eval mode")
     return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
 
 
 @handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
-@handles("Activations", *(f"{name}_" for name in ACTIVATIONS if name != "rrelu"), rehearse=False)
-@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name))
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE))
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False)
+@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
@@ -425,10 +422,12 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     return from_whole(whole, dims, like.context, like.merged)
 
 
-@handles("Activations", "prelu", "F.prelu")
+@handles("Activations", "prelu", "F.prelu", rehearse=False)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
         refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
     slopes = input.context.spread(weight)
     return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])
