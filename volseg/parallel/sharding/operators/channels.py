@@ -80,9 +80,7 @@ def quantile(
 
 
 @handles("Along channels", "F.normalize")
-def normalize(
-    func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12, out: None = None
-) -> Any:
+def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
     if not isinstance(input, ShardedVolume):
         refuse("its input is not sharded")
