@@ -184,6 +184,13 @@ class Timed(nn.Module):
         return self.net(x, torch.tensor([7], device=x.device).expand(len(x)))
 
 
+def swin() -> nn.Module:
+    """Return the encoder of MONAI's SwinUNETR, with windows that are shifted."""
+    from monai.networks.nets.swin_unetr import SwinTransformer
+
+    return SwinTransformer(1, 4, (2, 2, 2), (2, 2, 2), depths=(2, 1, 1, 1), num_heads=(2, 1, 1, 1))
+
+
 WIDTHS, STRIDES = (4, 8, 16), (2, 2)
 DYN = ([3, 3, 3], [1, 2, 2], [2, 2])
 CASES = {
@@ -253,6 +260,7 @@ CASES = {
     "unetr": Case(
         monai("UNETR", 1, 2, (48, 16, 16), feature_size=2, hidden_size=8, mlp_dim=8, num_heads=2), (1, 1, 48, 16, 16)
     ),
+    "swin": Case(swin, (1, 1, 32, 12, 12)),
     "vit": Case(monai("ViT", 1, (8, 8, 8), (2, 4, 4), 12, 16, 2, 2), (2, 1, 8, 8, 8), 2),
     "two dims": Case(
         lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)),
