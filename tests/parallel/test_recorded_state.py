@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.parallel.capture import signature
+from volseg.errors import ParallelError
+from volseg.parallel.capture import Captured, signature
 from volseg.parallel.recorded_state import RecordedState, Watch
 from volseg.parallel.recorder import Recorder
 
@@ -131,6 +132,7 @@ def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNames
     calls(made, 2)
     made.step(X)
     made.net.drop.p = float("0.5")  # an equal value
+    made.net.config, made.net.path = copy.deepcopy(made.net.config), tuple([1, 2])  # noqa: C409
     assert calls(made, 2) == ["replayed", "replayed"]
 
 
@@ -206,6 +208,19 @@ def test_an_attempt_that_another_process_gives_up_leaves_no_trace(made: SimpleNa
     assert made.recordings[0].released
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_what_is_prepared_for_a_recording_is_undone_with_it(made: SimpleNamespace, agree: bool) -> None:
+    """A captured step's rates lie on the device: where it is not recorded they are numbers again."""
+    group = made.optimizer.param_groups[0]
+    state = RecordedState(made.net, made.optimizer, lambda: group.update(lr=torch.tensor(0.1)))
+    recorder = Recorder(
+        lambda x: "ran", made.recorder._record, lambda yes: yes and agree, warm_up=0, limit=1, state=state
+    )
+    assert recorder(X) == ("replayed" if agree else "ran")
+    assert isinstance(group["lr"], torch.Tensor if agree else float)
+    assert recorder.refused == (None if agree else "in another process")
+
+
 def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None:
     """True, 1 and 1.0 are equal to Python; an object may hold something else in the next call."""
 
@@ -225,6 +240,12 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
     assert len({signature(inputs) for inputs in given}) == len(given)
     assert signature((x, object())) is None
     assert signature((x, SimpleNamespace(alpha=1))) is None
+
+
+def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:
+    """Its gradient would have gone to the recording's copy."""
+    with pytest.raises(ParallelError, match=r"pass input.detach\(\)"):
+        Captured(lambda x: x, {"x": X.clone().requires_grad_()})
 
 
 def test_an_argument_that_cannot_be_known_is_never_recorded(made: SimpleNamespace) -> None:

@@ -10,8 +10,10 @@ from volseg.parallel.sharding import (
     ShardedVolume,
     from_slab,
     loads_batches,
+    pointwise_function,
     scatter_batch,
     slab_shape,
+    whole,
 )
 from volseg.parallel.verify import Report, verify
 
@@ -24,7 +26,9 @@ __all__ = [
     "is_worker",
     "launch",
     "loads_batches",
+    "pointwise_function",
     "scatter_batch",
     "slab_shape",
     "verify",
+    "whole",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from volseg.errors import ParallelError
 
-__all__ = ["Remembered", "remember"]
+__all__ = ["Remembered", "is_scripted", "remember"]
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself makes: parameters, children, hooks. What they hold is not changed by a forward
@@ -152,7 +152,7 @@ class Remembered:
     """The state of a network at one moment; made by ``remember``."""
 
     def __init__(self, net: nn.Module) -> None:
-        self._parts = [_Part.of(module) for module in net.modules()]
+        self._parts = [_Part.of(module) for module in net.modules() if not is_scripted(module)]
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -191,6 +191,7 @@ class Remembered:
         self.check_parameters()
         changed = [part for part in self._parts if not part.is_unchanged()]
         today = [_today(part.module) for part in changed]
+        flags = [(parameter, parameter.requires_grad) for part in changed for parameter in _present(part.parameters)]
         for part in changed:
             part.set(*({name: item.copied() for name, item in kind.items()} for kind in (part.known, part.buffers)))
         try:
@@ -198,6 +199,9 @@ class Remembered:
         finally:
             for part, buffers in today:
                 part.set(NONE, buffers)
+            for parameter, trained in flags:
+                if parameter.requires_grad != trained:
+                    parameter.requires_grad_(trained)
 
     def check_parameters(self) -> None:
         """Refuse parameters that were changed in place since."""
@@ -213,6 +217,18 @@ class Remembered:
 def remember(net: nn.Module) -> Remembered:
     """Note the buffers of a network, and the attributes of its modules, with what they hold."""
     return Remembered(net)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Say whether a module is TorchScript's, whose state cannot be exchanged: none is known for those without any."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return False
+    if any(True for _ in module.buffers(recurse=False)):
+        raise ParallelError(
+            f"the scripted module {module.original_name} has buffers, which a forward pass that is repeated or given "
+            "up would change once more; use the module that was scripted, or choose strategy='pipeline'"
+        )
+    return True
 
 
 def _today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:

@@ -35,10 +35,12 @@ written again, in Python, and both return wrong or no results for stock medical 
 backward pass is torch's own. Why not tracing: shapes and control flow stay the network's.
 """
 
+from volseg.parallel.sharding.custom_function import pointwise_function
 from volseg.parallel.sharding.graphs import CapturedStep
 from volseg.parallel.sharding.scatter import from_slab, loads_batches, scatter_batch, slab_shape
 from volseg.parallel.sharding.strategy import SpatialStrategy
 from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.sharding.whole import whole
 
 __all__ = [
     "CapturedStep",
@@ -46,6 +48,8 @@ __all__ = [
     "SpatialStrategy",
     "from_slab",
     "loads_batches",
+    "pointwise_function",
     "scatter_batch",
     "slab_shape",
+    "whole",
 ]

@@ -18,6 +18,7 @@ from volseg.parallel.random_state import seeded
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.copied_view import plain
+from volseg.parallel.sharding.custom_function import no_script
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.inputs import CutInput
 from volseg.parallel.sharding.layout import DIM, can_split
@@ -26,7 +27,7 @@ from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
 from volseg.parallel.sharding.replication import check_alike, replicate
-from volseg.parallel.sharding.table import volumes
+from volseg.parallel.sharding.table import check_history, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["SpatialStrategy"]
@@ -123,7 +124,7 @@ class SpatialStrategy:
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(list(trained.values()))
-        with self._same_randomness(), away, copies, self.recomputation.active(finest):
+        with self._same_randomness(), away, copies, self.recomputation.active(finest), no_script():
             if self.replicas is not None:
                 result = functional_call(self.net, trained, args, kwargs)
             else:
@@ -230,6 +231,7 @@ def _is_trained(parameter: Tensor) -> bool:
 def _contiguous(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedVolume) or leaf.origin is not None:
         return leaf
+    check_history(leaf)
     return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])
 
 

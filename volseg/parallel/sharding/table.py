@@ -33,6 +33,7 @@ from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid
 
 __all__ = [
     "Copied",
+    "check_history",
     "composes",
     "dispatch",
     "documented",
@@ -54,6 +55,7 @@ NAMESPACES: dict[str, Any] = {
     "special": torch.special,
     "nn": torch._C._nn,
     "linalg": torch.linalg,
+    "autograd": torch.autograd,
 }
 
 VIEWS = frozenset({"split", "unbind", "__iter__", "unflatten", "T", "mT", "H", "mH", "real", "imag"})
@@ -244,6 +246,8 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     return found
 
 
+SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
+
 HISTORY: Any = Tensor.grad_fn
 """The property itself: asked of the shell, where ``volume.grad_fn`` would go through the table."""
 
@@ -265,18 +269,17 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             merged = merged or volume.merged is not None
             by_sample = by_sample or volume.dims[0] == 0
             if HISTORY.__get__(volume) is not None:
-                raise UnsupportedOperatorError(
-                    f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function "
-                    f"({HISTORY.__get__(volume)}), whose backward would not see the slabs; write it with torch "
-                    f"functions, or use torch.utils.checkpoint with use_reentrant=False"
-                )
+                _refuse_custom(volume)
             if volume.origin is not None:
                 volume.origin.check()
         if entry is None:
-            return unsupported(func, args, kwargs, "it has no sharded form")
+            scripted = isinstance(func, torch._C.ScriptMethod)
+            return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
             handler = entry.handler
-            if by_sample and func in BY_SAMPLE and len(given) == 1 and len(given[0].dims) == 1:
+            if kwargs and kwargs.get("out") is not None:
+                refuse("it has no out= on slabs: use the result")
+            if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
                 handler = BY_SAMPLE[func]
             elif merged and not entry.merged:
                 args, kwargs = tree_map(_in_planes, (args, kwargs))
@@ -284,8 +287,6 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
             expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
             if entry.treated is None:
-                if kwargs and kwargs.get("out") is not None:
-                    refuse("it has no out= on slabs: use the result")
                 result = handler(func, args, kwargs)
             else:
                 named = _treated(entry, func, args, kwargs)
@@ -297,6 +298,11 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         else:
             return _checked(entry, func, result, expected, given)
         return unsupported(func, args, kwargs, reason)
+
+
+def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
+    """Say whether a volume is a function's input, and cut along its samples."""
+    return len(volume.dims) == 1 and bool(args) and args[0] is volume
 
 
 def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -318,6 +324,28 @@ class Copied:
     """The result of a function that returns views, where torch copies as well."""
 
     value: Any
+
+
+def check_history(volume: ShardedVolume) -> None:
+    """Refuse a volume that came through a custom function, before its slabs are read past the table."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if HISTORY.__get__(volume) is not None:
+            _refuse_custom(volume)
+
+
+def _refuse_custom(volume: ShardedVolume) -> NoReturn:
+    node = HISTORY.__get__(volume)
+    if node.name() == "BackwardHookFunctionBackward":
+        raise UnsupportedOperatorError(
+            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
+            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
+            f"output.register_hook(...)"
+        )
+    raise UnsupportedOperatorError(
+        f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
+        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
+        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
+    )
 
 
 def _checked(

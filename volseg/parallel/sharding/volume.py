@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedVolume", "from_whole", "relaid", "wrap"]
 
+COPIES = frozenset({torch.ops.aten.alias.default, torch.ops.aten._to_copy.default})
+"""What turns a volume into an ordinary tensor, or into one of another class, past ``__torch_function__``."""
+
 
 class ShardedVolume(Tensor):
     """Slabs of one volume, cut along ``dims``.
@@ -41,6 +44,8 @@ class ShardedVolume(Tensor):
         The slabs that this one joins, if it does.
     origin
         Set where torch has a view and these slabs are copies (see ``copied_view``).
+    hooks
+        What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``).
     dims
         The tensor dim that each mesh axis cuts.
     merged
@@ -57,6 +62,7 @@ class ShardedVolume(Tensor):
     parts: list[Tensor] | None = None
     origin: "Origin | None" = None
     merged: Merged | None = None
+    hooks: dict[int, Callable] | None = None
     deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
@@ -108,9 +114,13 @@ class ShardedVolume(Tensor):
             # slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
             return wrap(volume, volume.slabs)
+        if func in COPIES and not torch.is_grad_enabled():
+            # MONAI's transforms make a MetaTensor of an output (as_subclass), others a torch.tensor: both hold voxels.
+            return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
+        history = " under torch.no_grad()" if func in COPIES else ""
         raise UnsupportedOperatorError(
-            f"{func} reached the shell of a sharded volume below autograd; call full_tensor() first, or work on "
-            f"to_local()"
+            f"{func} reached the shell of a sharded volume below autograd, which does not see the slabs; call "
+            f"full_tensor() first{history and ', or do it' + history}"
         )
 
     @property
@@ -238,11 +248,20 @@ class ShardedVolume(Tensor):
 
     @property
     def grad(self) -> "ShardedVolume | None":  # type: ignore[override]
-        """Gradients of leaf slabs, as a volume."""
+        """Gradients of the slabs, if they are leaves or retain theirs, as a volume."""
         gradients = [slab.grad for slab in self.slabs]
-        if any(gradient is None for gradient in gradients):
+        if all(gradient is None for gradient in gradients):
             return None
-        return wrap(self, [g for g in gradients if g is not None])
+        filled = [torch.zeros_like(s) if g is None else g for s, g in zip(self.slabs, gradients, strict=True)]
+        return wrap(self, filled)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None and not isinstance(gradient, ShardedVolume):
+            gradient = relaid(from_whole(gradient, self.dims, self.context), self.merged)
+        parts = [None] * len(self.slabs) if gradient is None else gradient.slabs
+        for slab, part in zip(self.slabs, parts, strict=True):
+            slab.grad = part
 
     @property
     def sizes(self) -> list[int]:
@@ -257,10 +276,12 @@ class ShardedVolume(Tensor):
             raise UnsupportedOperatorError(
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
             )
+        _check_history(self)
         return self.slabs[0]
 
     def full_tensor(self) -> Tensor:
         """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
+        _check_history(self)
         if self.origin is not None:
             self.origin.check()
         if self.merged is not None:
@@ -314,6 +335,12 @@ class ShardedVolume(Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def _check_history(volume: ShardedVolume) -> None:
+    from volseg.parallel.sharding.table import check_history  # which imports this module
+
+    check_history(volume)
 
 
 def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:

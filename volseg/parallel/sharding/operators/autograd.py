@@ -1,16 +1,19 @@
 """What autograd, modules and the user's loop ask of a tensor that is not arithmetic."""
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
-__all__ = ["backward", "metadata"]
+__all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
 METADATA = [
     "Tensor.size",
@@ -28,6 +31,7 @@ METADATA = [
     "is_floating_point",
     "is_complex",
     "Tensor.is_same_size",
+    "Tensor.__dir__",
 ]
 
 FLAGS = [
@@ -68,6 +72,8 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return volume.shape.numel()
     if name == "is_same_size":
         return volume.shape == rest[0].shape
+    if name == "__dir__":
+        return object.__dir__(volume)
     return func(volume.slabs[0], *rest, **kwargs)
 
 
@@ -106,12 +112,150 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Metadata and autograd", "Tensor.backward", rehearse=False)
-def backward(func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None) -> None:
+def backward(
+    func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
+) -> None:
     """Start the backward pass from a volume with the gradient of each voxel."""
-    if gradient is None or not isinstance(input, ShardedVolume):
-        refuse("backward() needs the gradient of each voxel, or a loss that is one number")
-    gradient = relaid(gradient, input.merged) if isinstance(gradient, ShardedVolume) else cut_like(gradient, input)
-    torch.autograd.backward(input.slabs, gradient.slabs, retain_graph=retain_graph)
+    backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
+
+
+@handles("Metadata and autograd", "autograd.backward", rehearse=False)
+def backward_of_several(
+    func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
+) -> None:
+    """Start the backward pass from volumes and ordinary tensors."""
+    roots = _sequence(tensors)
+    torch.autograd.backward(
+        _flat(roots),
+        _gradients(roots, grad_tensors),
+        retain_graph=retain_graph,
+        inputs=None if inputs is None else _flat(_sequence(inputs)),
+    )
+
+
+@handles("Metadata and autograd", "autograd.grad", rehearse=False)
+def differentiate(
+    func: Callable,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Return gradients with respect to volumes and ordinary tensors."""
+    roots, leaves = _sequence(outputs), _sequence(inputs)
+    found = torch.autograd.grad(
+        _flat(roots), _flat(leaves), _gradients(roots, grad_outputs), retain_graph, allow_unused=True
+    )
+    results: list[Tensor | None] = []
+    for leaf in leaves:
+        parts = _flat([leaf])
+        gradients, found = found[: len(parts)], found[len(parts) :]
+        unused = all(gradient is None for gradient in gradients)
+        if unused and not allow_unused and not materialize_grads:
+            raise RuntimeError(  # as torch does
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        if unused and not materialize_grads:
+            results.append(None)
+            continue
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
+        results.append(wrap(leaf, filled) if isinstance(leaf, ShardedVolume) else filled[0])
+    return tuple(results)
+
+
+def _sequence(tensors: Any) -> list[Any]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return list(tensors.values() if isinstance(tensors, dict) else tensors)
+
+
+def _flat(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors, slabs instead of volumes."""
+    return [part for one in tensors for part in (one.slabs if isinstance(one, ShardedVolume) else [one])]
+
+
+def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
+    """Return the gradient of each part of each root."""
+    given = [None] * len(roots) if gradients is None else _sequence(gradients)
+    found: list[Tensor | None] = []
+    for root, gradient in zip(roots, given, strict=True):
+        if not isinstance(root, ShardedVolume):
+            found.append(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient)
+            continue
+        if gradient is None:
+            refuse("it needs the gradient of each voxel, or a loss that is one number")
+        if gradient.shape != root.shape:
+            raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
+        if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
+            gradient = cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, root)
+        found += relaid(gradient, root.merged).slabs
+    return found
+
+
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False)
+def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
+    """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
+    if not input.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
+    used, slabs = input._shown, input.slabs
+    dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
+
+    def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
+        volume = ShardedVolume(gradients, dims, shape, context)
+        volume.merged = merged
+        return volume
+
+    if len(slabs) == 1:
+        return func(slabs[0], lambda gradient: _hooked(joined, [hook], [gradient])[0])
+    if input.hooks is not None:
+        handle = RemovableHandle(input.hooks)
+        input.hooks[handle.id] = hook
+        return handle
+    if used:
+        refuse("a hook on several slabs sees only what follows it, and the volume has been used: register it before")
+    # One node of the graph has the gradients of all slabs at once.
+    hooks: dict[int, Callable] = OrderedDict()
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    input._slabs = list(_Hooked.apply(joined, hooks, *slabs))
+    input.with_recipe(None, 0)
+    input.parts, input.hooks = None, hooks
+    return handle
+
+
+Joined = Callable[[Sequence[Tensor]], ShardedVolume]
+
+
+def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tensor]) -> list[Tensor]:
+    for hook in hooks:
+        volume = joined(gradients)
+        with torch._C._EnableTorchFunction():  # volume.backward() has it off
+            result = hook(volume)
+        if result is None:
+            continue
+        if not isinstance(result, ShardedVolume):
+            result = cut_like(result, volume)
+        if result.shape != volume.shape or result.dims != volume.dims:
+            raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
+        gradients = relaid(result, volume.merged).slabs
+    return list(gradients)
+
+
+class _Hooked(torch.autograd.Function):
+    """The slabs as they are; their gradients as hooks leave them."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Joined, hooks: dict[int, Callable], *slabs: Tensor) -> tuple[Tensor, ...]:
+        ctx.joined, ctx.hooks = joined, hooks
+        return tuple(slab.view_as(slab) for slab in slabs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
 
 
 @handles(
@@ -152,11 +296,21 @@ def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     "Tensor.storage",
     "Tensor.data_ptr",
     "Tensor.__dlpack__",
+    "Tensor.__dlpack_device__",
+    "Tensor.__contains__",
     "Tensor.share_memory_",
+    "Tensor.is_shared",
+    "Tensor.pin_memory",
+    "Tensor.is_pinned",
+    "Tensor.stride",
+    "Tensor.storage_offset",
     "Tensor.__deepcopy__",
     rehearse=False,
 )
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
-    name = func.__name__
-    refuse(f"its voxels lie on {args[0].context.communicator.shards} shards: call full_tensor().{name}(...) instead")
+    volume = next(value for value in args if isinstance(value, ShardedVolume))
+    refuse(
+        f"its voxels lie on {volume.context.communicator.shards} shards: call full_tensor() first, or, where somebody "
+        f"else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
+    )

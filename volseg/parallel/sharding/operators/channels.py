@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.sharding.operators.pointwise import elementwise, rewrap, run_local
-from volseg.parallel.sharding.operators.reductions import norm, over_dims
+from volseg.parallel.sharding.operators.reductions import HALF, norm, over_dims
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
@@ -62,7 +62,9 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:
     """Divide exponentials by their sum along a cut dim, in float32 where the voxels have fewer bits."""
     dtype = volume.dtype if dtype is None else dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    if torch.is_autocast_enabled(volume.device.type):
+        dtype = wide
     scores = wrap(volume, [slab.to(wide) if name != "softmin" else -slab.to(wide) for slab in volume.slabs])
     with torch.no_grad():
         largest = over_dims("amax", scores, [dim], keepdim=True)

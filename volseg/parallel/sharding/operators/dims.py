@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.copied_view import Origin
 from volseg.parallel.sharding.layout import Merged, can_split, spans
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.signatures import bind
@@ -70,7 +71,9 @@ def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = No
     """Broadcast dims that are not cut."""
     shape = list(size if other is None else other.shape)
     if not isinstance(input, ShardedVolume):
-        return cut_like(input.expand(shape), other)
+        result = cut_like(input.expand(shape), other)
+        result.origin = Origin([input], result.slabs, [])  # torch has a view of an ordinary tensor
+        return result
     shift = len(shape) - input.ndim
     dims = [dim + shift for dim in input.dims]
     if any(shape[dim] not in (-1, size) for dim, size in zip(dims, input.sizes, strict=True)):

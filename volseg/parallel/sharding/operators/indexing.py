@@ -269,4 +269,4 @@ def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = N
         count = volume.shape[dim] - 1
         pair = take_planes(volume, dim, 1, count), take_planes(volume, dim, 0, count)
         volume = elementwise(torch.ne if volume.dtype == torch.bool else torch.sub, *pair)
-    return volume
+    return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume

@@ -28,10 +28,6 @@ UNARY = [
     "bitwise_not",
     "cbrt",
     "ceil",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
     "conj",
     "conj_physical",
     "cos",
@@ -102,6 +98,10 @@ BINARY = [
     "bitwise_or",
     "bitwise_right_shift",
     "bitwise_xor",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
     "copysign",
     "div",
     "divide",
@@ -306,6 +306,8 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     target = args[0] if args else kwargs["input"]
     if not isinstance(target, ShardedVolume):
         return run_gathered(func, args, kwargs)
+    if target.hooks is not None:
+        refuse("a hook waits for the gradient of what would be changed: work out of place, or hook the result")
     target.context.settle()
     like, _ = run_local(func, args, kwargs, like=target)
     assert like is target
@@ -314,18 +316,18 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @handles("Pointwise arithmetic", "where")
 def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Choose voxel by voxel."""
+    """Choose voxel by voxel; with the condition alone, return the numbers of voxels: it is gathered for it."""
     if len(args) + len(kwargs) < 3:
-        refuse("with the condition alone it returns the numbers of voxels, which no shard knows by itself")
+        return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
 
 
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
 def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Make a volume of the same grid; its slabs lie where the volume's are."""
-    volume, *rest = args if args else (kwargs.pop("input"),)
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
     _without_device(kwargs.get("device"), volume)
-    named = {name: value for name, value in kwargs.items() if name != "device"}
+    named = {name: value for name, value in kwargs.items() if name != "device" and value is not volume}
     return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
 
 
@@ -389,8 +391,8 @@ def scatter(
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
         refuse("input and index must have the same extent along the cut")
     written = func.__name__ == "scatter_"
-    if written and not isinstance(input, ShardedVolume) and input._base is not None:
-        refuse("it writes into a part of an ordinary tensor")
+    if written and not isinstance(input, ShardedVolume) and (input._base is not None or input.requires_grad):
+        refuse("it writes into a part of an ordinary tensor, or into one with a history")
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
     if written and isinstance(input, ShardedVolume):

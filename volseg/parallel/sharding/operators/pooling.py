@@ -1,6 +1,6 @@
 """Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from typing import Any
 
@@ -143,17 +143,14 @@ def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: 
         return over_dims(kind, volume, list(volume.dims), keepdim=True)
     if all(outputs[i] == 1 for i in cut):
         return _first_largest(func, volume, outputs)
+    own = [1 if i in cut else n for i, n in enumerate(outputs)]
     plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
     grid = volume.context.communicator.grid
     if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
         return func(volume.full_tensor(), outputs)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        # Along the cut the intervals do not start where the slab does: pool them one by one there.
-        for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
-            slab = _pool_intervals(func, slab, dim, plan.window, window)  # type: ignore[arg-type]
-        within = [slab.shape[first + i] if i in cut else outputs[i] for i in range(count)]
-        return func(slab, within)
+        return _pool_boxes(func, slab, list(zip(volume.dims, plans, windows, strict=True)), own)
 
     return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
 
@@ -182,14 +179,21 @@ def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) ->
     return whole.gather(0, chosen)[0]
 
 
-def _pool_intervals(func: Callable, slab: Tensor, dim: int, pool: AdaptivePool, window: LocalWindow) -> Tensor:
-    """Pool along one dim, interval by interval, with torch's own choice among equal voxels."""
-    keep = [None] * _spatial(func)
-    keep[dim - slab.ndim + len(keep)] = 1  # type: ignore[call-overload]
+def _pool_boxes(
+    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
+) -> Tensor:
+    """Pool plane by plane along the cut dims, where the intervals do not start where the slab does.
+
+    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory's order, which
+    one dim after the other would not find.
+    """
+    if not cuts:
+        return func(slab, outputs)
+    (dim, plan, window), *others = cuts
     planes = []
     for plane in range(*window.output):
-        start, stop = pool.need(plane, plane + 1)
-        planes.append(func(slab.narrow(dim, start - window.span[0], stop - start), keep))
+        start, stop = plan.window.need(plane, plane + 1)
+        planes.append(_pool_boxes(func, slab.narrow(dim, start - window.span[0], stop - start), others, outputs))
     return torch.cat(planes, dim)
 
 

@@ -221,15 +221,21 @@ def variance(
         spread: Any = wrap(volume, [var for var, _ in slabs], kept)
         center: Any = wrap(volume, [mean for _, mean in slabs], kept)
         if "std" in func.__name__:
-            spread = wrap(spread, [slab.sqrt() for slab in spread.slabs], spread.dims)
+            spread = wrap(spread, [_root(slab) for slab in spread.slabs], spread.dims)
     else:
         center, squares, count = moments(volume, dims)
         spread = (squares / max(count - correction, 0)).to(volume.dtype)
         center = center.to(volume.dtype)
-        spread = spread.sqrt() if "std" in func.__name__ else spread
+        spread = _root(spread) if "std" in func.__name__ else spread
         if not keepdim:
             spread, center = _squeeze(spread, dims), _squeeze(center, dims)
     return (spread, center) if "mean" in func.__name__ else spread
+
+
+def _root(variance: Tensor) -> Tensor:
+    """Return the standard deviation; where it is zero, its gradient is zero too, as torch has it."""
+    zero = variance == 0
+    return variance.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:

@@ -125,7 +125,7 @@ def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
 SPLITS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
 
 
-@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS)
+@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False)
 def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Split along a dim that is not cut, or along the cut into balanced volumes."""
     named = bind(func, args, kwargs)
