@@ -257,7 +257,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     entry = TABLE.get(func)
     if entry is None and func in COMPOSITES:
         try:
-            return COMPOSITES[func].handler(*args, **kwargs)
+            handler = COMPOSITES[func].handler
+            python = isinstance(func, types.FunctionType)
+            return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
         except Refusal as refusal:
             reason = str(refusal)
         with torch._C.DisableTorchFunctionSubclass():

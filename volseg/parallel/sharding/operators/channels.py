@@ -71,7 +71,7 @@ def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | No
     # Lines of minus infinity alone are not a number in torch either.
     scores = elementwise(torch.sub, scores, largest)
     total = over_dims("sum", elementwise(torch.exp, scores), [dim], keepdim=True)
-    if name == "log_softmax":
+    if name.endswith("log_softmax"):
         result = elementwise(torch.sub, scores, elementwise(torch.log, total))
     else:
         result = elementwise(torch.div, elementwise(torch.exp, scores), total)
