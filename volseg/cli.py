@@ -4,6 +4,7 @@ What volseg raises on purpose is printed as one message without a traceback, wit
 system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143.
 """
 
+import json
 import logging
 import os
 import signal
@@ -128,21 +129,37 @@ def predict(
 
 
 @app.command(
-    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --devices 4"
+    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet"
 )
 def verify(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(min=2, help="Shards; without as many GPUs, one device stands for all.")] = 4,
+    devices: Annotated[
+        int, typer.Option(min=2, help="Shards or stages; without as many GPUs, one device stands for all.")
+    ] = 4,
     shape: Annotated[
-        tuple[int, int, int] | None, typer.Option(metavar="D H W", help="Sides in voxels; default the training patch.")
+        tuple[int, int, int] | None,
+        typer.Option(metavar="D H W", help="Sides in voxels; default small ones that the network takes."),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Another network than the config's; parameters by --set network.KEY=VALUE."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="spatial or pipeline; default the config's, spatial where it names none.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was compared as JSON.")] = False,
 ) -> None:
-    """Compare the network on several devices with itself on one: outputs, gradients, buffers, one step (float64)."""
+    """Compare the network on several devices with itself on one, in training and evaluation, recomputed and recorded.
+
+    Outputs, gradients, buffers, parameters after a step and after two, in float64. Exit status 1 if anything differs.
+    """
     from volseg import experiment
 
-    report = experiment.verify(experiment.load_config(config, overrides or ()), num_devices=devices, shape=shape)
-    typer.echo(str(report))
+    named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
+    loaded = experiment.load_config(config, [*named, *(overrides or ())])
+    report = experiment.verify(loaded, num_devices=devices, shape=shape, strategy=strategy)
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(1)
 

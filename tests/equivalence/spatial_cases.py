@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import DataError, ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.verify import compare
+from volseg.parallel.verify import compare
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+import json
 import resource
 import signal
 import subprocess
@@ -5,11 +6,15 @@ import sys
 import time
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
+from volseg.errors import ConfigError
 from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
+from volseg.models import NETWORKS
 
 VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make"]
 
@@ -45,6 +50,37 @@ def test_data_make_writes_a_task(tmp_path):
     result = CliRunner().invoke(app, ["data", "make", str(tmp_path / "Task00_Made"), "--cases", "2", "--tests", "0"])
     assert result.exit_code == 0
     assert len(list((tmp_path / "Task00_Made" / "imagesTr").iterdir())) == 2
+
+
+def test_verify_prints_a_table_or_json(config_file):
+    result = CliRunner().invoke(app, ["verify", str(config_file), "--devices", "2"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "2 shards and one device are equal to round-off" in result.output
+    command = ["verify", str(config_file), "--devices", "2", "--strategy", "pipeline", "--json"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["strategy"], told["verdict"], told["shards"]) == ("pipeline", "equal", 2)
+
+
+def test_verify_takes_another_network_by_name(config_file, monkeypatch):
+    class Scaled(nn.Conv3d):
+        """A network of the user's own that two devices cannot compute alike: it draws for itself."""
+
+        def __init__(self, in_channels, out_channels, factor=1.0):
+            super().__init__(in_channels, out_channels, 3, padding=1)
+            self.factor = factor
+
+        def forward(self, x):
+            return super().forward(x) * (self.factor + torch.rand(()))
+
+    monkeypatch.setitem(NETWORKS._components, "Scaled", Scaled)  # for one test; a name cannot be taken back
+    command = ["verify", str(config_file), "--network", "Scaled", "--set", "network.factor=2", "--devices", "2"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "NOT COMPARED" in result.output
+    with pytest.raises(ConfigError, match="no network is called 'Scald'"):
+        CliRunner().invoke(app, ["verify", str(config_file), "--network", "Scald"], catch_exceptions=False)
 
 
 def test_version():

@@ -1,48 +1,80 @@
 """Show that an experiment's network computes the same on several devices as on one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.msd import load_task
 from volseg.experiment.building import check_components
-from volseg.models import FitGrid, build_network
+from volseg.models import FitGrid, GridRule, build_network
+from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
-from volseg.parallel.sharding import Report
 
 __all__ = ["verify"]
 
+SMALLEST = 16
+"""Voxels along each side, if the network takes as few."""
 
-def verify(config: ExperimentConfig, *, num_devices: int = 4, shape: Sequence[int] | None = None) -> Report:
-    """Compare the config's network cut over devices with itself on one: outputs, gradients, buffers, one step.
+PLANES = 4
+"""Of each shard along D, at the finest level."""
+
+
+def verify(
+    config: ExperimentConfig,
+    *,
+    num_devices: int = 4,
+    shape: Sequence[int] | None = None,
+    strategy: str | None = None,
+) -> Report:
+    """Compare the config's network over devices with itself on one, in every mode that training meets.
 
     Parameters
     ----------
     config : ExperimentConfig
         Its network, with the channels and classes of its task.
     num_devices : int
-        Shards. GPUs where as many are visible; otherwise the one device stands for all, which shows the same errors.
+        Shards, or stages at most. GPUs where as many are visible; otherwise the one GPU stands for all, or copies on
+        the CPU, which shows the same errors.
     shape : sequence of int, optional
-        D, H, W of the volume; the training patch by default.
+        D, H, W of the volume; by default a small one that the network takes, no larger than the training patch.
+    strategy : str, optional
+        By default the config's, and spatial where that names none.
 
     Raises
     ------
     ConfigError, DataError
         If the network cannot be built, or there is no task.
+    GridError, ParallelError
+        If the plain network does not take the shape, or it cannot be cut over the devices.
     UnsupportedOperatorError
         If the network uses a function without a sharded form: names it and the module.
     """
     check_components(config)
     task = load_task(config.data.root, require_files=False)
-    network = build_network(
-        config.network.spec(),
-        in_channels=task.num_channels,
-        out_channels=task.num_classes,
-        patch_size=config.patch.size,
+    network = FitGrid(
+        build_network(
+            config.network.spec(),
+            in_channels=task.num_channels,
+            out_channels=task.num_classes,
+            patch_size=config.patch.size,
+        )
     )
+    chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
+    options: dict[str, Any] = {"split_size": config.parallel.split_size}
+    if chosen == "spatial":
+        options = {"on_unsupported": config.parallel.on_unsupported, "checkpoint": config.parallel.checkpoint}
     gpus = torch.cuda.device_count()
     names = [f"cuda:{index}" for index in range(gpus)] if gpus >= num_devices else ["cuda:0" if gpus else "cpu"]
     devices = [names[index % len(names)] for index in range(num_devices)]
-    volume = (1, task.num_channels, *(shape or config.patch.size))
-    return verify_network(FitGrid(network), volume, devices=devices, on_unsupported=config.parallel.on_unsupported)
+    sides = shape or _small(network.rule, config.patch.size, num_devices)
+    batch = 2 if chosen == "pipeline" else 1  # the least that makes two micro-batches
+    return verify_network(network, (batch, task.num_channels, *sides), devices, strategy=chosen, **options)
+
+
+def _small(rule: GridRule, patch: Sequence[int], shards: int) -> tuple[int, int, int]:
+    """Return sides that take seconds: float64 on a CPU, and some thirty steps."""
+    wanted = (max(SMALLEST, PLANES * shards), SMALLEST, SMALLEST)
+    d, h, w = (min(side, max(least, small)) for side, least, small in zip(patch, rule.minimum, wanted, strict=True))
+    return rule.sides((d, h, w))

@@ -13,13 +13,14 @@ from volseg.parallel.sharding import (
     pointwise_function,
     scatter_batch,
     slab_shape,
-    verify,
     whole,
 )
+from volseg.parallel.verify import Report, verify
 
 __all__ = [
     "CapturedStep",
     "ModelParallel",
+    "Report",
     "ShardedVolume",
     "from_slab",
     "is_worker",

@@ -6,6 +6,7 @@ device, the same shapes. Its collectives (NCCL) are recorded with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,15 +18,27 @@ from volseg.parallel.sharding.volume import ShardedVolume
 __all__ = ["Captured", "signature"]
 
 
-def signature(inputs: Any) -> tuple[Any, ...]:
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, Enum)
+"""Types of arguments, besides tensors, whose value says all."""
+
+
+def signature(inputs: Any) -> tuple[Any, ...] | None:
     """Return what must be the same for a recording to serve: structure, shapes, types, devices, plain values.
 
-    Of a sharded volume the whole shape counts, so that all processes that share it come to the same answer.
+    Of a sharded volume the whole shape counts, so that all processes that share it come to the same answer. None where
+    an argument is of another type, which may hold something else in the next call.
     """
     leaves, structure = tree_flatten(inputs)
-    return str(structure), *(
-        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    )
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            cut = leaf.dims if isinstance(leaf, ShardedVolume) else None
+            found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, cut))
+        elif isinstance(leaf, PLAIN):
+            found.append((type(leaf), leaf))  # True == 1 == 1.0
+        else:
+            return None
+    return str(structure), *found
 
 
 class Captured:

@@ -6,7 +6,7 @@ a module (parameters, state, modes) reaches the plain network under the plain ne
 
 ``strategy="auto"`` takes the spatial split, and the layers where the first volume meets an operator without a sharded
 form: only the run itself tells what a network calls, and a rehearsal on other shapes or devices could take another
-branch. That first attempt leaves no trace in buffers or random numbers.
+branch. That first attempt leaves no trace: neither in buffers and attributes, nor in random numbers, nor in the input.
 
 It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement apart, and raise.
 """
@@ -17,9 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
+from volseg.parallel.module_state import remember
+from volseg.parallel.random_state import RandomState
 
 __all__ = ["ModelParallel", "Strategy"]
 
@@ -102,6 +106,8 @@ class ModelParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        replicated = options.pop("replicated", True)
+        _check_not_lazy(net)
         chosen, self.why = _choose(strategy, split_size)
         self.chosen = chosen
         if strategy == "auto":
@@ -122,7 +128,8 @@ class ModelParallel(nn.Module):
         if chosen == "spatial":
             from volseg.parallel.sharding import SpatialStrategy
 
-            built: Strategy = SpatialStrategy(net, on_unsupported=on_unsupported, checkpoint=checkpoint, **common)
+            common |= {"on_unsupported": on_unsupported, "checkpoint": checkpoint, "replicated": replicated}
+            built: Strategy = SpatialStrategy(net, **common)
         else:
             from volseg.parallel.pipeline import PipelineStrategy
 
@@ -152,11 +159,11 @@ class ModelParallel(nn.Module):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the spatial split, or the pipeline if it cannot; the choice is made then."""
-        put_back = _remember(self.module)
+        attempt = _Attempt(self.module, args, kwargs)
         try:
             result = self.strategy(*args, **kwargs)
         except UnsupportedOperatorError as fault:
-            put_back()
+            attempt.put_back()
             self._take_layers(str(fault).partition("\n")[0])
             return self.strategy(*args, **kwargs)
         self._tries = False
@@ -202,8 +209,18 @@ class ModelParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel":
-        # Devices and process groups are shared; the network is copied.
-        return ModelParallel(copy.deepcopy(self.module, memo), **self._arguments)  # type: ignore[arg-type]
+        # Devices and process groups are shared; the network is copied. One process may copy alone: nothing is sent.
+        arguments: dict[str, Any] = {**self._arguments, "replicated": False}
+        return ModelParallel(copy.deepcopy(self.module, memo), **arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the network and the arguments; whoever loads them needs the same devices."""
+        if self._arguments["mesh"] is not None:
+            raise ParallelError(
+                "a ModelParallel on a mesh cannot be pickled, as process groups belong to the running processes; save "
+                "model.state_dict(), or pickle model.module, and wrap that again"
+            )
+        return _rebuilt, (self.module, self._arguments)
 
     def extra_repr(self) -> str:
         """Name the strategy."""
@@ -233,24 +250,42 @@ def _is_in_one_process(strategy: Strategy) -> bool:
     return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
 
 
-def _remember(net: nn.Module) -> Callable[[], None]:
-    """Note what a forward pass changes (buffers, random numbers); return the function that puts it back."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in net.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    random = torch.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    on_gpus = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+def _check_not_lazy(net: nn.Module) -> None:
+    """Refuse parameters whose shape the first batch decides: they must be placed before it comes."""
+    lazy = [name for name, tensor in (*net.named_parameters(), *net.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ParallelError(
+            f"{', '.join(lazy)} of {type(net).__name__} have no shape yet (lazy modules); run one batch through the "
+            "plain network first, under torch.no_grad(), and wrap it then"
+        )
 
-    def put_back() -> None:
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)
-        torch.set_rng_state(random)
-        for device, state in on_gpus:
-            torch.cuda.set_rng_state(state, device)
 
-    return put_back
+def _rebuilt(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
+    return ModelParallel(net, **arguments)
+
+
+class _Attempt:
+    """What a forward pass that may be given up could change: the network, random numbers, and its own input."""
+
+    def __init__(self, net: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._net = remember(net)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        self._random = RandomState([torch.device("cuda", index) for index in devices])
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Tensor and not leaf.is_inference()]
+        self._inputs = [(leaf, leaf._version, leaf.detach().clone()) for leaf in given]
+
+    def put_back(self) -> None:
+        """Undo the attempt."""
+        self._net.put_back()
+        self._random.put_back()
+        for tensor, version, value in self._inputs:
+            if tensor._version == version:
+                continue
+            if tensor.requires_grad:
+                raise ParallelError(
+                    f"the network changes its input of shape {tuple(tensor.shape)} in place, which needs a gradient, "
+                    "and has operators without a sharded form, before which the change cannot be undone; choose "
+                    "strategy='pipeline', or pass input.clone()"
+                )
+            with torch.no_grad():
+                tensor.copy_(value)

@@ -7,42 +7,56 @@ lends it for the time of a recomputation.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from volseg.errors import ParallelError
+
 __all__ = ["Remembered", "remember"]
 
-REGISTRIES = frozenset(vars(nn.Module()))
+REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself makes: parameters, children, hooks. What they hold is not changed by a forward
 pass, except for buffers, which are remembered by value."""
 
+CHANGEABLE = frozenset({Tensor, dict, list, set, torch.Generator})
+"""Types of attributes that are remembered with what they hold."""
 
-@dataclass(frozen=True, slots=True)
+
+NONE: dict[str, Any] = {}
+"""What most modules have of most kinds of state; never changed."""
+
+
 class _Known:
-    """A value, and what it held at the time where it can be changed in place."""
+    """A value that can be changed in place, and what it held."""
 
-    value: Any
-    held: Any = None
+    __slots__ = ("held", "value")
 
-    @classmethod
-    def of(cls, value: Any) -> "_Known":
-        """Note a value: plain tensors without history by value, containers with what they contain."""
-        if type(value) is Tensor and not value.requires_grad:
-            return cls(value, value.detach().clone())
-        if type(value) is dict:
-            return cls(value, {key: cls.of(item) for key, item in value.items()})
-        if type(value) is list:
-            return cls(value, [cls.of(item) for item in value])
-        if type(value) is set:
-            return cls(value, set(value))
-        return cls(value)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.held: Any = None
+        kind = type(value)
+        if kind is Tensor:
+            # A tensor with history cannot be changed in place without autograd's knowing.
+            self.held = None if value.requires_grad else value.detach().clone()
+        elif kind is dict:
+            self.held = {key: _Known(item) for key, item in value.items()}
+        elif kind is list:
+            self.held = [_Known(item) for item in value]
+        elif kind is set:
+            self.held = set(value)
+        elif kind is torch.Generator:
+            self.held = value.get_state()
 
     def restored(self) -> Any:
         """Return the value itself, holding again what it held."""
-        if isinstance(self.held, Tensor):
+        if isinstance(self.value, torch.Generator):
+            self.value.set_state(self.held)
+        elif isinstance(self.held, Tensor):
+            if not _fits(self.value, self.held):
+                self.value.data = self.held.clone()
             self.value.copy_(self.held)
         elif isinstance(self.held, dict):
             _refill(self.value, {key: item.restored() for key, item in self.held.items()})
@@ -54,6 +68,10 @@ class _Known:
 
     def copied(self) -> Any:
         """Return a value of its own that holds what this one held."""
+        if isinstance(self.value, torch.Generator):
+            generator = torch.Generator(self.value.device)
+            generator.set_state(self.held)
+            return generator
         if isinstance(self.held, Tensor):
             return self.held.clone()
         if isinstance(self.held, dict):
@@ -63,25 +81,99 @@ class _Known:
         return set(self.held) if isinstance(self.held, set) else self.value
 
 
+def _fits(tensor: Tensor, held: Tensor) -> bool:
+    """Say whether a tensor can take what it held: ``resize_`` and ``data`` change its shape or its type."""
+    return tensor.shape == held.shape and tensor.dtype == held.dtype and tensor.device == held.device
+
+
 def _refill(container: Any, content: Any) -> None:
     container.clear()
     container.update(content)
+
+
+class _Part(NamedTuple):
+    """One module: its attributes as they were, those that can be changed in place, and its registries."""
+
+    module: nn.Module
+    own: dict[str, Any]
+    known: dict[str, _Known]
+    buffers: dict[str, _Known]
+    parameters: dict[str, Any]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Part":
+        """Note a module; called for every module of every recomputed block, so it looks at no more than it must."""
+        own = vars(module).copy()
+        buffers, parameters = own["_buffers"], own["_parameters"]
+        known = NONE
+        # torch's own layers keep nothing in containers, and most modules of a network are those.
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            known = {
+                name: _Known(own[name]) for name in own if name not in REGISTRIES and type(own[name]) in CHANGEABLE
+            }
+        return cls(
+            module,
+            own,
+            known,
+            {name: _Known(value) for name, value in buffers.items()} if buffers else NONE,
+            parameters.copy() if parameters else NONE,
+            _versions(parameters) if parameters else [],
+        )
+
+    def is_unchanged(self) -> bool:
+        """Say, from identities alone, whether the module has nothing that could have changed."""
+        return not (
+            self.known
+            or self.buffers
+            or self.module._buffers
+            or not _same(vars(self.module), self.own)
+            or not _same(self.module._parameters, self.parameters)
+        )
+
+    def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
+        """Give the module its attributes of then, but for these."""
+        own = vars(self.module)
+        for name in own.keys() - self.own.keys():
+            del own[name]
+        own.update(self.own)
+        own.update(known)
+        _refill(self.module._buffers, buffers)
+        _refill(self.module._parameters, self.parameters)
 
 
 class Remembered:
     """The state of a network at one moment; made by ``remember``."""
 
     def __init__(self, net: nn.Module) -> None:
-        self._modules: list[tuple[nn.Module, dict[str, _Known], dict[str, _Known]]] = []
-        for module in net.modules():
-            buffers, attributes = _parts(module)
-            self._modules.append((module, _known(buffers), _known(attributes)))
+        self._parts = [_Part.of(module) for module in net.modules()]
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module was in training mode."""
+        return tuple(part.own["training"] for part in self._parts)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Make the network as it was: the same buffers and containers, holding what they held."""
-        for module, buffers, attributes in self._modules:
-            _set(module, *({name: known.restored() for name, known in part.items()} for part in (buffers, attributes)))
+    def put_back(self, in_place: bool = True) -> None:
+        """Make the network as it was: the same buffers and containers, holding what they held.
+
+        Parameters
+        ----------
+        in_place
+            Whether a parameter's version tells that it was changed; not where kernels were recorded and have not run.
+
+        Raises
+        ------
+        ParallelError
+            If a parameter was changed in place: parameters are not remembered by value, they are large.
+        """
+        if in_place:
+            self.check_parameters()
+        for part in self._parts:
+            if not part.is_unchanged():
+                part.set(
+                    *({name: item.restored() for name, item in kind.items()} for kind in (part.known, part.buffers))
+                )
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -90,18 +182,26 @@ class Remembered:
         Values are exchanged for copies, so that neither tensors nor their versions change: autograd may have saved
         them.
         """
-        now = [(module, *_parts(module)) for module, _, _ in self._modules]
-        for module, buffers, attributes in self._modules:
-            _set(module, *({name: known.copied() for name, known in part.items()} for part in (buffers, attributes)))
+        self.check_parameters()
+        changed = [part for part in self._parts if not part.is_unchanged()]
+        today = [(part.module, dict(vars(part.module)), *_registries(part.module)) for part in changed]
+        for part in changed:
+            part.set(*({name: item.copied() for name, item in kind.items()} for kind in (part.known, part.buffers)))
         try:
             yield
         finally:
-            for module, buffers, attributes in now:
-                _set(module, buffers, attributes)
+            for module, own, buffers, parameters in today:
+                _Part(module, own, {}, {}, parameters, []).set({}, buffers)
 
-
-def _known(values: dict[str, Any]) -> dict[str, _Known]:
-    return {name: _Known.of(value) for name, value in values.items()}
+    def check_parameters(self) -> None:
+        """Refuse parameters that were changed in place since."""
+        for part in self._parts:
+            if part.versions and part.versions != _versions(part.parameters):
+                raise ParallelError(
+                    f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
+                    "place after a forward pass that must be repeated or undone: take the optimizer's step behind "
+                    "backward(), and keep what forward() itself changes in buffers"
+                )
 
 
 def remember(net: nn.Module) -> Remembered:
@@ -109,14 +209,14 @@ def remember(net: nn.Module) -> Remembered:
     return Remembered(net)
 
 
-def _parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    own = {name: value for name, value in vars(module).items() if name not in REGISTRIES}
-    return dict(module._buffers), own
+def _registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(module._buffers), dict(module._parameters)
 
 
-def _set(module: nn.Module, buffers: dict[str, Any], attributes: dict[str, Any]) -> None:
-    _refill(module._buffers, buffers)
-    own = vars(module)
-    for name in [name for name in own if name not in REGISTRIES and name not in attributes]:
-        del own[name]
-    own.update(attributes)
+def _versions(parameters: dict[str, Any]) -> list[int]:
+    return [p._version for p in parameters.values() if p is not None and not p.is_inference()]
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Say whether two dictionaries hold the same objects in the same order."""
+    return len(now) == len(then) and all(map(is_, now.values(), then.values()))

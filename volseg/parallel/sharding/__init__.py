@@ -25,7 +25,7 @@ The parts, from plan to effect:
 - ``halo``, ``direct``: convolution of a process's one slab with the halo received in place; ``first_convolution``,
   ``last_convolution``, ``wide_convolution``: those that cuDNN is slow at.
 - ``dice_cross_entropy``, ``dice_kernels``, ``dice_triton``: the usual loss in one pass over logits and label.
-- ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``, ``verify``: what a user sees.
+- ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``: what a user sees.
 
 Where this refuses: a function without a handler raises. Nothing is run on what only looks like the volume, nothing
 is approximated, and no level is too coarse: a volume with fewer planes than shards is computed whole by everybody.
@@ -39,13 +39,11 @@ from volseg.parallel.sharding.custom_function import pointwise_function
 from volseg.parallel.sharding.graphs import CapturedStep
 from volseg.parallel.sharding.scatter import from_slab, loads_batches, scatter_batch, slab_shape
 from volseg.parallel.sharding.strategy import SpatialStrategy
-from volseg.parallel.sharding.verify import Report, verify
 from volseg.parallel.sharding.volume import ShardedVolume
 from volseg.parallel.sharding.whole import whole
 
 __all__ = [
     "CapturedStep",
-    "Report",
     "ShardedVolume",
     "SpatialStrategy",
     "from_slab",
@@ -53,6 +51,5 @@ __all__ = [
     "pointwise_function",
     "scatter_batch",
     "slab_shape",
-    "verify",
     "whole",
 ]

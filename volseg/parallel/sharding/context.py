@@ -3,13 +3,16 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.sharding.communicator import Communicator, buckets
+from volseg.errors import ParallelError
+from volseg.parallel.sharding.communicator import Communicator
+from volseg.parallel.sharding.parameters import Copies, Parameters, unrecorded
 
 __all__ = ["Context"]
 
@@ -39,6 +42,10 @@ class Context:
         Whether memory matters more than time: set where blocks are recomputed.
     graph_generator
         Random numbers that differ between processes, while a CUDA graph is captured.
+    has_replicas
+        Whether gradients are averaged with processes that train on other volumes.
+    parameters
+        Their copies on the shards' devices.
     """
 
     def __init__(
@@ -54,58 +61,47 @@ class Context:
         self.channels_last = False
         self.frugal = False
         self.graph_generator: torch.Generator | None = None
-        self._buckets: dict[int, list[Tensor]] = {}
-        self._shared: dict[int, list[Tensor]] = {}
-        self._shared_ids: set[int] = set()
-        self._cast: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.has_replicas = False
+        self.parameters = Parameters(communicator)
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
         self._waiting: list[weakref.ref] = []
         self._said: set[str] = set()
         self._plans: dict[Hashable, Any] = {}
         self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
 
-    def share(self, parameters: Sequence[Tensor]) -> None:
-        """Start a forward pass with these parameters, so that each is copied, and its gradient summed, once.
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward pass runs, or a part of one again."""
+        return self.parameters.current is not None
 
-        A bucket is handed to the shards when the first of its parameters is used. Autograd takes the most recent of
-        the nodes that are ready: so the sum of a bucket starts in the middle of the backward pass, and not at its
-        end.
-        """
-        self._shared, self._cast, self._shared_ids = {}, {}, set()
-        self._buckets = {}
-        for bucket in buckets(parameters):
-            for parameter in bucket:
-                self._buckets[id(parameter)] = bucket
+    @contextmanager
+    def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
+        with self.parameters.used(Copies(self.communicator, parameters)):
+            yield
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
-        shared = self._shared.get(id(whole))
-        if shared is not None:
-            return shared
-        bucket = self._buckets.get(id(whole))
-        if bucket is not None:
-            for parameter, copies in zip(bucket, self.communicator.share(bucket), strict=True):
-                self._shared[id(parameter)] = copies
-                self._shared_ids.update(map(id, copies))
-            return self._shared[id(whole)]
-        if not whole.requires_grad:
-            if self._alone == whole.device:
-                return [whole]
-            return [whole.to(device, non_blocking=True) for device in self.communicator.devices]
+        copies = self.parameters.current
+        found = None if copies is None else copies.of(whole)
+        if found is not None:
+            return found
+        if not (whole.requires_grad and torch.is_grad_enabled()):
+            return [whole] if self._alone == whole.device else unrecorded(self.communicator, whole)
+        if self.has_replicas and isinstance(whole, nn.Parameter):
+            raise ParallelError(
+                f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
+                "averages its gradient over the replicas of the mesh (a head called by itself, or a parameter that "
+                "was frozen when the pass began); call it in the forward of the network that ModelParallel runs"
+            )
         return self.communicator.spread(whole)
 
-    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a parameter in autocast's dtype: converted once per forward pass, however often it is used."""
-        if parameter.dtype == dtype:
-            return parameter
-        if id(parameter) not in self._shared_ids:
-            return parameter.to(dtype)
-        key = (id(parameter), dtype)
-        if key not in self._cast or self._cast[key].requires_grad != (
-            parameter.requires_grad and torch.is_grad_enabled()
-        ):
-            self._cast[key] = parameter.to(dtype)
-        return self._cast[key]
+    def cast(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a parameter's copy in autocast's dtype: converted once per forward pass, however often it is used."""
+        if copy.dtype == dtype:
+            return copy
+        copies = self.parameters.current
+        return copy.to(dtype) if copies is None else copies.cast(copy, dtype)
 
     def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""
@@ -132,6 +128,11 @@ class Context:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, stacklevel=4)
+
+    def name_of(self, wanted: nn.Module) -> str:
+        """Name a module of the network (only when a message needs it)."""
+        modules = self.net.named_modules() if self.net is not None else ()
+        return next((f"{name} ({type(m).__name__})" for name, m in modules if m is wanted), type(wanted).__name__)
 
     def module_path(self) -> str:
         """Name the module whose ``forward`` is running, read off the call stack (only when a message needs it)."""

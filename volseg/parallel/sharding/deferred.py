@@ -129,7 +129,8 @@ class Moment:
         """Refuse inputs that were changed in place since."""
         if [slab._version for slab in slabs] != self.versions:
             raise UnsupportedOperatorError(
-                "the input of a norm or of a join was changed in place before the result was used; do that out of place"
+                "the input of a norm or of a join, or the norm's weight, was changed in place before the result was "
+                "used; do that out of place, or use the result before"
             )
 
     def restored(self) -> AbstractContextManager[None]:
@@ -169,7 +170,12 @@ class Deferred:
     moment: Moment = field(default_factory=Moment)
 
     def __post_init__(self) -> None:
-        self.moment.note(self.slabs)
+        self.moment.note(self._inputs)
+
+    @property
+    def _inputs(self) -> list[Tensor]:
+        """What must still be as it was; the weight, which the backward pass reads, only where there will be one."""
+        return self.slabs if self.weight is None or not self.moment.grad_enabled else [*self.slabs, self.weight]
 
     def activated(self, activation: kernels.Activation) -> "Deferred | None":
         """Return this with an activation behind, or None where there is one already."""
@@ -186,7 +192,7 @@ class Deferred:
 
     def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
         """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
-        self.moment.check(self.slabs)
+        self.moment.check(self._inputs)
         work = _Work(self, halo if halo is not None and halo.width <= self.room else None)
         with self.moment.restored():
             results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)

@@ -9,6 +9,7 @@ once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from volseg.errors import ParallelError
 from volseg.parallel.capture import Captured
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.recorded_state import RecordedState
 from volseg.parallel.recorder import Recorder
 from volseg.parallel.sharding.group import ProcessGroupShards
 from volseg.parallel.sharding.strategy import SpatialStrategy
@@ -61,8 +63,10 @@ class CapturedStep:
         self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
         self._first: Captured | None = None
-        self._rates = _Rates(None, self.device)
-        self._recorder = Recorder(self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit)
+        network = model.module if isinstance(model, ModelParallel) else model
+        # Where the attempt fails, the rates of all processes go back: a tensor rounds to float32, a number does not.
+        state = RecordedState(network, optimizer, partial(_move_rates, optimizer, self.device))
+        self._recorder = Recorder(self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run or replay the step; results of a replay are overwritten by the next one."""
@@ -101,7 +105,8 @@ class CapturedStep:
 
     def _record(self, *inputs: Any) -> "_RecordedStep":
         _one_gpu(self.model)  # strategy='auto' may have taken a pipeline since
-        self._rates = _Rates(self.optimizer, self.device)
+        if not self._recorder.is_replaying:  # they were freed to be made anew, with the memory that they shared
+            self._first = None
         recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=self._first)
         self._first = self._first or recorded.captured
         return recorded
@@ -116,9 +121,6 @@ class CapturedStep:
                 if group is not None:
                     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
             agrees = bool(vote.item())
-        if not agrees:  # nor may the rates differ between processes: a tensor rounds to float32, a number does not
-            self._rates.put_back()
-            self.model.zero_grad()
         return agrees
 
 
@@ -171,22 +173,12 @@ class _RecordedStep:
         self.captured.release()
 
 
-class _Rates:
+def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
     """Move the learning rates of an optimizer to the device, where a recording can read them."""
-
-    def __init__(self, optimizer: Optimizer | None, device: torch.device) -> None:
-        self._groups = [] if optimizer is None else optimizer.param_groups
-        names = ["lr", "capturable"]
-        self._before = [{name: group[name] for name in names if name in group} for group in self._groups]
-        for group in self._groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
-            if "capturable" in group:
-                group["capturable"] = True
-
-    def put_back(self) -> None:
-        """Leave them as they were, for a step that was not recorded."""
-        for group, before in zip(self._groups, self._before, strict=True):
-            group.update(before)
+    for group in [] if optimizer is None else optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+        if "capturable" in group:
+            group["capturable"] = True
 
 
 def _group_strategy(model: nn.Module) -> SpatialStrategy | None:

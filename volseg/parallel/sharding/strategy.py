@@ -10,19 +10,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import volseg.parallel.sharding.operators  # noqa: F401  (fills the operator table)
 from volseg.errors import ParallelError
+from volseg.parallel.random_state import seeded
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.copied_view import plain
 from volseg.parallel.sharding.custom_function import no_script
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
+from volseg.parallel.sharding.inputs import CutInput
 from volseg.parallel.sharding.layout import DIM, can_split
 from volseg.parallel.sharding.local import LocalDevices
 from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
+from volseg.parallel.sharding.replication import check_alike, replicate
 from volseg.parallel.sharding.table import check_history, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
@@ -58,6 +62,8 @@ class SpatialStrategy:
     channels_last
         Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
         faster.
+    replicated
+        Whether the network gets the values of the first process; not needed for a copy of one that has them.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class SpatialStrategy:
         checkpoint: str | int | None = None,
         channels_last: bool | None = None,
         offload: bool = False,
+        replicated: bool = True,
     ) -> None:
         if on_unsupported not in ("raise", "gather"):
             raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {on_unsupported!r}")
@@ -82,15 +89,19 @@ class SpatialStrategy:
         self.axes = _checked_axes(axes, self.communicator.grid)
         self.context = Context(self.communicator, on_unsupported, net)
         self.context.room = _room(net)
-        self.recomputation = Recomputation(net, checkpoint)
+        self.context.has_replicas = self.replicas is not None
+        self.recomputation = Recomputation(net, checkpoint, self.context)
         self.context.frugal = checkpoint is not None
         self.offload = offload
         self._checked = False
+        self._checked_weights = not self._groups
         self._generator: torch.Generator | None = None
         self.context.channels_last = _channels_last(self.communicator.home) if channels_last is None else channels_last
         net.to(self.communicator.home)
         if self.context.channels_last:
             _put_channels_last(net)
+        if replicated:
+            replicate(net, self._groups, self.communicator.home)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the volumes among the arguments, and run the network's own ``forward`` on the slabs."""
@@ -99,22 +110,38 @@ class SpatialStrategy:
             with torch.inference_mode(False), torch.no_grad():
                 args, kwargs = tree_map(_ordinary, (args, kwargs))
                 return self(*args, **kwargs)
-        args, kwargs = tree_map(self.cut, (args, kwargs))
-        trained: dict[str, Tensor] = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        if not self._checked_weights:
+            self._checked_weights = True
+            check_alike(self.net, self._groups, self.communicator.home)
+        leaves, structure = tree_flatten((args, kwargs))
+        cut = [self.cut(leaf) for leaf in leaves]
+        args, kwargs = tree_unflatten(cut, structure)
+        inputs = CutInput.among(leaves, cut)
+        trained: dict[str, Tensor] = {name: p for name, p in self.net.named_parameters() if _is_trained(p)}
         if self.replicas is not None:
             averaged = average_gradients(list(trained.values()), self.replicas)
             trained = dict(zip(trained, averaged, strict=True))
-        self.context.share(list(trained.values()))
-        given = volumes((args, kwargs))
-        finest = max((volume.shape[2:].numel() for volume in given), default=0)
+        finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.offload and torch.is_grad_enabled() else nullcontext()
-        with self._same_randomness(), away, self.recomputation.active(finest), no_script():
+        copies = self.context.forward_pass(list(trained.values()))
+        with self._same_randomness(), away, copies, self.recomputation.active(finest), no_script():
             if self.replicas is not None:
                 result = functional_call(self.net, trained, args, kwargs)
             else:
                 result = self.net(*args, **kwargs)
+        for given in inputs:
+            given.write_back()
+        for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
+            volume.settle()
+        result = tree_map(plain, result)
         # Losses mix the few channels of the output with labels, which are contiguous.
         return tree_map(_contiguous, result) if self.context.channels_last else result
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Groups of processes that hold the same network: shards, then replicas, so that one value reaches all."""
+        shards = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
+        return [group for group in (shards, self.replicas) if group is not None]
 
     def cut(self, value: Any) -> Any:
         """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
@@ -167,15 +194,12 @@ class SpatialStrategy:
     def _same_randomness(self) -> Iterator[None]:
         """Give all processes of a volume the same random state.
 
-        Levels that are too coarse to cut draw from it, and dropout its seeds. The caller's generators are put back.
+        Levels that are too coarse to cut draw from it, and dropout its seeds, which may be active in a network that is
+        evaluated, too. The caller's generators are put back.
         """
         group = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
         device = self.communicator.home
-        if (
-            group is None
-            or not self.net.training
-            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        ):
+        if group is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield
             return
         if self._generator is None:
@@ -184,8 +208,7 @@ class SpatialStrategy:
             dist.broadcast(agreed, dist.get_global_rank(group, 0), group=group)
             self._generator = torch.Generator().manual_seed(int(agreed.item()))
         seed = int(torch.randint(2**62, (), generator=self._generator).item())
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        with seeded(seed, [device]):
             yield
 
     @property
@@ -200,8 +223,13 @@ class SpatialStrategy:
         return "\n".join(lines)
 
 
+def _is_trained(parameter: Tensor) -> bool:
+    """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
+    return parameter.requires_grad and not parameter.is_inference()
+
+
 def _contiguous(leaf: Any) -> Any:
-    if not isinstance(leaf, ShardedVolume):
+    if not isinstance(leaf, ShardedVolume) or leaf.origin is not None:
         return leaf
     check_history(leaf)
     return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])

@@ -65,6 +65,8 @@ class Entry:
         The arguments that the handler treats; None for all of them.
     rehearsed
         Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
+    broadcasts
+        Whether shapes that are equal are right, and the result has them too.
     views
         Whether torch may return a view of an argument.
     perhaps
@@ -76,6 +78,7 @@ class Entry:
     handler: Handler
     treated: frozenset[str] | None
     rehearsed: bool
+    broadcasts: bool
     views: bool
     perhaps: bool
 
@@ -92,7 +95,7 @@ def refuse(reason: str) -> NoReturn:
 TABLE: dict[Any, Entry] = {}
 
 
-def handles(family: str, *names: str, rehearse: bool = True) -> Callable[[Handler], Handler]:
+def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = False) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``).
@@ -109,7 +112,7 @@ def handles(family: str, *names: str, rehearse: bool = True) -> Callable[[Handle
                 bare = name.rpartition(".")[2]
                 perhaps = bare in PERHAPS_VIEWS
                 views = perhaps or bare in VIEWS or returns_view(function)
-                TABLE[function] = Entry(label, family, handler, treated, rehearse, views, perhaps)
+                TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps)
         return handler
 
     return register
@@ -182,7 +185,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             scripted = isinstance(func, torch._C.ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
-            expected = rehearsed(func, args, kwargs, given[0]) if entry.rehearsed and given else None
+            unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
+            expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
             if entry.treated is None:
                 if kwargs and kwargs.get("out") is not None:
                     refuse("it has no out= on slabs: use the result")
@@ -216,6 +220,20 @@ def _refuse_custom(volume: ShardedVolume) -> NoReturn:
         f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
         f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
     )
+
+
+def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Say whether all tensors have one shape: then there is nothing to rehearse for a function that broadcasts."""
+    shape = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if shape is None:
+                shape = value.shape
+            elif value.shape != shape:
+                return False
+        elif nested(value):
+            return False
+    return True
 
 
 def _checked(

@@ -40,7 +40,14 @@ def of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 TABLE[dice_cross_entropy] = Entry(
-    "volseg.dice_cross_entropy", "Losses", of_slabs, treated=None, rehearsed=False, views=False, perhaps=False
+    "volseg.dice_cross_entropy",
+    "Losses",
+    of_slabs,
+    treated=None,
+    rehearsed=False,
+    broadcasts=False,
+    views=False,
+    perhaps=False,
 )
 
 

@@ -1,8 +1,6 @@
 """Dropout: independent voxels on every shard, whole channels alike on all of them.
 
-Masks are drawn from a seed that the CPU's default generator gives, which all processes of a group hold in the same
-state during a forward pass (see ``strategy``). One seed therefore repeats a run, and activation checkpointing, which
-restores that generator, repeats a mask.
+Masks are drawn from seeds: see ``random``.
 """
 
 from collections.abc import Callable
@@ -11,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.operators.random import common_generator, generators
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["channel_dropout", "dropout"]
-
-
-def draw_seed() -> int:
-    """Draw a seed that every shard agrees on."""
-    return int(torch.randint(2**62, ()).item())
-
-
-def _capturing(volume: ShardedVolume) -> bool:
-    return volume.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False)
@@ -79,26 +69,16 @@ def _drop_channels(volume: Any, p: float, training: bool, inplace: bool, leading
 
 def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:
     """Draw one mask per slab."""
-    if _capturing(volume):
-        return [
-            torch.empty_like(slab).bernoulli_(keep, generator=volume.context.graph_generator) for slab in volume.slabs
-        ]
-    seed = draw_seed()
-    masks = []
-    for slab, index in zip(volume.slabs, volume.context.communicator.indices, strict=True):
-        # Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
-        own = (seed + index * 0x9E3779B97F4A7C15) % 2**63
-        generator = torch.Generator(slab.device).manual_seed(own)
-        masks.append(torch.empty_like(slab, requires_grad=False).bernoulli_(keep, generator=generator))
-    return masks
+    return [
+        torch.empty_like(slab, requires_grad=False).bernoulli_(keep, generator=generator)
+        for slab, generator in zip(volume.slabs, generators(volume), strict=True)
+    ]
 
 
 def channel_mask(volume: ShardedVolume, shape: list[int], keep: float) -> Tensor:
     """Draw one mask for all slabs."""
     empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
-    if _capturing(volume):  # every process's default generator has the same state: see ``graphs``
-        return empty.bernoulli_(keep)
-    return empty.bernoulli_(keep, generator=torch.Generator(empty.device).manual_seed(draw_seed()))
+    return empty.bernoulli_(keep, generator=common_generator(volume))
 
 
 def _apply(volume: ShardedVolume, masks: list[Tensor], factor: float, in_place: bool) -> ShardedVolume:

@@ -157,7 +157,6 @@ ACTIVATIONS = [
     "logsigmoid",
     "mish",
     "relu6",
-    "rrelu",
     "selu",
     "silu",
     "softplus",
@@ -279,8 +278,8 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 @handles("Pointwise arithmetic", *UNARY, rehearse=False)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER_UNARY), rehearse=False)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False)
-@handles("Pointwise arithmetic", *BINARY)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER))
+@handles("Pointwise arithmetic", *BINARY, broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab."""
     like, results = run_local(func, args, kwargs)
@@ -291,15 +290,13 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, in place where ``inplace`` says so."""
     named = bind(func, args, kwargs)
-    if named.get("training") and "rrelu" in func.__name__:
-        refuse("its random slopes would be drawn alike on all shards: use leaky_relu, or eval mode")
     return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
 
 
 @handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
-@handles("Activations", *(f"{name}_" for name in ACTIVATIONS if name != "rrelu"), rehearse=False)
-@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name))
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE))
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False)
+@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""

@@ -1,0 +1,312 @@
+"""The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ.
+
+``python test_state_ranks.py FOLDER`` in each process of a group writes what it found.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
+
+from volseg.errors import ParallelError
+from volseg.parallel import ModelParallel, launch
+from volseg.parallel.sharding.verify import TOLERANCE, compare
+
+
+class Net(nn.Module):
+    """Layers by name, and a function of them as ``forward``."""
+
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self.layers, *inputs)
+
+
+def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
+    return nn.Conv3d(inputs, outputs, 3, padding=1)
+
+
+def volume() -> Tensor:
+    return torch.randn(2, 1, 12, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def spatial(net: nn.Module, **options: Any) -> ModelParallel:
+    return ModelParallel(net, strategy="spatial", **options)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return build().double()
+
+
+def errors(build: Callable[[], nn.Module], **options: Any) -> str | None:
+    """Say what is not as on one device after two steps."""
+    found = compare(seeded(build), spatial(seeded(build), **options), [volume()], steps=2)
+    wrong = {name: error for name, error in found.items() if not error <= TOLERANCE}
+    return str(wrong) if wrong else None
+
+
+def conditioned(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = layers["a"](x)
+    return layers["b"](layers["a"](x) * first)
+
+
+def no_grad_first() -> str | None:
+    return errors(lambda: Net(conditioned, a=convolution(), b=convolution()))
+
+
+def recomputed() -> str | None:
+    def block() -> nn.Module:
+        first = parametrizations.spectral_norm(convolution(1, 4))
+        return nn.Sequential(first, nn.BatchNorm3d(4), nn.PReLU(4), convolution(4, 1))
+
+    return errors(lambda: nn.Sequential(block(), block()), checkpoint="all")
+
+
+class Dropping(nn.Module):
+    """Draws voxels, channels, and in Python, between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = convolution(1, 4), convolution(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout3d(F.dropout(self.a(x), 0.5), 0.5) * random.random()
+        return self.b(x * F.dropout(F.adaptive_avg_pool3d(x, 1), 0.5))
+
+
+def random_recomputed() -> str | None:
+    """The seeds of a model are drawn one after the other: two models of equal history draw alike."""
+    found = []
+    for option in (None, "all"):
+        torch.manual_seed(dist.get_rank())
+        model = spatial(seeded(lambda: nn.Sequential(Dropping(), Dropping())), checkpoint=option)
+        for _ in range(2):
+            output = model(volume())
+            output.square().mean().backward()
+        found.append((output.full_tensor().detach(), *(p.grad for p in model.parameters())))
+    return None if all(torch.allclose(a, b) for a, b in zip(*found, strict=True)) else "another function's gradient"
+
+
+def alike(tensor: Tensor) -> bool:
+    """Say whether all processes hold the same."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.detach().contiguous())
+    return all(torch.equal(other, tensor) for other in everyone)
+
+
+def dropped_in_evaluation() -> str | None:
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> tuple[Tensor, ...]:
+        coarse = F.dropout(F.adaptive_avg_pool3d(x, 1), 0.5)
+        return F.dropout3d(x, 0.5), coarse, F.dropout(x, 0.5), x * random.random()
+
+    model = spatial(Net(forward)).eval()
+    ones = torch.ones(1, 64, 8, 4, 4, dtype=torch.float64)
+    channels, coarse, voxels, factor = model(ones)
+    outside = F.dropout3d(voxels, 0.5, True).full_tensor() - voxels.full_tensor() * 2
+    kept = channels.full_tensor().flatten(2)
+    wrong = {
+        "channels": not torch.equal(kept, kept[..., :1].expand_as(kept)),
+        "some": not 10 < int((kept[..., 0] == 0).sum()) < 54,
+        "coarse": not alike(coarse),
+        "factor": not alike(factor.full_tensor().flatten()[:1]),
+        "voxels": torch.equal(*voxels.full_tensor().chunk(2, 2)),
+        "outside": not all(bool((part == 0).all()) or bool((part != 0).any()) for part in outside[0]),
+    }
+    halves = (F.dropout3d(voxels * 0 + 1, 0.5, True)).full_tensor().chunk(2, 2)
+    wrong["outside of forward"] = not torch.equal(*halves)
+    return str(wrong) if any(wrong.values()) else None
+
+
+class Various(nn.Module):
+    """Parameters and buffers of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(convolution(1, 3), nn.BatchNorm3d(3), nn.Conv3d(3, 1, 1))
+        self.coarse = nn.Parameter(torch.randn(3).half())
+        self.brain = nn.Parameter(torch.randn(3, 2).bfloat16())
+        self.register_buffer("table", torch.randint(9, (4,)))
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("roots", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("unsaved", torch.randn(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.table.sum()
+
+
+def weights_that_differ() -> str | None:
+    torch.manual_seed(dist.get_rank())
+    net = Various()
+    before = [tensor.clone() for tensor in (*net.parameters(), *net.buffers())]
+    model = spatial(net)
+    after = [*net.parameters(), *net.buffers()]
+    if not all(alike(tensor.detach().reshape(-1).view(torch.uint8)) for tensor in after):
+        return "not all alike"
+    first = dist.get_rank() > 0 or all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    model(volume().float()).mean().backward()
+    return None if first else "the first process's values changed"
+
+
+def refusal(change: Callable[[nn.Module], Any]) -> str:
+    net = nn.Sequential(convolution(1, 2), nn.BatchNorm3d(2))
+    model = spatial(net)
+    if dist.get_rank() == 1:
+        change(net)
+    try:
+        model(volume().float())
+    except ParallelError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def changed_in_one_process() -> str | None:
+    found = {
+        "values": refusal(lambda net: net[0].weight.data[0, 0, 0].add_(1e-3)),
+        "swapped": refusal(lambda net: net[0].weight.data.copy_(net[0].weight.data.flip(0))),
+        "buffer": refusal(lambda net: net[1].num_batches_tracked.add_(1)),
+        "mode": refusal(lambda net: net[1].eval()),
+        "frozen": refusal(lambda net: net[0].bias.requires_grad_(False)),
+    }
+    wanted = {
+        "values": "0.weight",
+        "swapped": "0.weight",
+        "buffer": "1.num_batches_tracked",
+        "mode": "1",
+        "frozen": "0",
+    }
+    wrong = {name: text for name, text in found.items() if f": {wanted[name]}. Wrapping" not in text}
+    return str(wrong) if wrong else None
+
+
+def other_networks() -> str | None:
+    for build in (lambda rank: [convolution() for _ in range(1 + rank)], lambda rank: [convolution(1, 1 + rank)]):
+        try:
+            spatial(nn.Sequential(*build(dist.get_rank())))
+        except ParallelError as refused:
+            if "built different networks" in str(refused):
+                continue
+        return "not refused"
+    return None
+
+
+def input_in_place() -> str | None:
+    ours, theirs = volume(), volume()
+    net = seeded(lambda: nn.Sequential(nn.LeakyReLU(0.5, inplace=True), convolution()))
+    output = spatial(copy.deepcopy(net))(ours).full_tensor()
+    if not torch.allclose(output, net(theirs)) or not torch.equal(ours, theirs):
+        return "the caller's tensor is not what it is on one device"
+    with contextlib.suppress(ParallelError):
+        spatial(copy.deepcopy(net))(volume().requires_grad_() * 1)
+        return "an input that needs a gradient was not refused"
+    return None
+
+
+def replicas() -> str | None:
+    """Two replicas of one shard: a block's parameters are averaged, and recomputed; a head by itself is refused."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "spatial"))
+    build: Callable[[], nn.Module] = lambda: nn.Sequential(convolution(1, 2), nn.PReLU(2), convolution(2, 1))  # noqa: E731
+    torch.manual_seed(dist.get_rank())
+    net = build().double()
+    model = spatial(nn.Sequential(net), mesh=mesh, checkpoint="all")
+    if not alike(net[0].weight):
+        return "the replicas' weights differ"
+    plain, volumes = copy.deepcopy(net), volume()
+    for _ in range(2):
+        model(volumes[dist.get_rank()][None]).square().mean().backward()
+        (sum(plain(each[None]).square().mean() for each in volumes) / 2).backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        if not torch.allclose(ours.grad, theirs.grad):
+            return "gradients"
+    try:
+        net[0](model(volumes).detach())
+    except ParallelError as refused:
+        return None if "outside of the forward pass" in str(refused) else str(refused)
+    return "not refused"
+
+
+def copies_alone() -> str | None:
+    """One process may copy its model, as for an average of its weights, without the others."""
+    model = spatial(seeded(convolution))
+    twin = copy.deepcopy(model) if dist.get_rank() == 0 else model
+    return None if torch.equal(twin.module.weight, model.module.weight) else "not a copy"
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        no_grad_first,
+        recomputed,
+        random_recomputed,
+        dropped_in_evaluation,
+        weights_that_differ,
+        changed_in_one_process,
+        other_networks,
+        input_in_place,
+        replicas,
+        copies_alone,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
+        launch([__file__, str(folder)], 2)
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes(name: str, ranks: list[dict[str, str | None]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert name in found, f"rank {rank} did not reach {name}: it or another one failed before"
+        assert found[name] is None, f"rank {rank}: {found[name]}"
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # A rank that fails leaves the others waiting: not for long.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results: dict[str, str | None] = {}
+    path = folder / f"{dist.get_rank()}.json"
+    for name, case in CASES.items():
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = traceback.format_exc()
+            break
+        finally:
+            path.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    # gloo's threads can linger at interpreter exit.
+    sys.stdout.flush()
+    os._exit(0)

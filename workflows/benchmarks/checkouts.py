@@ -1,0 +1,139 @@
+"""Milliseconds of a training step in several checkouts of volseg, in turns in one run: what a change costs.
+
+python workflows/benchmarks/checkouts.py before=DIR after=. --result checkouts.json
+
+Each round measures every checkout once, in a process of its own. ``host`` is the time until Python has launched a step,
+``step`` until the device has finished it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+WARM_UP, MEASURED = 8, 30
+
+ROWS = [
+    ("DynUNet", 64, "eager"),
+    ("DynUNet", 128, "eager"),
+    ("DynUNet", 128, "recorded"),
+    ("UNet", 64, "eager"),
+    ("UNet", 128, "recorded"),
+    ("VNet", 64, "eager"),
+    ("VNet", 128, "recorded"),
+    ("AttentionUnet", 64, "eager"),
+    ("AttentionUnet", 128, "recorded"),
+]
+"""Network, side of the cube (voxels), and whether the step is recorded."""
+
+
+def main() -> None:
+    """Measure all checkouts in turns and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", help="NAME=FOLDER")
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--worker", action="store_true", help="measure the volseg that is imported; for this script")
+    chosen = parser.parse_args()
+    if chosen.worker:
+        print(json.dumps([measure(*row, torch.device(chosen.device)) for row in ROWS]))
+        return
+    folders = dict(checkout.split("=", 1) for checkout in chosen.checkouts)
+    rounds: dict[str, list[list[dict[str, float]]]] = {name: [] for name in folders}
+    for number in range(chosen.rounds):
+        for name, folder in folders.items():
+            rounds[name].append(run(folder, chosen.device))
+            print(f"round {number + 1}, {name}: {rounds[name][-1]}", flush=True)
+    first = next(iter(folders))
+    rows = []
+    for index, (network, side, mode) in enumerate(ROWS):
+        row: dict[str, Any] = {"network": network, "side": side, "mode": mode}
+        for kind in ("host", "step"):
+            found = {name: statistics.median(r[index][kind] for r in rounds[name]) for name in folders}
+            row[kind] = found | {f"{name} / {first}": value / found[first] for name, value in found.items()}
+        rows.append(row)
+    from volseg.monitoring.environment import environment
+
+    report = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "milliseconds": rows}
+    report["rounds"] = rounds
+    chosen.result.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def run(folder: str, device: str) -> list[dict[str, float]]:
+    """Measure one checkout in a process of its own."""
+    paths = os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, "--worker", "--device", device]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"measuring {folder} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def build(name: str) -> nn.Module:
+    """Return a network of the field's usual size."""
+    from monai.networks import nets
+
+    torch.manual_seed(0)
+    if name == "DynUNet":
+        return nets.DynUNet(
+            3, 1, 3, [3] * 5, [1, 2, 2, 2, 2], [2] * 4, filters=[32, 64, 128, 256, 320], norm_name="instance"
+        )
+    if name == "UNet":
+        return nets.UNet(3, 1, 3, (32, 64, 128, 256, 320), (2, 2, 2, 2), num_res_units=2)
+    if name == "VNet":
+        return nets.VNet(3, 1, 3, dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0))
+    return nets.AttentionUnet(3, 1, 3, (32, 64, 128, 256), (2, 2, 2))
+
+
+def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, float]:
+    """Return median milliseconds of a step: forward in bfloat16, loss, backward, optimizer."""
+    from volseg.parallel import ModelParallel
+    from volseg.parallel.sharding import CapturedStep
+    from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
+
+    model = ModelParallel(build(name), strategy="spatial", devices=[device])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=device.type == "cuda")
+    image = torch.randn(1, 1, side, side, side, device=device)
+    label = torch.randint(3, (1, 1, side, side, side), device=device).float()
+
+    def step(image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = dice_cross_entropy(model(image), label, Terms())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run_step: Callable[..., Any] = CapturedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
+    host, whole = [], []
+    for number in range(WARM_UP + MEASURED):
+        begin = now(device)
+        run_step(image, label)
+        launched = time.perf_counter()
+        end = now(device)
+        if number >= WARM_UP:
+            host.append(1000 * (launched - begin))
+            whole.append(1000 * (end - begin))
+    return {"host": statistics.median(host), "step": statistics.median(whole)}
+
+
+def now(device: torch.device) -> float:
+    """Return the time once the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()
