@@ -5,8 +5,10 @@ from volseg.parallel.sharding.operators import (
     autograd,
     channels,
     convolution,
+    counting,
     dice_cross_entropy,
     dims,
+    distances,
     dropout,
     joins,
     losses,
@@ -18,6 +20,7 @@ from volseg.parallel.sharding.operators import (
     random,
     reductions,
     resize,
+    sampling,
     slices,
 )
 
@@ -26,8 +29,10 @@ __all__ = [
     "autograd",
     "channels",
     "convolution",
+    "counting",
     "dice_cross_entropy",
     "dims",
+    "distances",
     "dropout",
     "joins",
     "losses",
@@ -39,5 +44,6 @@ __all__ = [
     "random",
     "reductions",
     "resize",
+    "sampling",
     "slices",
 ]
