@@ -187,9 +187,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
             expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
+            if kwargs and kwargs.get("out") is not None:
+                refuse("it has no out= on slabs: use the result")
             if entry.treated is None:
-                if kwargs and kwargs.get("out") is not None:
-                    refuse("it has no out= on slabs: use the result")
                 result = entry.handler(func, args, kwargs)
             else:
                 result = entry.handler(func, **_treated(entry, func, args, kwargs))

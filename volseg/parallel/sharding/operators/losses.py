@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss", "written_in_python"]
+__all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss"]
 
 VOXELWISE = [
     "binary_cross_entropy",
@@ -129,29 +128,6 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return reduced(losses, reduction)
     counted = [_counted(t, w, ignore, loss) for t, w, loss in zip(target.slabs, weights, slabs, strict=True)]
     return reduced(losses, "sum") / reduced(wrap(losses, counted, losses.dims), "sum")
-
-
-@handles(
-    "Losses",
-    "F.gaussian_nll_loss",
-    "F.multilabel_soft_margin_loss",
-    "F.triplet_margin_with_distance_loss",
-    rehearse=False,
-)
-def written_in_python(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run torch's own Python on volumes: its steps come back to the table one by one."""
-    with torch._C._EnableTorchFunction():
-        return _without_overrides(func)(*args, **kwargs)
-
-
-@cache
-def _without_overrides(func: Any) -> Callable:
-    """Return a function of torch that does not ask whether somebody else wants to run it."""
-    asking = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
-    inside = {**func.__globals__, **dict.fromkeys(asking, lambda *_: False)}
-    own = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
-    own.__kwdefaults__ = func.__kwdefaults__
-    return own
 
 
 @handles("Losses", "F.one_hot", rehearse=False)

@@ -1,6 +1,6 @@
 """Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from typing import Any
 
@@ -24,8 +24,8 @@ from volseg.parallel.sharding.windows import AdaptivePool
 __all__ = ["adaptive_pool", "average_pool", "max_pool"]
 
 
-@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", rehearse=False)
-@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", rehearse=False)
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
 def max_pool(
     func: Callable,
     input: Any,
@@ -43,8 +43,6 @@ def max_pool(
     kernel = per_dim(kernel_size, count)
     stride = per_dim(stride or kernel, count)
     padding, dilation = per_dim(padding, count), per_dim(dilation, count)
-    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
-        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
     plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
@@ -57,7 +55,7 @@ def max_pool(
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", rehearse=False)
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
 def average_pool(
     func: Callable,
     input: Any,
@@ -75,8 +73,6 @@ def average_pool(
     kernel = per_dim(kernel_size, count)
     stride = per_dim(stride or kernel, count)
     padding = per_dim(padding, count)
-    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
-        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
     include, divisor = count_include_pad, divisor_override
     plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
@@ -149,11 +145,8 @@ def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: 
         return func(volume.full_tensor(), outputs)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        # Along the cut the intervals do not start where the slab does: pool them one by one there.
-        for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
-            slab = _pool_intervals(func, slab, dim, plan.window, window)  # type: ignore[arg-type]
-        within = [slab.shape[first + i] if i in cut else outputs[i] for i in range(count)]
-        return func(slab, within)
+        cuts = list(zip(cut, (plan.window for plan in plans), windows, strict=True))
+        return _pool_intervals(func, slab, cuts, outputs)  # type: ignore[arg-type]
 
     return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
 
@@ -182,14 +175,22 @@ def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) ->
     return whole.gather(0, chosen)[0]
 
 
-def _pool_intervals(func: Callable, slab: Tensor, dim: int, pool: AdaptivePool, window: LocalWindow) -> Tensor:
-    """Pool along one dim, interval by interval, with torch's own choice among equal voxels."""
-    keep = [None] * _spatial(func)
-    keep[dim - slab.ndim + len(keep)] = 1  # type: ignore[call-overload]
+def _pool_intervals(
+    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AdaptivePool, LocalWindow]], outputs: list[int]
+) -> Tensor:
+    """Pool interval by interval along the cut, where they do not start where the slab does.
+
+    Each is pooled over all dims at once: of equal voxels torch takes the first in the order of memory.
+    """
+    if not cuts:
+        return func(slab, outputs)  # type: ignore[no-any-return]
+    (i, pool, window), *rest = cuts
+    dim = slab.ndim - len(outputs) + i
     planes = []
     for plane in range(*window.output):
         start, stop = pool.need(plane, plane + 1)
-        planes.append(func(slab.narrow(dim, start - window.span[0], stop - start), keep))
+        own = slab.narrow(dim, start - window.span[0], stop - start)
+        planes.append(_pool_intervals(func, own, rest, [*outputs[:i], 1, *outputs[i + 1 :]]))
     return torch.cat(planes, dim)
 
 
