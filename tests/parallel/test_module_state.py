@@ -1,8 +1,10 @@
 """What a forward pass leaves behind in a network is put back, or lent for the time of a recomputation."""
 
+import pytest
 import torch
 from torch import nn
 
+from volseg.errors import ParallelError
 from volseg.parallel.module_state import remember
 
 
@@ -69,3 +71,53 @@ def test_a_recomputation_sees_the_state_of_then_and_changes_nothing() -> None:
             assert state(net) == after
         assert state(net) == after
         assert (net.count._version, net.norm.running_mean._version) == versions
+
+
+def test_modes_parameters_and_generators_are_lent_and_put_back() -> None:
+    net = Counting()
+    net.generator = torch.Generator().manual_seed(3)
+    net.weight = nn.Parameter(torch.ones(2))
+    weight, known = net.weight, remember(net)
+    first = torch.rand(1, generator=net.generator)
+    net.eval()
+    net.weight.requires_grad_(False)
+    net.weight = nn.Parameter(torch.zeros(2))
+    now = net.generator.get_state()
+    with known.lent():
+        assert net.training
+        assert net.weight is weight
+        assert weight.requires_grad
+        assert torch.equal(torch.rand(1, generator=net.generator), first)
+    assert not net.training
+    assert net.weight is not weight
+    assert not weight.requires_grad
+    assert torch.equal(net.generator.get_state(), now)
+    known.put_back()
+    assert net.training
+    assert net.weight is weight
+    assert torch.equal(torch.rand(1, generator=net.generator), first)
+
+
+def test_what_changed_its_shape_or_type_is_put_back() -> None:
+    net = Counting()
+    known = remember(net)
+    net.count.resize_(3)
+    net.plain.data = torch.zeros(4, dtype=torch.float64)
+    known.put_back()
+    assert (net.count.shape, net.plain.dtype, net.plain.tolist()) == ((), torch.float32, [0, 0])
+
+
+def test_a_parameter_changed_in_place_cannot_be_undone() -> None:
+    net = Counting()
+    known = remember(net)
+    with torch.no_grad():
+        net.norm.weight.add_(1)
+    with pytest.raises(ParallelError, match="a parameter among weight, bias of BatchNorm1d was changed in place"):
+        known.put_back()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_scripted_modules_are_remembered_where_they_have_nothing_to_remember() -> None:
+    remember(nn.Sequential(torch.jit.script(nn.ReLU())))
+    with pytest.raises(ParallelError, match="the scripted module BatchNorm1d has buffers"):
+        remember(nn.Sequential(torch.jit.script(nn.BatchNorm1d(2))))

@@ -384,6 +384,32 @@ def test_a_network_that_changes_its_input_is_told(verify_with):
     assert any(note.startswith("train: the network changes input 0 in place") for note in report.notes)
 
 
+class MovesByRoundOff(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x * (1 + 2**-52))
+
+
+class MovesByMore(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x * (1 + 1e-9))
+
+
+def chaotic(net: Function, x: Tensor) -> Tensor:
+    """Double every difference some 25 times: round-off becomes 1e-8."""
+    y = net.a(x).sigmoid()
+    for _ in range(25):
+        y = 4 * y * (1 - y)
+    return y
+
+
+def test_round_off_that_the_plain_network_blows_up_counts_as_equal_and_is_told(verify_with):
+    report = verify_with(MovesByRoundOff, Function(chaotic, a=conv()))
+    assert max(report.errors.values()) > report.tolerance
+    assert report.ok, report
+    assert any("ill-conditioned at this size" in note for note in report.notes)
+    assert not verify_with(MovesByMore, Function(chaotic, a=conv())).ok
+
+
 def test_the_caller_keeps_network_and_random_state():
     net = nn.Sequential(conv(1, 3), nn.BatchNorm3d(3), conv(3, 2)).eval()
     state = {name: value.clone() for name, value in net.state_dict().items()}

@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
+from volseg.parallel.module_state import remember
 
 COPIES = ["cpu", "cpu:1"]
 DEVICES = [["cpu"], COPIES, ["cpu", "cpu:1", "cpu:1"]]
@@ -534,3 +536,29 @@ def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
             ModelParallel(net, strategy=strategy, devices=COPIES)
     net(volume())
     assert_same_training(net, spatial(net), volume())
+
+
+# --- while a CUDA graph is recorded ------------------------------------------------------------------------------
+
+
+def test_a_block_that_draws_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay drew other numbers in the recomputation than in the block, and so the gradient of another function."""
+    net = nn.Sequential(Random(DRAWS["F.dropout"]), block(nn.BatchNorm3d(4))).double()
+    model = spatial(net, checkpoint="all")
+    drawing, still = model.module
+    recomputation = model.strategy.recomputation
+    draws, context = recomputation._random, copy.copy(recomputation.context)
+    model.eval()(volume()).sum().backward()
+    model.train()(volume()).sum().backward()
+    context.communicator = SimpleNamespace(home=torch.device("cuda"), devices=[])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def begin(net: nn.Module) -> None:
+        draws.before(net, (net, remember(net).modes), context)
+
+    begin(still)
+    begin(drawing.eval())
+    with pytest.raises(ParallelError, match=r"recomputed block 0 \(Random\) draws random numbers"):
+        begin(drawing.train())
+    with pytest.raises(ParallelError, match="or has not run before"):
+        begin(nn.Conv3d(1, 1, 1))

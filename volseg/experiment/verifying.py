@@ -53,14 +53,16 @@ def verify(
     """
     check_components(config)
     task = load_task(config.data.root, require_files=False)
-    network = FitGrid(
-        build_network(
-            config.network.spec(),
-            in_channels=task.num_channels,
-            out_channels=task.num_classes,
-            patch_size=config.patch.size,
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(config.seed)
+        network = FitGrid(
+            build_network(
+                config.network.spec(),
+                in_channels=task.num_channels,
+                out_channels=task.num_classes,
+                patch_size=config.patch.size,
+            )
         )
-    )
     chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":

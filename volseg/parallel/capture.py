@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.errors import ParallelError
+from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["Captured", "signature"]
 
@@ -72,7 +73,10 @@ class Captured:
         shares: "Captured | None" = None,
     ) -> None:
         self.signature = signature(inputs)
+        if any(tensor.requires_grad for tensor in _tensors(dict(inputs))):
+            raise ParallelError("an input needs a gradient, which a replay would not give it; pass input.detach()")
         self._inputs = tree_map(_cloned, dict(inputs))
+        versions = _versions(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
@@ -80,6 +84,12 @@ class Captured:
         # thread_local: NCCL's watchdog thread asks about its events while this thread records.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._outputs = function(**self._inputs)
+        if _versions(self._inputs) != versions:
+            self.release()
+            raise ParallelError(
+                "the function changes its input in place, and a replay would change its own copy; pass a clone, or let "
+                "the first layer work out of place (inplace=False)"
+            )
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run on new inputs of the recorded signature; the next call overwrites the tensors that are returned."""
@@ -101,7 +111,11 @@ def _tensors(inputs: Any) -> list[Tensor]:
     return found
 
 
+def _versions(inputs: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(inputs) if not tensor.is_inference()]
+
+
 def _cloned(leaf: Any) -> Any:
     if isinstance(leaf, ShardedVolume):
-        return ShardedVolume([slab.clone() for slab in leaf.slabs], leaf.dims, leaf.shape, leaf.context)
+        return wrap(leaf, [slab.clone() for slab in leaf.slabs])
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -5,6 +5,7 @@ An observation is a dictionary: ``output 0``, ``input 0`` (its gradient), ``inpu
 ``attribute NAME`` (counters, lists and the like that ``forward`` may change, and each module's mode).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ __all__ = [
     "kind_of",
     "named",
     "observe",
+    "observe_call",
     "whole",
     "worst_first",
 ]
@@ -103,13 +105,7 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
     seen = []
     for _ in range(steps):
         arguments = [_argument(value, leaves) for value in inputs]
-        outputs = step(arguments)
-        found, structure = tree_flatten(outputs)
-        values: Values = {"output structure": str(structure)}
-        values |= {f"output {index}": _copied(leaf) for index, leaf in enumerate(found)}
-        tensors = {index: value for index, value in enumerate(arguments) if isinstance(value, Tensor)}
-        values |= {f"input {index}": _copied(value.grad) for index, value in tensors.items()}
-        values |= {f"input {index} after the call": _copied(value) for index, value in tensors.items()}
+        values = _of_call(step(arguments), arguments)
         values |= {f"gradient of {name}": _copied(p.grad) for name, p in net.named_parameters()}
         if optimizer is not None:
             optimizer.step()
@@ -119,6 +115,23 @@ def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1,
         values |= {f"attribute {name}": value for name, value in _attributes(net)}
         seen.append(values)
     return seen
+
+
+def observe_call(model: nn.Module, inputs: Sequence[Any]) -> Values:
+    """Return what a call without gradients leaves: outputs, inputs and buffers."""
+    arguments = [_argument(value, False) for value in inputs]
+    with torch.no_grad():
+        values = _of_call(model(*arguments), arguments)
+    return values | {f"buffer {name}": _copied(buffer) for name, buffer in model.named_buffers()}
+
+
+def _of_call(outputs: Any, arguments: Sequence[Any]) -> Values:
+    found, structure = tree_flatten(outputs)
+    values: Values = {"output structure": str(structure)}
+    values |= {f"output {index}": _copied(leaf) for index, leaf in enumerate(found)}
+    tensors = {index: value for index, value in enumerate(arguments) if isinstance(value, Tensor)}
+    values |= {f"input {index}": _copied(value.grad) for index, value in tensors.items()}
+    return values | {f"input {index} after the call": _copied(value) for index, value in tensors.items()}
 
 
 def _net(model: nn.Module) -> nn.Module:
@@ -198,9 +211,10 @@ def differences(
 
     A tensor much smaller than its peers (a bias before a norm) is measured on their scale.
     """
+    sizes = {name: _size(value) for name, value in theirs.items()}
     scales: dict[str, float] = {}
-    for name, value in theirs.items():
-        scales[_scale_of(name)] = max(scales.get(_scale_of(name), 0.0), _size(value))
+    for name, size in sizes.items():
+        scales[_scale_of(name)] = max(scales.get(_scale_of(name), 0.0), size if math.isfinite(size) else 0.0)
     errors, reasons, both_nan = {}, {}, []
     for name in dict.fromkeys((*theirs, *ours)):
         absent = theirs.get(name) is None and ours.get(name) is None
@@ -209,11 +223,11 @@ def differences(
         try:
             if name not in ours or name not in theirs:
                 raise _Differs(f"only {'ours' if name in ours else 'the plain network'} has it")
-            errors[name] = _error(ours[name], theirs[name], scales.get(_scale_of(name), 0.0))
+            errors[name] = _error(ours[name], theirs[name], sizes[name], scales[_scale_of(name)])
         except _Differs as difference:
-            errors[name], reasons[name] = float("nan"), str(difference)
+            errors[name], reasons[name] = math.nan, str(difference)
             continue
-        if isinstance(theirs[name], Tensor) and bool(theirs[name].isnan().any()):
+        if math.isnan(sizes[name]):
             both_nan.append(name)
     return Difference(errors, reasons, tuple(both_nan), tolerance)
 
@@ -223,9 +237,10 @@ def _scale_of(name: str) -> str:
 
 
 def _size(value: Any) -> float:
+    """Return the largest absolute value: NaN if there is one, 0 for what is no tensor."""
     if not isinstance(value, Tensor) or not value.numel():
         return 0.0
-    return float(_numbers(value).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(torch.linalg.vector_norm(_numbers(value), math.inf))
 
 
 def _numbers(value: Tensor) -> Tensor:
@@ -233,10 +248,11 @@ def _numbers(value: Tensor) -> Tensor:
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
 
 
-def _error(ours: Any, theirs: Any, scale: float) -> float:
+def _error(ours: Any, theirs: Any, size: float, scale: float) -> float:
     """Return the largest relative error."""
     if isinstance(ours, float) and isinstance(theirs, float):
         ours, theirs = torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+        size = _size(theirs)
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         if type(ours) is type(theirs) and ours == theirs:
             return 0.0
@@ -244,18 +260,19 @@ def _error(ours: Any, theirs: Any, scale: float) -> float:
     for what in ("shape", "dtype"):
         if getattr(ours, what) != getattr(theirs, what):
             raise _Differs(f"{what} {getattr(ours, what)}, where the plain network has {getattr(theirs, what)}")
-    if not theirs.numel():
-        return 0.0
     if torch.equal(ours, theirs):  # not so with NaN
         return 0.0
     a, b = _numbers(ours), _numbers(theirs)
-    finite = a.isfinite() & b.isfinite()
-    odd = ~finite & (a != b) & ~(a.isnan() & b.isnan())
-    if bool(odd.any()):
-        place = tuple(int(index) for index in odd.nonzero()[0])
-        raise _Differs(f"{float(a[place])} at {place}, where the plain network has {float(b[place])}")
-    distance = torch.where(finite, a - b, 0.0).abs().max()
-    return float(distance) / max(_size(theirs), 1e-3 * scale, 1e-30)
+    distance = a - b
+    largest = _size(distance)
+    if not math.isfinite(largest):
+        finite = a.isfinite() & b.isfinite()
+        odd = ~finite & (a != b) & ~(a.isnan() & b.isnan())
+        if bool(odd.any()):
+            place = tuple(int(index) for index in odd.nonzero()[0])
+            raise _Differs(f"{float(a[place])} at {place}, where the plain network has {float(b[place])}")
+        largest, size = _size(distance[finite]), _size(b[finite])
+    return largest / max(size, 1e-3 * scale, 1e-30)
 
 
 def _told(value: Any) -> str:
@@ -306,4 +323,4 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 def worst_first(errors: Mapping[str, float]) -> dict[str, float]:
     """Sort errors; NaN is larger than any."""
-    return dict(sorted(errors.items(), key=lambda item: -item[1] if item[1] == item[1] else float("-inf")))
+    return dict(sorted(errors.items(), key=lambda item: -item[1] if item[1] == item[1] else -math.inf))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from volseg.errors import ParallelError
 
-__all__ = ["Remembered", "remember"]
+__all__ = ["Remembered", "is_scripted", "remember"]
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself makes: parameters, children, hooks. What they hold is not changed by a forward
@@ -100,6 +100,7 @@ class _Part(NamedTuple):
     buffers: dict[str, _Known]
     parameters: dict[str, Any]
     versions: list[int]
+    trained: list[bool]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Part":
@@ -119,6 +120,7 @@ class _Part(NamedTuple):
             {name: _Known(value) for name, value in buffers.items()} if buffers else NONE,
             parameters.copy() if parameters else NONE,
             _versions(parameters) if parameters else [],
+            _trained(parameters) if parameters else [],
         )
 
     def is_unchanged(self) -> bool:
@@ -129,6 +131,7 @@ class _Part(NamedTuple):
             or self.module._buffers
             or not _same(vars(self.module), self.own)
             or not _same(self.module._parameters, self.parameters)
+            or (self.parameters and _trained(self.parameters) != self.trained)
         )
 
     def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
@@ -140,13 +143,16 @@ class _Part(NamedTuple):
         own.update(known)
         _refill(self.module._buffers, buffers)
         _refill(self.module._parameters, self.parameters)
+        for parameter, trained in zip(_present(self.parameters), self.trained, strict=True):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
 
 
 class Remembered:
     """The state of a network at one moment; made by ``remember``."""
 
     def __init__(self, net: nn.Module) -> None:
-        self._parts = [_Part.of(module) for module in net.modules()]
+        self._parts = [_Part.of(module) for module in net.modules() if not is_scripted(module)]
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -184,14 +190,18 @@ class Remembered:
         """
         self.check_parameters()
         changed = [part for part in self._parts if not part.is_unchanged()]
-        today = [(part.module, dict(vars(part.module)), *_registries(part.module)) for part in changed]
+        today = [_today(part.module) for part in changed]
+        flags = [(parameter, parameter.requires_grad) for part in changed for parameter in _present(part.parameters)]
         for part in changed:
             part.set(*({name: item.copied() for name, item in kind.items()} for kind in (part.known, part.buffers)))
         try:
             yield
         finally:
-            for module, own, buffers, parameters in today:
-                _Part(module, own, {}, {}, parameters, []).set({}, buffers)
+            for part, buffers in today:
+                part.set(NONE, buffers)
+            for parameter, trained in flags:
+                if parameter.requires_grad != trained:
+                    parameter.requires_grad_(trained)
 
     def check_parameters(self) -> None:
         """Refuse parameters that were changed in place since."""
@@ -209,12 +219,35 @@ def remember(net: nn.Module) -> Remembered:
     return Remembered(net)
 
 
-def _registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(module._buffers), dict(module._parameters)
+def is_scripted(module: nn.Module) -> bool:
+    """Say whether a module is TorchScript's, whose state cannot be exchanged: none is known for those without any."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return False
+    if any(True for _ in module.buffers(recurse=False)):
+        raise ParallelError(
+            f"the scripted module {module.original_name} has buffers, which a forward pass that is repeated or given "
+            "up would change once more; use the module that was scripted, or choose strategy='pipeline'"
+        )
+    return True
+
+
+def _today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
+    """Note a module as it is, to be set again soon: nothing of it by value."""
+    parameters = dict(module._parameters)
+    part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _trained(parameters))
+    return part, dict(module._buffers)
+
+
+def _present(parameters: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in parameters.values() if parameter is not None]
 
 
 def _versions(parameters: dict[str, Any]) -> list[int]:
     return [p._version for p in parameters.values() if p is not None and not p.is_inference()]
+
+
+def _trained(parameters: dict[str, Any]) -> list[bool]:
+    return [p.requires_grad for p in parameters.values() if p is not None]
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:

@@ -88,8 +88,10 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
     yield torch.default_generator
     if torch.cuda.is_initialized():
-        for device in sorted({device.index or 0 for device in devices if device.type == "cuda"}):
-            yield torch.cuda.default_generators[device]
+        current = torch.cuda.current_device()
+        on_gpus = {current if device.index is None else device.index for device in devices if device.type == "cuda"}
+        for index in sorted(on_gpus):
+            yield torch.cuda.default_generators[index]
 
 
 def _numpy() -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.errors import ParallelError
-from volseg.parallel.module_state import REGISTRIES, remember
+from volseg.parallel.module_state import REGISTRIES, is_scripted, remember
 from volseg.parallel.random_state import RandomState
 
 __all__ = ["RecordedState", "Watch", "modes"]
@@ -60,7 +60,7 @@ class _Held(NamedTuple):
     @classmethod
     def of(cls, where: str, holder: dict[Any, Any]) -> "_Held":
         contents = [
-            (str(name), value, list(_leaves(value)))
+            (str(name), value, _leaves(value))
             for name, value in holder.items()
             if type(value) in (list, dict, set) and name not in REGISTRIES
         ]
@@ -76,23 +76,21 @@ class _Held(NamedTuple):
         then = dict(zip(self.names, self.values, strict=True))
         for name in {**then, **self.holder}:
             old, new = then.get(name, ABSENT), self.holder.get(name, ABSENT)
-            if not _equal(old, new):
-                yield f"{self.where}{name}", old, new
+            yield from ((f"{self.where}{name}", *pair) for pair in _differences(old, new))
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """Name the lists, dictionaries and sets that hold something else."""
         for name, container, leaves in self.contents:
-            today = list(_leaves(container))
-            if len(today) != len(leaves):
-                yield f"{self.where}{name}", leaves, today
-                continue
-            for old, new in zip(leaves, today, strict=True):
-                if not _equal(old, new):
-                    yield f"{self.where}{name}", old, new
+            today = _leaves(container)
+            if len(today) != len(leaves) or not all(map(is_, today, leaves)):
+                yield from ((f"{self.where}{name}", *pair) for pair in _differences(leaves, today))
 
 
 class _Absent:
     """Stands for an attribute that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
 
 
 ABSENT = _Absent()
@@ -118,15 +116,20 @@ class Watch:
         self._tensors = [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _tensors(net)]
         self._forwards = {type(module): type(module).forward for module in net.modules()}
         self._written: set[str] = set()
+        self._optimizer = optimizer
+        self._optimizers_own = _own(optimizer)
 
     def change(self) -> str | None:
         """Name the first thing that is different, or None."""
-        found = (held.changed() for held in self._containers)
-        if not self._same_objects():
-            found = (held.differences() for held in self._held)
+        if not all(map(is_, _own(self._optimizer), self._optimizers_own)):
+            return "the optimizer's state"  # load_state_dict makes it anew
+        same = self._same_objects()
+        found = (held.changed() for held in self._containers) if same else (held.differences() for held in self._held)
         for name, _, _ in chain.from_iterable(found):
             if name not in self._written:
                 return name
+        if not same:  # other objects, which mean the same: known from now on
+            self._lengths, self._values = list(map(len, self._holders)), list(self._objects())
         for name, tensor, address, requires_grad in self._tensors:
             if tensor.requires_grad != requires_grad or tensor.data_ptr() != address:
                 return name
@@ -238,7 +241,7 @@ class RecordedState:
 
     def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _tensors(self._net):
-            if tensor.device.type == "cpu":
+            if tensor.device.type == "cpu" and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
@@ -249,6 +252,8 @@ class RecordedState:
 
 def _held(net: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
     for path, module in net.named_modules():
+        if is_scripted(module):
+            continue
         where = f"{path}." if path else ""
         yield _Held.of(where, vars(module))
         for registry in FOLLOWED:
@@ -260,6 +265,10 @@ def _held(net: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
             yield _Held.of("the optimizer's ", state)
 
 
+def _own(optimizer: Optimizer | None) -> tuple[Any, ...]:
+    return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
+
+
 def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters()
     yield from net.named_buffers()
@@ -269,7 +278,7 @@ def _remembered(optimizer: Optimizer | None) -> Callable[[], None]:
     """Note an optimizer's settings and state; return the function that puts them back."""
     if optimizer is None:
         return lambda: None
-    groups = [dict(group) for group in optimizer.param_groups]
+    own, groups = optimizer.param_groups, [(group, dict(group)) for group in optimizer.param_groups]
     states = {
         parameter: {name: (value, _value(value)) for name, value in state.items()}
         for parameter, state in optimizer.state.items()
@@ -277,7 +286,9 @@ def _remembered(optimizer: Optimizer | None) -> Callable[[], None]:
 
     @torch.no_grad()
     def put_back() -> None:
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        optimizer.param_groups = own
+        own[:] = [group for group, _ in groups]
+        for group, before in groups:
             group.clear()
             group.update(before)
         optimizer.state.clear()
@@ -295,25 +306,34 @@ def _value(value: Any) -> Tensor | None:
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Return what containers hold, nested as they like."""
-    if type(value) is dict:
-        for key, item in value.items():
-            yield key
-            yield from _leaves(item)
-    elif type(value) in (list, tuple, set):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+CONTAINERS = frozenset({list, dict, set, tuple})
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return what a container holds, nested as it likes."""
+    found: list[Any] = []
+    members = chain.from_iterable(value.items()) if type(value) is dict else value
+    for member in members:
+        if type(member) in CONTAINERS:
+            found += _leaves(member)
+        else:
+            found.append(member)
+    return found
+
+
+def _differences(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+    """Return what differs of two values, or of what two containers of one length hold."""
+    if type(old) is type(new) and type(old) in CONTAINERS:
+        ours, theirs = _leaves(old), _leaves(new)
+        if len(ours) == len(theirs):
+            yield from (pair for pair in zip(ours, theirs, strict=True) if not _equal(*pair))
+            return
+    if not _equal(old, new):
+        yield old, new
 
 
 def _equal(old: Any, new: Any) -> bool:
-    if old is new:
-        return True
-    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
-        return all(map(_equal, old, new))
-    return type(old) is type(new) and type(old) in PLAIN and old == new
+    return old is new or (type(old) is type(new) and type(old) in PLAIN and old == new)
 
 
 def _short(value: Any) -> str:

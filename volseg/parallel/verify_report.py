@@ -162,7 +162,7 @@ class Report:
         counts["outputs"] -= "output structure" in first
         told = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
         name, error = next(iter(worst_first(self.errors).items()))
-        return [f"Compared: {told}.", f"Largest relative error: {_number(error)}, {name}."]
+        return [f"Compared: {told}.", f"Largest relative error: {_number(error)}{f', {name}' if error else ''}."]
 
     def _messages(self) -> list[str]:
         """Return refusals, failures and remarks; modes with the same one share a line."""

@@ -18,9 +18,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from volseg.errors import GridError, ParallelError
-from volseg.parallel.comparison import TOLERANCE, Values, differences, eager_step, joined, kind_of, observe
+from volseg.parallel.comparison import (
+    TOLERANCE,
+    Values,
+    differences,
+    eager_step,
+    joined,
+    kind_of,
+    observe,
+    observe_call,
+)
 
-__all__ = ["Subject", "few", "pieces", "seeded"]
+__all__ = ["MOST", "Subject", "few", "pieces", "seeded"]
 
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -86,7 +95,8 @@ class Subject:
         volumes = [torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home) for _ in range(2)]
         self.inputs = [volumes[0], *(_doubled(value, home) for value in more)]
         self.notes: list[str] = []
-        self._references: dict[Any, tuple[list[Values], list[float]]] = {}
+        self._references: dict[Any, list[Values]] = {}
+        self._allowed: dict[Any, list[float]] = {}
         self._tell_modes()
         self._probe([volumes[1], *self.inputs[1:]])
 
@@ -139,33 +149,38 @@ class Subject:
     def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
         model = copy.deepcopy(net)
         with self._own_fault(), seeded(seed):
-            return observe(model, inputs, eager_step(model, _nothing, gradients=False), leaves=False)[0]
+            return observe_call(model, inputs)
 
     def reference(
         self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
-    ) -> tuple[list[Values], list[float]]:
-        """Return what steps of the plain network leave, and for each the error that its own round-off explains.
-
-        With ``split_size`` it runs by micro-batches. Round-off is found by moving the input by a few units in the last
-        place: a norm over two voxels blows that up, and so it does the different order of a sum over shards.
-        """
+    ) -> list[Values]:
+        """Return what steps of the plain network leave, by micro-batches where ``split_size`` is given."""
         key = steps, gradients, split_size
         if key not in self._references:
+            self._references[key] = self._train(self.inputs, objective, *key)
+        return self._references[key]
+
+    def round_off(
+        self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
+    ) -> list[float]:
+        """Return for each step the error that the plain network's own round-off explains.
+
+        It is found by moving the input by a few units in the last place: a norm over two voxels blows that up, and so
+        it does the different order of a sum over shards.
+        """
+        key = steps, gradients, split_size
+        if key not in self._allowed:
             generator = torch.Generator().manual_seed(1)
             ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
-            moved = [self.inputs[0] * (1 + ulps), *self.inputs[1:]]
-            seen, near = (self._train(inputs, objective, *key) for inputs in (self.inputs, moved))
-            allowed = []
-            for one, other in zip(seen, near, strict=True):
-                change = max((e for e in differences(one, other).errors.values() if e == e), default=0.0)
-                allowed.append(min(MARGIN * change, MOST))
-            if max(allowed) > TOLERANCE:
-                self.notes.append(
-                    f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
-                    f"values by up to {max(allowed) / MARGIN:.0e}, so errors up to {max(allowed):.0e} count as equal"
-                )
-            self._references[key] = seen, allowed
-        return self._references[key]
+            near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], objective, *key)
+            changes = [differences(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)]
+            largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
+            self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
+            self.notes.append(
+                f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
+                f"values by up to {max(largest):.0e}, so errors up to {max(self._allowed[key]):.0e} count as equal"
+            )
+        return self._allowed[key]
 
     def _train(
         self,
@@ -202,7 +217,8 @@ class Subject:
             f"buffer {path}.{name}" if path else f"buffer {name}"
             for path, module in self.net.named_modules()
             if isinstance(module, _NormBase) and module.training
-            for name in module._buffers
+            for name, buffer in module._buffers.items()
+            if buffer is not None
         )
 
     @contextmanager

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.direct import Settings
 
+collect_ignore = [
+    # A script and its parts, which import each other: test_operator_database.py runs it in a process of its own.
+    "database_calls.py",
+    "differential.py",
+    "module_database.py",
+    "operator_database.py",
+    "volume_samples.py",
+]
+
 
 @pytest.fixture
 def settings() -> Callable[..., Settings]:

@@ -83,11 +83,13 @@ class Communicator(ABC):
         ]
 
     @abstractmethod
-    def fetch(self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span]) -> list[Tensor]:
+    def fetch(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
         """Give each shard the planes it wants of a volume with ``size`` planes along ``dim``, cut by mesh ``axis``.
 
         ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may
-        have any extent.
+        have any extent. ``unit`` planes of the volume stay together (see ``spans``).
         """
 
     @abstractmethod

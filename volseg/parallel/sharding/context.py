@@ -14,10 +14,18 @@ from volseg.errors import ParallelError
 from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.parameters import Copies, Parameters, unrecorded
 
-__all__ = ["Context"]
+__all__ = ["Context", "saved_tensors_hooks"]
 
 MOST_PLANS = 4096
 """Plans that are kept: those of a network for some hundred sizes of volumes."""
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+
+    torch has no public way to ask.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class Context:
@@ -46,6 +54,9 @@ class Context:
         Whether gradients are averaged with processes that train on other volumes.
     parameters
         Their copies on the shards' devices.
+    hooks
+        The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
+        those of a checkpoint in the network's own code.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class Context:
         self.graph_generator: torch.Generator | None = None
         self.has_replicas = False
         self.parameters = Parameters(communicator)
+        self.hooks: Any = None
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
         self._waiting: list[weakref.ref] = []
         self._said: set[str] = set()
@@ -77,8 +89,17 @@ class Context:
     @contextmanager
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
-        with self.parameters.used(Copies(self.communicator, parameters)):
+        with self.parameters.used(Copies(self.communicator, parameters)), self.own_hooks():
             yield
+
+    @contextmanager
+    def own_hooks(self) -> Iterator[None]:
+        """Take the saved-tensor hooks of now for those around what follows."""
+        before, self.hooks = self.hooks, saved_tensors_hooks()
+        try:
+            yield
+        finally:
+            self.hooks = before
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""

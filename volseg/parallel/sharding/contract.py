@@ -83,5 +83,9 @@ def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool
             result = func(*tree_map(outline, args), **tree_map(outline, named))
     except NotImplementedError:  # no kernel for the meta device, or a result that depends on values
         return None
+    except RuntimeError as fault:  # an index that is a tensor of one integer
+        if "on meta tensors" in str(fault):
+            return None
+        raise
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return [(tuple(leaf.shape), None if autocast else leaf.dtype) for leaf in leaves]

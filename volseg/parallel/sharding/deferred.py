@@ -22,14 +22,14 @@ from torch import Tensor
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding import kernels
-from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.context import Context, saved_tensors_hooks
 from volseg.parallel.sharding.halo import Halo, Wait, roomy, write_outer_first
 from volseg.parallel.sharding.layout import DIM, spans
 from volseg.parallel.sharding.mailbox import CAPACITY
 from volseg.parallel.sharding.recipes import Recipe, normalized
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "statistics"]
+__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "settled_in_checkpoint", "statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,16 @@ def _direct(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     return reached and len(slabs) == 1 and pooled.needed(batch) is None and kernels.fused(slabs[0])
 
 
-def saved_tensors_frame() -> Any:
-    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+def settled_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
+    """Return a volume whose norm is computed, where the network's own code checkpoints; leave it deferred elsewhere.
 
-    torch has no public way to ask.
+    A norm at the end of a checkpointed block would be computed behind it. The recomputation ends with the last tensor
+    that was saved in the block: it would not come as far as torch's, and not change the buffers that torch's changes.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    deferred: Any = volume.deferred
+    if deferred is not None and deferred.moment.hooks not in (None, volume.context.hooks):
+        volume.settle()
+    return volume
 
 
 class Moment:
@@ -117,13 +121,15 @@ class Moment:
 
     def __init__(self) -> None:
         self.grad_enabled = torch.is_grad_enabled()
-        self.frame = saved_tensors_frame()
+        self.hooks = saved_tensors_hooks()
         self.versions: list[int] | None = None
+        self.trained: list[bool] = []
 
-    def note(self, slabs: Sequence[Tensor]) -> None:
-        """Remember the inputs' versions, the first time."""
+    def note(self, slabs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> None:
+        """Remember the inputs' versions, and which parameters were trained, the first time."""
         if self.versions is None:
             self.versions = [slab._version for slab in slabs]
+            self.trained = [parameter.requires_grad for parameter in parameters]
 
     def check(self, slabs: Sequence[Tensor]) -> None:
         """Refuse inputs that were changed in place since."""
@@ -133,22 +139,30 @@ class Moment:
                 "used; do that out of place, or use the result before"
             )
 
-    def restored(self) -> AbstractContextManager[None]:
+    def restored(self, parameters: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
         """Compute as if then.
 
-        The next operator may run under no_grad, or inside a checkpointed block that must not count this.
+        The next operator may run under no_grad, or inside a checkpointed block that must not count this; or a parameter
+        was frozen, or freed, in between.
         """
-        now = saved_tensors_frame()
-        own = now is None or now == self.frame
-        if own and torch.is_grad_enabled() == self.grad_enabled:
+        now = saved_tensors_hooks()
+        own = now is None or now == self.hooks
+        changed = [p for p, trained in zip(parameters, self.trained, strict=True) if p.requires_grad != trained]
+        if own and not changed and torch.is_grad_enabled() == self.grad_enabled:
             return nullcontext()
-        return self._restored(own)
+        return self._restored(own, changed)
 
     @contextmanager
-    def _restored(self, own: bool) -> Iterator[None]:
+    def _restored(self, own: bool, changed: Sequence[Tensor]) -> Iterator[None]:
         hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
-        with torch.set_grad_enabled(self.grad_enabled), hooks:
-            yield
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+        try:
+            with torch.set_grad_enabled(self.grad_enabled), hooks:
+                yield
+        finally:
+            for parameter in changed:
+                parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -170,7 +184,11 @@ class Deferred:
     moment: Moment = field(default_factory=Moment)
 
     def __post_init__(self) -> None:
-        self.moment.note(self._inputs)
+        self.moment.note(self._inputs, self._affine)
+
+    @property
+    def _affine(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
 
     @property
     def _inputs(self) -> list[Tensor]:
@@ -194,7 +212,7 @@ class Deferred:
         """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
         self.moment.check(self._inputs)
         work = _Work(self, halo if halo is not None and halo.width <= self.room else None)
-        with self.moment.restored():
+        with self.moment.restored(self._affine):
             results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
         recipe = None
         if len(self.slabs) == 1:

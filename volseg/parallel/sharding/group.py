@@ -63,30 +63,32 @@ class ProcessGroupShards(Communicator):
             number = number * count + coordinate
         return dist.get_global_rank(self.group, number)
 
-    def fetch(self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span]) -> list[Tensor]:
+    def fetch(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
         """Exchange planes with the processes that have them; see ``Communicator``."""
         (slab,) = slabs
         here = self.coordinates[0][axis]
-        own = spans(size, self.grid[axis])[here]
-        if all(move.source == move.target for move in transfers(size, wanted)):
+        own = spans(size, self.grid[axis], unit)[here]
+        if all(move.source == move.target for move in transfers(size, wanted, unit)):
             start, stop = wanted[here]
             if (start, stop) == own:  # itself: the gradient of a view of it would be copied
                 return [slab]
             return [slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)]
-        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted))]
+        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit)]
 
-    def exchange(self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span]) -> Tensor:
+    def exchange(self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1) -> Tensor:
         """Return the wanted planes, outside autograd."""
-        return self.start_exchange(slab, axis, dim, size, wanted)()
+        return self.start_exchange(slab, axis, dim, size, wanted, unit)()
 
     def start_exchange(
-        self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span]
+        self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> Callable[[], Tensor]:
         """Start to move planes; the returned function waits for them and assembles the wanted span."""
         here = self.coordinates[0][axis]
-        own = spans(size, self.grid[axis])[here]
+        own = spans(size, self.grid[axis], unit)[here]
         pieces, operations = [], []
-        for move in transfers(size, wanted):
+        for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
             if move.source == here:
@@ -113,15 +115,17 @@ class ProcessGroupShards(Communicator):
 
         return finish
 
-    def give_back(self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span]) -> Tensor:
+    def give_back(
+        self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
         here = self.coordinates[0][axis]
-        own, mine = spans(size, self.grid[axis])[here], wanted[here]
+        own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
         shape = list(planes.shape)
         shape[dim] = own[1] - own[0]
         total = planes.new_zeros(shape)
         arrivals, operations = [], []
-        for move in transfers(size, wanted):
+        for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
             if move.target == here:
@@ -196,16 +200,23 @@ def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup)
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, slab: Tensor, shards: ProcessGroupShards, axis: int, dim: int, size: int, wanted: tuple[Span, ...]
+        ctx: Any,
+        slab: Tensor,
+        shards: ProcessGroupShards,
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: tuple[Span, ...],
+        unit: int,
     ) -> Tensor:
-        ctx.plan = shards, axis, dim, size, wanted
-        return shards.exchange(slab, axis, dim, size, wanted)
+        ctx.plan = shards, axis, dim, size, wanted, unit
+        return shards.exchange(slab, axis, dim, size, wanted, unit)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         shards, *plan = ctx.plan
-        return shards.give_back(gradient, *plan), None, None, None, None, None
+        return shards.give_back(gradient, *plan), None, None, None, None, None, None
 
 
 class _Collect(torch.autograd.Function):

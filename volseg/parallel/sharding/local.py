@@ -33,12 +33,14 @@ class LocalDevices(Communicator):
         self.coordinates = list(product(*map(range, self.grid)))
         self.home = self.devices[0]
 
-    def fetch(self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span]) -> list[Tensor]:
+    def fetch(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
         """Copy planes between devices; see ``Communicator``. A slab that stays as it is comes back itself."""
-        owned = spans(size, self.grid[axis])
+        owned = spans(size, self.grid[axis], unit)
         if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
             return list(slabs)
-        moves = transfers(size, wanted)
+        moves = transfers(size, wanted, unit)
         held = dict(zip(self.coordinates, slabs, strict=True))
         fetched = []
         for coordinates, slab, device in zip(self.coordinates, slabs, self.devices, strict=True):

@@ -58,15 +58,14 @@ class Copies:
     def of(self, whole: Tensor) -> list[Tensor] | None:
         """Return a parameter's copies, one per slab; None for any other tensor."""
         key = id(whole)
+        found = self._recorded.get(key)
+        if found is not None and found[1] == whole._version and found[2] == whole.data_ptr() and whole.requires_grad:
+            return found[0]
         bucket = self._buckets.get(key)
         if bucket is None:
             return None
-        found = self._recorded.get(key)
-        if whole.requires_grad and (found is not None or torch.is_grad_enabled()):
-            if found is not None and found.version == whole._version and found.address == whole.data_ptr():
-                return found.copies
-            if torch.is_grad_enabled():
-                return self._record(whole, bucket if found is None else [whole])
+        if whole.requires_grad and torch.is_grad_enabled():
+            return self._record(whole, bucket if found is None else [whole])
         found = self._silent.get(key)
         if found is None or found.version != whole._version or found.address != whole.data_ptr():
             found = self._silent[key] = self._noted(whole, unrecorded(self._communicator, whole))

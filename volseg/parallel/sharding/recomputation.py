@@ -27,7 +27,7 @@ from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.module_state import Remembered, remember
 from volseg.parallel.random_state import RandomState
 from volseg.parallel.sharding.again import Again
-from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.context import Context, saved_tensors_hooks
 from volseg.parallel.sharding.table import volumes
 from volseg.parallel.sharding.volume import ShardedVolume
 
@@ -99,7 +99,9 @@ class Recomputation:
                 block.forward = forward
 
     def _run(self, block: nn.Module, forward: Callable, finest: int, *args: Any, **kwargs: Any) -> Any:
-        given = volumes((args, kwargs)) if torch.is_grad_enabled() else []
+        # Where the network checkpoints by itself, there is nothing to forget.
+        checkpointed = saved_tensors_hooks() != self.context.hooks
+        given = volumes((args, kwargs)) if torch.is_grad_enabled() and not checkpointed else []
         # A way up reads the coarse level below and the skip of its own.
         if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
             return forward(*args, **kwargs)
@@ -126,7 +128,8 @@ class Recomputation:
                     return None
                 given = [leaf.take() if isinstance(leaf, _Held) else leaf for leaf in held]
                 taken_args, taken_kwargs = tree_unflatten(given, structure)
-                return forward(*taken_args, **taken_kwargs)
+                with self.context.own_hooks():
+                    return forward(*taken_args, **taken_kwargs)
 
         # No arguments: checkpoint would keep them as they are. Random numbers: see ``_Repetition``.
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)

@@ -192,8 +192,9 @@ def returns_view(func: Callable) -> bool:
 def writes(func: Callable) -> bool:
     """Say whether a compiled function changes an argument whatever it is called with."""
     schemas = [s for s in _raw_schemas(func) if any("Tensor" in str(a.type) for a in s.arguments)]
-    own = [s for s in schemas if not any(a.name == "out" for a in s.arguments)]
-    return any(a.alias_info is not None and a.alias_info.is_write for s in own for a in s.arguments)
+    # What is written by keyword is out=, under whatever name (``max`` takes ``max=`` and ``max_values=``).
+    own = [a for s in schemas for a in s.arguments if not a.kwarg_only]
+    return any(a.alias_info is not None and a.alias_info.is_write for a in own)
 
 
 NOTHING: Any = object()
@@ -230,6 +231,8 @@ def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], l
     if not all(_accepts(known[name].type, value, loose) for name, value in values.items()):
         return None
     canonical = tuple(known[name].canonical if name in known else name for name in names)
+    if len(set(canonical)) != len(canonical):  # dot(self, tensor)
+        canonical = tuple(names)
     defaults = tuple((p.canonical, p.default) for p in parameters if p.default is not NOTHING)
     return Binding(canonical, gathered, defaults)
 

@@ -17,7 +17,7 @@ The documentation's table is printed from here (``documented``), so it cannot di
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,11 +27,23 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding.contract import Outline, check, rehearsed
-from volseg.parallel.sharding.copied_view import mark_copies
+from volseg.parallel.sharding.copied_view import Origin, mark_copies
 from volseg.parallel.sharding.signatures import NOTHING, bind, defaults_of, returns_view
-from volseg.parallel.sharding.volume import ShardedVolume, from_whole
+from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid
 
-__all__ = ["check_history", "dispatch", "documented", "handles", "nested", "refuse", "volumes"]
+__all__ = [
+    "Copied",
+    "check_history",
+    "dispatch",
+    "documented",
+    "handles",
+    "handles_samples",
+    "honour_merged",
+    "in_planes",
+    "nested",
+    "refuse",
+    "volumes",
+]
 
 Handler = Callable[..., Any]
 
@@ -71,6 +83,9 @@ class Entry:
         Whether torch may return a view of an argument.
     perhaps
         Whether that depends on how the argument lies in memory.
+    merged
+        Whether the handler honours a cut dim that was merged with its neighbours (see ``layout.Merged``). Any other
+        one gets the volume in planes, or not at all.
     """
 
     name: str
@@ -81,6 +96,7 @@ class Entry:
     broadcasts: bool
     views: bool
     perhaps: bool
+    merged: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -93,6 +109,9 @@ def refuse(reason: str) -> NoReturn:
 
 
 TABLE: dict[Any, Entry] = {}
+
+BY_SAMPLE: dict[Any, Handler] = {}
+"""Forms of entries for volumes that are cut along dim 0, whose samples are computed each by itself."""
 
 
 def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = False) -> Callable[[Handler], Handler]:
@@ -116,6 +135,40 @@ def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = 
         return handler
 
     return register
+
+
+def handles_samples(*names: str) -> Callable[[Handler], Handler]:
+    """Register the form of entries for volumes that are cut along dim 0; it takes the entry's arguments by name."""
+
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            BY_SAMPLE.update((function, handler) for _, function in _find(name) if function in TABLE)
+        return handler
+
+    return register
+
+
+def honour_merged(*handlers: Handler) -> None:
+    """Declare that these handlers honour a cut dim that was merged with its neighbours."""
+    for function, entry in TABLE.items():
+        if entry.handler in handlers:
+            TABLE[function] = replace(entry, merged=True)
+
+
+def in_planes(volume: ShardedVolume) -> ShardedVolume:
+    """Return the volume with its entries balanced over the shards, as operators that look at planes want it."""
+    if volume.merged is None:
+        return volume
+    if volume.merged.outer > 1:
+        refuse("its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that")
+    moved = relaid(volume, None)
+    # A copy: who changes it in place is refused.
+    moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])
+    return moved
+
+
+def _in_planes(leaf: Any) -> Any:
+    return in_planes(leaf) if isinstance(leaf, ShardedVolume) else leaf
 
 
 def _find(name: str) -> Iterator[tuple[str, Any]]:
@@ -176,7 +229,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     entry = TABLE.get(func)
     with torch._C.DisableTorchFunctionSubclass():
         given = _given(args, kwargs)
+        merged = by_sample = False
         for volume in given:
+            merged = merged or volume.merged is not None
+            by_sample = by_sample or volume.dims[0] == 0
             if HISTORY.__get__(volume) is not None:
                 _refuse_custom(volume)
             if volume.origin is not None:
@@ -185,19 +241,51 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             scripted = isinstance(func, torch._C.ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
-            unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
-            expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
+            handler = entry.handler
             if kwargs and kwargs.get("out") is not None:
                 refuse("it has no out= on slabs: use the result")
+            if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
+                handler = BY_SAMPLE[func]
+            elif merged and not entry.merged:
+                args, kwargs = tree_map(_in_planes, (args, kwargs))
+                given = _given(args, kwargs)
+            unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
+            expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
             if entry.treated is None:
-                result = entry.handler(func, args, kwargs)
+                result = handler(func, args, kwargs)
             else:
-                result = entry.handler(func, **_treated(entry, func, args, kwargs))
+                result = handler(func, **_treated(entry, func, args, kwargs))
         except Refusal as refusal:
             reason = str(refusal)
         else:
             return _checked(entry, func, result, expected, given)
         return unsupported(func, args, kwargs, reason)
+
+
+def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
+    """Say whether a volume is a function's input, and cut along its samples."""
+    return len(volume.dims) == 1 and bool(args) and args[0] is volume
+
+
+def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Say whether all tensors have one shape: then there is nothing to rehearse for a function that broadcasts."""
+    shape = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if shape is None:
+                shape = value.shape
+            elif value.shape != shape:
+                return False
+        elif nested(value):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The result of a function that returns views, where torch copies as well."""
+
+    value: Any
 
 
 def check_history(volume: ShardedVolume) -> None:
@@ -222,32 +310,35 @@ def _refuse_custom(volume: ShardedVolume) -> NoReturn:
     )
 
 
-def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Say whether all tensors have one shape: then there is nothing to rehearse for a function that broadcasts."""
-    shape = None
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            if shape is None:
-                shape = value.shape
-            elif value.shape != shape:
-                return False
-        elif nested(value):
-            return False
-    return True
-
-
 def _checked(
     entry: Entry, func: Callable, result: Any, expected: list[Outline] | None, given: list[ShardedVolume]
 ) -> Any:
     """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there."""
     if expected is not None:
-        check(func, result, expected)
-    if entry.views:
+        check(func, result.value if type(result) is Copied else result, expected)
+    if type(result) is Copied:
+        result = result.value
+    elif entry.views:
         result = mark_copies(result, given, entry.perhaps)
     for volume in given:
         if volume.origin is not None:
             volume.origin.check_unchanged(volume)
+        if volume.merged is not None:
+            _check_layouts(func, result)
     return result
+
+
+def _check_layouts(func: Callable, result: Any) -> None:
+    """Refuse slabs that are not those of the volume's layout: a mistake of ours must not pass for a number."""
+    for volume in volumes(result):
+        grid = zip(volume.slabs, volume.context.communicator.coordinates, strict=True)
+        for slab, coordinates in grid:
+            for dim, extents, position in zip(volume.dims, volume.extents(), coordinates, strict=True):
+                if slab.shape[dim] != extents[position]:
+                    raise UnsupportedOperatorError(
+                        f"the sharded form of {name_of(func)} lost how the cut dim {dim} was merged with its "
+                        f"neighbours: a mistake in volseg; please report it, and use strategy='pipeline' for now"
+                    )
 
 
 def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

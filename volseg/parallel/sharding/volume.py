@@ -13,6 +13,7 @@ from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.layout import Merged, Span, spans
 
 if TYPE_CHECKING:
     from volseg.parallel.sharding.again import Again
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from volseg.parallel.sharding.joining import DeferredJoin
     from volseg.parallel.sharding.recipes import Recipe
 
-__all__ = ["ShardedVolume", "wrap"]
+__all__ = ["ShardedVolume", "from_whole", "relaid", "wrap"]
 
 COPIES = frozenset({torch.ops.aten.alias.default, torch.ops.aten._to_copy.default})
 """What turns a volume into an ordinary tensor, or into one of another class, past ``__torch_function__``."""
@@ -47,6 +48,9 @@ class ShardedVolume(Tensor):
         What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``).
     dims
         The tensor dim that each mesh axis cuts.
+    merged
+        What the cut dim was merged with, if it was; on grids of one axis only. Operators that do not say that they
+        honour it (see ``operators.merged``) never see such a volume.
     context
         Communicator and settings.
     """
@@ -57,6 +61,7 @@ class ShardedVolume(Tensor):
     room: int = 0
     parts: list[Tensor] | None = None
     origin: "Origin | None" = None
+    merged: Merged | None = None
     hooks: dict[int, Callable] | None = None
     deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
@@ -108,7 +113,7 @@ class ShardedVolume(Tensor):
             # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this. The
             # slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
-            return ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context)
+            return wrap(volume, volume.slabs)
         if func in COPIES and not torch.is_grad_enabled():
             # MONAI's transforms make a MetaTensor of an output (as_subclass), others a torch.tensor: both hold voxels.
             return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
@@ -248,12 +253,12 @@ class ShardedVolume(Tensor):
         if all(gradient is None for gradient in gradients):
             return None
         filled = [torch.zeros_like(s) if g is None else g for s, g in zip(self.slabs, gradients, strict=True)]
-        return ShardedVolume(filled, self.dims, self._shape, self.context)
+        return wrap(self, filled)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None and not isinstance(gradient, ShardedVolume):
-            gradient = from_whole(gradient, self.dims, self.context)
+            gradient = relaid(from_whole(gradient, self.dims, self.context), self.merged)
         parts = [None] * len(self.slabs) if gradient is None else gradient.slabs
         for slab, part in zip(self.slabs, parts, strict=True):
             slab.grad = part
@@ -275,7 +280,49 @@ class ShardedVolume(Tensor):
     def full_tensor(self) -> Tensor:
         """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
         _check_history(self)
+        if self.origin is not None:
+            self.origin.check()
+        if self.merged is not None:
+            (dim,) = self.dims
+            return self.unmerged().full_tensor().flatten(dim, dim + 2)
         return self.context.communicator.gather(self.slabs, self.dims, self.sizes)
+
+    def unmerged(self) -> "ShardedVolume":
+        """Return the volume with its cut dim as a dim of its own again: ``(..., outer, planes, unit, ...)``."""
+        assert self.merged is not None
+        (dim,) = self.dims
+        outer, unit = self.merged
+        slabs = [slab.unflatten(dim, (outer, slab.shape[dim] // (outer * unit), unit)) for slab in self.slabs]
+        planes = self._shape[dim] // (outer * unit)
+        shape = (*self._shape[:dim], outer, planes, unit, *self._shape[dim + 1 :])
+        return ShardedVolume(slabs, (dim + 1,), shape, self.context)
+
+    def owned(self) -> list[list[Span]]:
+        """Return, for each slab of this process, the entries of each cut dim that it holds.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If they are not one span.
+        """
+        communicator = self.context.communicator
+        if self.merged is None:
+            return communicator.owned(self.sizes)
+        if self.merged.outer > 1:
+            raise UnsupportedOperatorError(
+                f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with others in front of the "
+                f"cut one, so that no shard holds one range of it; do this before they are merged"
+            )
+        layout = spans(self.sizes[0], communicator.shards, self.merged.unit)
+        return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]
+
+    def extents(self) -> list[list[int]]:
+        """Return how far each mesh axis's positions reach along its dim: the entries of every shard."""
+        outer, unit = self.merged or (1, 1)
+        return [
+            [outer * (stop - start) for start, stop in spans(size // outer, shards, unit)]
+            for size, shards in zip(self.sizes, self.context.communicator.grid, strict=True)
+        ]
 
     def __repr__(self) -> str:  # type: ignore[override]
         slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self._slabs)
@@ -301,9 +348,36 @@ def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | Non
     if like.context.communicator.shards > 1:
         for dim, size in zip(dims, like.sizes, strict=True):
             shape[dim] = size
-    return ShardedVolume(slabs, dims, shape, like.context)
+    result = ShardedVolume(slabs, dims, shape, like.context)
+    if like.merged is not None:
+        result.merged = like.merged
+    return result
 
 
-def from_whole(whole: Tensor, dims: Sequence[int], context: Context) -> ShardedVolume:
+def from_whole(whole: Tensor, dims: Sequence[int], context: Context, merged: Merged | None = None) -> ShardedVolume:
     """Cut a whole tensor."""
-    return ShardedVolume(context.communicator.cut(whole, dims), dims, whole.shape, context)
+    if merged is None:
+        return ShardedVolume(context.communicator.cut(whole, dims), dims, whole.shape, context)
+    (dim,) = dims
+    outer, unit = merged
+    planes = whole.shape[dim] // (outer * unit)
+    slabs = context.communicator.cut(whole.unflatten(dim, (outer, planes, unit)), (dim + 1,))
+    result = ShardedVolume([slab.flatten(dim, dim + 2) for slab in slabs], dims, whole.shape, context)
+    result.merged = merged
+    return result
+
+
+def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
+    """Return the same volume in another layout of its cut dim: entries move between shards where they must."""
+    if volume.merged == merged:
+        return volume
+    (outer, unit), (new_outer, new_unit) = volume.merged or (1, 1), merged or (1, 1)
+    (dim,), (size,) = volume.dims, volume.sizes
+    context = volume.context
+    if outer != 1 or new_outer != 1:
+        return from_whole(volume.full_tensor(), volume.dims, context, merged)
+    wanted = spans(size, context.communicator.shards, new_unit)
+    slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
+    result = ShardedVolume(slabs, volume.dims, volume.shape, context)
+    result.merged = merged
+    return result

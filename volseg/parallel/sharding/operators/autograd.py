@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.table import handles, refuse
-from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
@@ -87,7 +87,7 @@ def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
-    return ShardedVolume([slab.data for slab in volume.slabs], volume.dims, volume.shape, volume.context)
+    return wrap(volume, [slab.data for slab in volume.slabs])
 
 
 @handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False)
@@ -191,7 +191,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
             raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
         if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
             gradient = cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, root)
-        found += gradient.slabs
+        found += relaid(gradient, root.merged).slabs
     return found
 
 
@@ -201,10 +201,12 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     used, slabs = input._shown, input.slabs
-    dims, shape, context = input.dims, input.shape, input.context
+    dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 
     def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
-        return ShardedVolume(gradients, dims, shape, context)
+        volume = ShardedVolume(gradients, dims, shape, context)
+        volume.merged = merged
+        return volume
 
     if len(slabs) == 1:
         return func(slabs[0], lambda gradient: _hooked(joined, [hook], [gradient])[0])
@@ -238,7 +240,7 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
             result = cut_like(result, volume)
         if result.shape != volume.shape or result.dims != volume.dims:
             raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
-        gradients = result.slabs
+        gradients = relaid(result, volume.merged).slabs
     return list(gradients)
 
 

@@ -1,4 +1,4 @@
-"""Functions along a dim that is not cut (channels, mostly), and matrix products on channels."""
+"""Functions along a dim that is not cut: channels, mostly."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["along_dim", "linear", "matmul"]
+__all__ = ["along_dim"]
 
 ALONG_ONE = [
     "softmax",
@@ -80,9 +80,7 @@ def quantile(
 
 
 @handles("Along channels", "F.normalize")
-def normalize(
-    func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12, out: None = None
-) -> Any:
+def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
     if not isinstance(input, ShardedVolume):
         refuse("its input is not sharded")
@@ -94,62 +92,6 @@ def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any
     if isinstance(results[0], Tensor):
         return wrap(volume, results, dims)
     return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
-
-
-@handles("Along channels", "nn.linear", "F.linear")
-def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Apply a linear layer to the last dim."""
-    if not isinstance(input, ShardedVolume) or input.ndim - 1 in input.dims or weight.ndim != 2:
-        refuse("the features (last dim) must not be cut, and weight must be a matrix")
-    spread = input.context.spread
-    weights = spread(weight)
-    biases = [None] * len(weights) if bias is None else spread(bias)
-    rows = zip(input.slabs, weights, biases, strict=True)
-    return wrap(input, [func(slab, w, b) for slab, w, b in rows])
-
-
-@handles("Along channels", "Tensor.__rmatmul__")
-def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
-    """Multiply ``other @ input``."""
-    return matmul(torch.matmul, other, input)
-
-
-@handles("Along channels", "matmul", "Tensor.__matmul__", "bmm")
-def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None) -> Any:
-    """Multiply matrices where the contracted dim is not cut."""
-    first, second = input, mat2 if other is None else other
-    sharded = [operand for operand in (first, second) if isinstance(operand, ShardedVolume)]
-    if any(operand.ndim < 2 for operand in (first, second)):
-        refuse("vectors are not supported; use an explicit dim")
-    like = sharded[0]
-    dims = [dim - like.ndim for dim in like.dims]
-    if any([d - s.ndim for d in s.dims] != dims or s.sizes != like.sizes for s in sharded):
-        refuse("both volumes must be cut alike")
-    rows = like is first and all(dim <= -2 for dim in dims)
-    columns = like is second and all(dim == -1 or dim < -2 for dim in dims)
-    batch = all(dim < -2 for dim in dims)
-    if not batch and (len(sharded) > 1 or not (rows or columns)):
-        refuse("the contracted dim is cut")
-    if batch:
-        volume, results = run_local(func, (first, second), {})
-        return rewrap(volume, results)
-    spread = like.context.spread
-    if (second if like is first else first).ndim > 2:
-        refuse("a batch of matrices must be cut along the batch")
-    if like is first:
-        results = [func(slab, matrix) for slab, matrix in zip(like.slabs, spread(second), strict=True)]
-    else:
-        results = [func(matrix, slab) for slab, matrix in zip(like.slabs, spread(first), strict=True)]
-    return wrap(like, results, [results[0].ndim + dim for dim in dims])
-
-
-@handles("Along channels", "index_select")
-def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
-    """Pick entries along a dim that is not cut."""
-    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
-        refuse("it picks along the cut dim")
-    pairs = zip(input.slabs, input.context.spread(index), strict=True)
-    return wrap(input, [torch.index_select(slab, dim, own) for slab, own in pairs])
 
 
 @handles("Along channels", "gather", "take_along_dim")

@@ -1,4 +1,4 @@
-"""Dims: moved, inserted, removed, broadcast and merged; each cut dim stays a dim of its own."""
+"""Dims: moved, inserted, removed, broadcast, merged and split."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -7,12 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.copied_view import Origin
+from volseg.parallel.sharding.layout import Merged, can_split, spans
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
-__all__ = ["expand", "insert_dim", "permute", "repeat", "reshape", "squeeze", "transposed", "unsqueeze"]
+__all__ = [
+    "expand",
+    "insert_dim",
+    "permute",
+    "repeat",
+    "reshape",
+    "reshaped",
+    "say_gathered",
+    "squeeze",
+    "transposed",
+    "unsqueeze",
+]
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False)
@@ -58,7 +71,9 @@ def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = No
     """Broadcast dims that are not cut."""
     shape = list(size if other is None else other.shape)
     if not isinstance(input, ShardedVolume):
-        return cut_like(input.expand(shape), other)
+        result = cut_like(input.expand(shape), other)
+        result.origin = Origin([input], result.slabs, [])  # torch has a view of an ordinary tensor
+        return result
     shift = len(shape) - input.ndim
     dims = [dim + shift for dim in input.dims]
     if any(shape[dim] not in (-1, size) for dim, size in zip(dims, input.sizes, strict=True)):
@@ -93,7 +108,7 @@ def repeat_interleave(
 
 @handles("Dims", "reshape", "Tensor.view", "flatten", "unflatten", "Tensor.reshape_as", "Tensor.view_as", "ravel")
 def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Reshape where each cut dim stays a dim of its own."""
+    """Reshape; the cut dim may be merged with its neighbours, and split again."""
     named = bind(func, args, kwargs)
     volume = named["input"]
     if not isinstance(volume, ShardedVolume):
@@ -103,16 +118,99 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     target = _target_shape(func, volume, args, kwargs)
     if list(target) == list(volume.shape):
         return wrap(volume, list(volume.slabs))
-    dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
-    if any(dim is None for dim in dims):
-        refuse(f"the shape {tuple(target)} does not keep the cut dim {volume.dims} as it is")
+    return reshaped(volume, target)
+
+
+def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Tensor:
+    """Return the volume under another shape; gathered, where no dim of that has the planes of a shard in it."""
+    context = volume.context
+    if volume.merged is None:
+        dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
+        if None not in dims:
+            return _with_slabs(volume, target, dims, volume.dims)  # type: ignore[arg-type]
+    if len(volume.dims) == 1:
+        plain = volume if volume.merged is None else volume.unmerged()
+        place = _place(plain.shape, plain.dims[0], target)
+        if place is not None:
+            return _merged_or_split(plain, target, *place)
+        if context.communicator.shards == 1 and target:
+            return ShardedVolume([volume.slabs[0].reshape(target)], [len(target) - 1], target, context)
+    say_gathered(volume, f"gives the shape {tuple(target)} to")
+    return volume.full_tensor().reshape(target)
+
+
+SMALL = 2**22
+"""Elements of a volume up to which it is gathered without a word, as coarse levels are that are too thin to cut."""
+
+
+def say_gathered(volume: ShardedVolume, what: str) -> None:
+    """Say once that a large volume is gathered for something that slabs cannot do."""
+    if volume.shape.numel() > SMALL:
+        context = volume.context
+        context.say_once(
+            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
+            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
+        )
+
+
+def _with_slabs(
+    volume: ShardedVolume, target: Sequence[int], dims: Sequence[int], old: Sequence[int], merged: Merged | None = None
+) -> ShardedVolume:
+    """Reshape the slabs: dims ``old`` of the volume become ``dims`` of the target, alone or merged."""
     slabs = []
     for slab in volume.slabs:
         shape = list(target)
-        for old, new in zip(volume.dims, dims, strict=True):
-            shape[new] = slab.shape[old]  # type: ignore[index]
+        for own, new in zip(old, dims, strict=True):
+            outer, unit = merged or (1, 1)
+            shape[new] = outer * slab.shape[own] * unit
         slabs.append(slab.reshape(shape))
-    return wrap(volume, slabs, dims)  # type: ignore[arg-type]
+    result = ShardedVolume(slabs, dims, target, volume.context)
+    result.merged = merged
+    return result
+
+
+def _merged_or_split(
+    volume: ShardedVolume, target: Sequence[int], dim: int, outer: int, extent: int
+) -> ShardedVolume | Tensor:
+    """Reshape where dim ``dim`` of the target runs over ``outer`` dims in front and ``extent`` entries of the cut."""
+    context, (cut,), (planes,) = volume.context, volume.dims, volume.sizes
+    shards = context.communicator.shards
+    if extent % planes == 0:
+        layout = Merged(outer, extent // planes)
+    else:
+        if not can_split(extent, shards):
+            return volume.full_tensor().reshape(target)
+        # Each entry takes several planes with it: they must lie on one shard.
+        group = planes // extent
+        slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
+        shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
+        slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
+        volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)
+    entries = target[dim] // outer
+    plain = outer == 1 and spans(entries, shards, layout.unit) == spans(entries, shards)
+    if shards == 1:
+        return ShardedVolume([volume.slabs[0].reshape(target)], [dim], target, context)
+    result = _with_slabs(volume, target, [dim], [cut], layout)
+    if plain:
+        result.merged = None
+    return result
+
+
+def _place(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return the dim of ``new`` that holds the cut dim of ``old``, how many entries of dims in front, and of the cut.
+
+    None where no dim of ``new`` begins with whole entries of both.
+    """
+    before, planes, product = prod(old[:cut]), old[cut], 1
+    for dim, size in enumerate(new):
+        if product * size > before:
+            outer, rest = divmod(before, product)
+            if rest or size % outer:
+                return None
+            extent = size // outer
+            return (dim, outer, extent) if extent % planes == 0 or planes % extent == 0 else None
+        product *= size
+    return None
 
 
 def _target_shape(func: Callable, volume: ShardedVolume, args: tuple, kwargs: dict[str, Any]) -> list[int]:

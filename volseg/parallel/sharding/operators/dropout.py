@@ -26,9 +26,10 @@ def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return named["input"]
 
 
-@handles("Dropout", "F.dropout")
+@handles("Dropout", "F.dropout", rehearse=False)
 def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop voxels independently."""
+    _check_probability(p)
     if not isinstance(input, ShardedVolume) or not training or p == 0:
         return input
     masks = voxel_masks(input, 1 - p)
@@ -42,7 +43,7 @@ def plain_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
     return dropout(func, input, p, train, func.__name__.endswith("_"))
 
 
-@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d")
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", rehearse=False)
 def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop whole channels, the same on all shards."""
     # Unbatched input (C, D, H, W): the channels come first.
@@ -56,7 +57,13 @@ def feature_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
     return _drop_channels(input, p, train, False, 2)
 
 
+def _check_probability(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
 def _drop_channels(volume: Any, p: float, training: bool, inplace: bool, leading: int) -> Any:
+    _check_probability(p)
     if not isinstance(volume, ShardedVolume) or not training or p == 0:
         return volume
     if any(dim < leading for dim in volume.dims):

@@ -10,8 +10,8 @@ from volseg.parallel.sharding.joining import join_channels
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.planes import clip
 from volseg.parallel.sharding.operators.pointwise import cut_like
-from volseg.parallel.sharding.table import handles, volumes
-from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding.table import handles, in_planes, volumes
+from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["cat", "stack"]
 
@@ -24,9 +24,10 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     like = volumes(parts)[0]
     dim %= like.ndim
     if dim in like.dims:
-        return _cat_along_cut(parts, like, dim)
+        parts = [in_planes(part) if isinstance(part, ShardedVolume) else part for part in parts]
+        return _cat_along_cut(parts, volumes(parts)[0], dim)
     alike = [_cut_alike(part, like) for part in parts]
-    if dim == 1 and like.ndim == 5 and len(like.context.communicator.devices) == 1:
+    if dim == 1 and like.ndim == 5 and like.merged is None and len(like.context.communicator.devices) == 1:
         return join_channels(alike)
     slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
     return wrap(like, slabs)
@@ -34,7 +35,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 def _cut_alike(part: Tensor, like: ShardedVolume) -> ShardedVolume:
     if isinstance(part, ShardedVolume) and part.dims == like.dims and part.sizes == like.sizes:
-        return part
+        return relaid(part, like.merged)
     return cut_like(part.full_tensor() if isinstance(part, ShardedVolume) else part, like)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.sharding.deferred import Deferred, Pooled, Statistics, statistics
+from volseg.parallel.sharding.deferred import Deferred, Pooled, Statistics, settled_in_checkpoint, statistics
 from volseg.parallel.sharding.operators.arguments import spatial_only
 from volseg.parallel.sharding.operators.pointwise import elementwise
 from volseg.parallel.sharding.operators.reductions import moments
@@ -111,6 +111,8 @@ def _with_running(
     if count == 1:  # torch's rule
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
     result, found = normalize(volume, pooled, weight, bias, eps)
+    if not pooled.over_batch:  # torch's instance norm changes its running statistics last, its batch norm first
+        settled_in_checkpoint(result)
     if mean is not None and var is not None:
         with torch.no_grad():
             # Samples that share their statistics have the same ones: no average of them is needed.
@@ -122,7 +124,7 @@ def _with_running(
             mean.lerp_(center.to(mean), momentum)
             # Towards the unbiased variance, count / (count - 1) times the biased one.
             var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
-    return result
+    return settled_in_checkpoint(result)
 
 
 @handles("Normalisation", "F.group_norm", "torch.group_norm")
@@ -138,7 +140,7 @@ def group_norm(
     """Normalise groups of channels of each sample over the volume."""
     if not isinstance(input, ShardedVolume) or not spatial_only(input, input.ndim - 2):
         refuse("the volume must be cut along spatial dims")
-    return normalize(input, Pooled(False, num_groups), weight, bias, eps)[0]
+    return settled_in_checkpoint(normalize(input, Pooled(False, num_groups), weight, bias, eps)[0])
 
 
 @handles("Normalisation", "F.rms_norm", "torch.rms_norm")

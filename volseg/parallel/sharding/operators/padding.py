@@ -11,7 +11,7 @@ from volseg.parallel.sharding.operators.joins import cat
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.operators.slices import take_planes
-from volseg.parallel.sharding.table import handles, refuse
+from volseg.parallel.sharding.table import handles, in_planes, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided, Window
 
@@ -50,7 +50,7 @@ def pad(
         volume = _pad_inside(volume, inside, rest)
     for dim in volume.dims:
         if pairs[dim] != (0, 0):
-            volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0)
+            volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0)
             if not isinstance(volume, ShardedVolume):
                 refuse("the padded volume is thinner than the number of shards")
     return _apart(volume, source)
@@ -63,7 +63,7 @@ def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     if not any(shared):
         return volume
     slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]
-    return ShardedVolume(slabs, volume.dims, volume.shape, volume.context)
+    return wrap(volume, slabs)
 
 
 def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
@@ -112,6 +112,9 @@ def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
     """Mirror; along the cut the planes change shards."""
     volume = input
     dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
+    if not set(dims) & set(volume.dims):
+        return wrap(volume, [slab.flip(dims) for slab in volume.slabs])
+    volume = in_planes(volume)
     plans = [
         AxisPlan(Strided(size - 1, -1) if cut in dims else Strided(), size)
         for cut, size in zip(volume.dims, volume.sizes, strict=True)
@@ -132,6 +135,7 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
         if dim not in volume.dims:
             volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
         elif shift % size:
+            volume = in_planes(volume)
             behind = take_planes(volume, dim, size - shift % size, shift % size)
             front = take_planes(volume, dim, 0, size - shift % size)
             whole = [p for p in (behind, front) if isinstance(p, ShardedVolume)]

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from volseg.parallel.sharding.context import Context
+from volseg.parallel.sharding.layout import Merged
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, nested, refuse, run_gathered, volumes
-from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
+from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid, wrap
 
 __all__ = ["aligned", "pointwise", "run_local"]
 
@@ -27,10 +28,6 @@ UNARY = [
     "bitwise_not",
     "cbrt",
     "ceil",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
     "conj",
     "conj_physical",
     "cos",
@@ -101,6 +98,10 @@ BINARY = [
     "bitwise_or",
     "bitwise_right_shift",
     "bitwise_xor",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
     "copysign",
     "div",
     "divide",
@@ -215,12 +216,14 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
     if isinstance(operand, ShardedVolume):
         dims = [dim - operand.ndim for dim in operand.dims]
         if dims == wanted and operand.sizes == like.sizes:
-            return list(operand.slabs)
+            return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
         operand = operand.full_tensor()
-    return _cut_or_spread(operand, wanted, like.sizes, like.context)
+    return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
 
 
-def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context) -> list[Tensor]:
+def _cut_or_spread(
+    operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
+) -> list[Tensor]:
     """Cut a whole operand along the dims (from the end) that it has; spread it where it is constant along all."""
     present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
     if not any(present) or (operand.ndim == 0):
@@ -232,7 +235,7 @@ def _cut_or_spread(operand: Tensor, wanted: Sequence[int], sizes: Sequence[int],
         for dim, size in zip(wanted, sizes, strict=True):
             shape[dim] = size
         operand = operand.expand(shape)
-    return context.communicator.cut(operand, [dim + operand.ndim for dim in wanted])
+    return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
 
 
 def run_local(
@@ -322,9 +325,9 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
 def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Make a volume of the same grid; its slabs lie where the volume's are."""
-    volume, *rest = args if args else (kwargs.pop("input"),)
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
     _without_device(kwargs.get("device"), volume)
-    named = {name: value for name, value in kwargs.items() if name != "device"}
+    named = {name: value for name, value in kwargs.items() if name != "device" and value is not volume}
     return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
 
 
@@ -388,8 +391,8 @@ def scatter(
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
         refuse("input and index must have the same extent along the cut")
     written = func.__name__ == "scatter_"
-    if written and not isinstance(input, ShardedVolume) and input._base is not None:
-        refuse("it writes into a part of an ordinary tensor")
+    if written and not isinstance(input, ShardedVolume) and (input._base is not None or input.requires_grad):
+        refuse("it writes into a part of an ordinary tensor, or into one with a history")
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
     if written and isinstance(input, ShardedVolume):
@@ -418,13 +421,15 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     dims = [dim - like.ndim + whole.ndim for dim in like.dims]
     if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
         refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
-    return from_whole(whole, dims, like.context)
+    return from_whole(whole, dims, like.context, like.merged)
 
 
-@handles("Activations", "prelu", "F.prelu")
+@handles("Activations", "prelu", "F.prelu", rehearse=False)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
         refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
     slopes = input.context.spread(weight)
     return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])

@@ -139,14 +139,14 @@ def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: 
         return over_dims(kind, volume, list(volume.dims), keepdim=True)
     if all(outputs[i] == 1 for i in cut):
         return _first_largest(func, volume, outputs)
+    own = [1 if i in cut else n for i, n in enumerate(outputs)]
     plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
     grid = volume.context.communicator.grid
     if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
         return func(volume.full_tensor(), outputs)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        cuts = list(zip(cut, (plan.window for plan in plans), windows, strict=True))
-        return _pool_intervals(func, slab, cuts, outputs)  # type: ignore[arg-type]
+        return _pool_boxes(func, slab, list(zip(volume.dims, plans, windows, strict=True)), own)
 
     return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
 
@@ -175,22 +175,21 @@ def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) ->
     return whole.gather(0, chosen)[0]
 
 
-def _pool_intervals(
-    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AdaptivePool, LocalWindow]], outputs: list[int]
+def _pool_boxes(
+    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
 ) -> Tensor:
-    """Pool interval by interval along the cut, where they do not start where the slab does.
+    """Pool plane by plane along the cut dims, where the intervals do not start where the slab does.
 
-    Each is pooled over all dims at once: of equal voxels torch takes the first in the order of memory.
+    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory's order, which
+    one dim after the other would not find.
     """
     if not cuts:
-        return func(slab, outputs)  # type: ignore[no-any-return]
-    (i, pool, window), *rest = cuts
-    dim = slab.ndim - len(outputs) + i
+        return func(slab, outputs)
+    (dim, plan, window), *others = cuts
     planes = []
     for plane in range(*window.output):
-        start, stop = pool.need(plane, plane + 1)
-        own = slab.narrow(dim, start - window.span[0], stop - start)
-        planes.append(_pool_intervals(func, own, rest, [*outputs[:i], 1, *outputs[i + 1 :]]))
+        start, stop = plan.window.need(plane, plane + 1)
+        planes.append(_pool_boxes(func, slab.narrow(dim, start - window.span[0], stop - start), others, outputs))
     return torch.cat(planes, dim)
 
 

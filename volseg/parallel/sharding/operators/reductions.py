@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
-from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.arguments import dims_of
 from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise, run_local
 from volseg.parallel.sharding.signatures import bind
@@ -250,15 +249,21 @@ def variance(
         spread: Any = wrap(volume, [var for var, _ in slabs], kept)
         center: Any = wrap(volume, [mean for _, mean in slabs], kept)
         if "std" in func.__name__:
-            spread = wrap(spread, [slab.sqrt() for slab in spread.slabs], spread.dims)
+            spread = wrap(spread, [_root(slab) for slab in spread.slabs], spread.dims)
     else:
         center, squares, count = moments(volume, dims)
         spread = (squares / max(count - correction, 0)).to(volume.dtype)
         center = center.to(volume.dtype)
-        spread = spread.sqrt() if "std" in func.__name__ else spread
+        spread = _root(spread) if "std" in func.__name__ else spread
         if not keepdim:
             spread, center = _squeeze(spread, dims), _squeeze(center, dims)
     return (spread, center) if "mean" in func.__name__ else spread
+
+
+def _root(variance: Tensor) -> Tensor:
+    """Return the standard deviation; where it is zero, its gradient is zero too, as torch has it."""
+    zero = variance == 0
+    return variance.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
@@ -284,12 +289,11 @@ def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor,
 def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
     """Return how many voxels each shard reduces, shaped to broadcast against the stacked results."""
     counts = torch.ones([1] * volume.ndim, dtype=torch.float64)
-    for dim, shards in zip(volume.dims, volume.context.communicator.grid, strict=True):
+    for dim, extents in zip(volume.dims, volume.extents(), strict=True):
         if dim in dims:
-            planes = [stop - start for start, stop in spans(volume.shape[dim], shards)]
             shape = [1] * volume.ndim
-            shape[dim] = shards
-            counts = counts * torch.tensor(planes, dtype=torch.float64).reshape(shape)
+            shape[dim] = len(extents)
+            counts = counts * torch.tensor(extents, dtype=torch.float64).reshape(shape)
     return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 

@@ -10,11 +10,11 @@ from volseg.parallel.sharding.operators.dims import insert_dim
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import aligned
 from volseg.parallel.sharding.signatures import bind
-from volseg.parallel.sharding.table import handles, refuse, run_gathered
+from volseg.parallel.sharding.table import handles, in_planes, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided
 
-__all__ = ["getitem", "narrow", "setitem", "split", "take_planes"]
+__all__ = ["assign", "expanded", "is_basic", "narrow", "sliced", "split", "take_planes"]
 
 
 def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
@@ -24,6 +24,7 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         stop = start + (count - 1) * step + 1 if count else start
         index = (slice(None),) * dim + (slice(start, stop, step),)
         return wrap(volume, [slab[index] for slab in volume.slabs])
+    volume = in_planes(volume)
     if (start, count, step) == (0, volume.shape[dim], 1):
         return volume
     plans = [
@@ -44,16 +45,8 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Slices and joins", "Tensor.__getitem__")
-def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Index with integers, slices, None and an ellipsis; a cut dim too."""
-    volume, index = args
-    if not isinstance(volume, ShardedVolume):
-        refuse("an ordinary tensor cannot be indexed by a sharded one")
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(_is_basic(entry) for entry in index):
-        refuse("only integers, slices, None and ... are supported as indices")
-    entries = _expanded(index, volume.ndim)
+def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Tensor:
+    """Index with integers, slices and None; a cut dim too."""
     dim = 0
     result: ShardedVolume | Tensor = volume
     for entry in entries:
@@ -75,19 +68,26 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _is_basic(entry: Any) -> bool:
+def is_basic(entry: Any) -> bool:
+    """Say whether an index is an integer, a slice, None or an ellipsis."""
     return entry is None or entry is ... or (isinstance(entry, int | slice) and not isinstance(entry, bool))
 
 
-def _expanded(index: tuple, ndim: int) -> list[Any]:
-    """Replace the ellipsis by full slices."""
-    used = sum(entry is not None and entry is not ... for entry in index)
+def expanded(index: tuple, ndim: int) -> list[Any]:
+    """Replace the ellipsis by full slices; a mask stands for as many dims as it has."""
+    used = sum(_width(entry) for entry in index)
     rest = [slice(None)] * (ndim - used)
     # Not index.index(...): comparing tensors is an operator.
     where = next((i for i, entry in enumerate(index) if entry is ...), None)
     if where is not None:
         return [*index[:where], *rest, *index[where + 1 :]]
     return [*index, *rest]
+
+
+def _width(entry: Any) -> int:
+    if isinstance(entry, Tensor) and entry.dtype == torch.bool:
+        return entry.ndim
+    return int(entry is not None and entry is not ...)
 
 
 def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tensor:
@@ -122,18 +122,21 @@ def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
     return tuple(_select(input, dim % input.ndim, index) for index in range(input.shape[dim]))
 
 
-@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes")
+SPLITS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
+
+
+@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False)
 def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Split along a dim that is not cut, or along the cut into balanced volumes."""
     named = bind(func, args, kwargs)
-    volume, dim = named.pop("input"), named.pop("dim", 0)
-    dim %= volume.ndim
+    volume = named.pop("input")
+    dim = SPLITS.get(func.__name__, named.pop("dim", 0)) % volume.ndim
     if any(isinstance(value, Tensor) for value in named.values()):
         refuse("it needs numbers where to split, not a tensor")
     # A meta tensor tells the sizes of the parts, by torch's own rules.
     line = torch.empty(volume.shape[dim], device="meta")
     (how,) = named.values()
-    parts = func(line, how, dim=0)
+    parts = (torch.tensor_split if func.__name__ in SPLITS else func)(line, how, dim=0)
     result, start = [], 0
     for part in parts:
         result.append(take_planes(volume, dim, start, part.shape[0]))
@@ -141,18 +144,8 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tuple(result)
 
 
-@handles("Slices and joins", "Tensor.__setitem__")
-def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+def assign(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
     """Assign to integers and slices of a volume; along the cut each shard takes what falls on its planes."""
-    volume, index, value = args
-    if not isinstance(volume, ShardedVolume):
-        run_gathered(func, args, kwargs)
-        return
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(_is_basic(entry) and entry is not None for entry in index):
-        refuse("only integers, slices and ... are supported as indices of an assignment; use torch.where")
-    entries = _expanded(index, volume.ndim)
-    volume.context.settle()
     if all(entries[dim] == slice(None) for dim in volume.dims):
         _assign_within(volume, entries, value)
     else:
@@ -164,6 +157,7 @@ def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
     ndim = sum(not isinstance(e, int) for e in entries)
     if isinstance(value, Tensor):
         like = ShardedVolume(volume.slabs, kept, _sizes_at(kept, volume.sizes, ndim), volume.context)
+        like.merged = volume.merged
         values = aligned(value, like)
     else:
         values = [value] * len(volume.slabs)
@@ -189,7 +183,7 @@ def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
         values = context.spread(whole)
     else:
         values = [value] * len(volume.slabs)
-    for slab, own, spans_ in zip(volume.slabs, values, context.communicator.owned(volume.sizes), strict=True):
+    for slab, own, spans_ in zip(volume.slabs, values, volume.owned(), strict=True):
         local = list(slices)
         part = own
         for dim, (start, stop) in zip(volume.dims, spans_, strict=True):

@@ -1,0 +1,108 @@
+"""What random networks on slabs found: each story ended in another number or a crash, and is equal since.
+
+Everything is compared with the plain network in float64, on real copies: "cpu:1" is copied to as a second GPU is.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding.verify import compare
+
+DEVICES = [["cpu"], ["cpu", "cpu:1"]]
+TOLERANCE = 1e-9
+
+
+class Net(nn.Module):
+    """Layers by name, and a function of them as ``forward``."""
+
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self.layers, *inputs)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def convolution() -> nn.Conv3d:
+    return nn.Conv3d(2, 2, 3, padding=1, bias=False)
+
+
+def assert_same(net: nn.Module, devices: list[str], **options: Any) -> None:
+    """Two steps of training: outputs, every gradient, buffers and parameters are equal."""
+    torch.manual_seed(0)
+    model = ModelParallel(copy.deepcopy(net), strategy="spatial", devices=devices, **options)
+    errors = compare(net, model, [torch.randn(2, 2, 9, 4, 4, dtype=torch.float64)], steps=2)
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+# --- torch's checkpoint in the network's own code -----------------------------------------------------------------
+
+ENDS: dict[str, Callable[[], list[nn.Module]]] = {
+    "batch norm": lambda: [nn.BatchNorm3d(2)],
+    "batch norm and activation": lambda: [nn.BatchNorm3d(2), nn.ReLU(inplace=True)],
+    "tracked instance norm": lambda: [nn.InstanceNorm3d(2, track_running_stats=True)],
+    "counter and instance norm": lambda: [Counter(), nn.InstanceNorm3d(2)],
+    "counter and group norm": lambda: [Counter(), nn.GroupNorm(1, 2), nn.LeakyReLU()],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}], ids=["", "checkpoint=all"])
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_checkpointed_block_that_ends_in_a_norm(end: str, devices: list[str], options: dict[str, str]) -> None:
+    """The norm was computed behind the block, the recomputation stopped before it, and buffers changed once less often
+    than torch changes them."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        return layers["last"](checkpoint(layers["block"], x, use_reentrant=False))
+
+    block = nn.Sequential(convolution(), nn.LeakyReLU(), convolution(), *ENDS[end]())
+    assert_same(Net(forward, block=block, last=convolution()).double(), devices, **options)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_a_checkpoint_in_a_checkpoint(devices: list[str]) -> None:
+    """A norm of the outer block was computed in the inner one: torch missed its tensors in the recomputation."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        def outer(y: Tensor) -> Tensor:
+            return checkpoint(layers["block"], layers["block"](y), use_reentrant=False)
+
+        return layers["last"](checkpoint(outer, x, use_reentrant=False))
+
+    block = nn.Sequential(convolution(), nn.BatchNorm3d(2), nn.ReLU())
+    assert_same(Net(forward, block=block, last=convolution()).double(), devices)
+
+
+# --- copied views -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_the_shape_of_a_copied_view(devices: list[str]) -> None:
+    """A plane across the cut is an ordinary tensor that is a copy: its shape was a tuple, without ``numel()``."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        plane = x[:, :, 3]
+        assert isinstance(plane.shape, torch.Size)
+        return layers["a"](x) * plane.mean() / plane.shape.numel()
+
+    assert_same(Net(forward, a=convolution()).double(), devices)

@@ -1,0 +1,42 @@
+"""Which operators honour a cut dim that was merged with its neighbours (``layout.Merged``).
+
+Those that touch the cut only by zipping slabs, by ``aligned`` or by ``wrap``, and those that ask the volume for what it
+owns. Every other operator gets the volume in planes, or is refused (see ``table.in_planes``).
+"""
+
+from volseg.parallel.sharding.operators import (
+    activations,
+    autograd,
+    channels,
+    dims,
+    indexing,
+    joins,
+    normalize,
+    padding,
+    pointwise,
+    products,
+    reductions,
+    slices,
+)
+from volseg.parallel.sharding.table import honour_merged
+
+honour_merged(
+    *(activations.relu, activations.leaky_relu, activations.elu),
+    *(autograd.metadata, autograd.flag, autograd.data, autograd.grad_fn, autograd.per_slab, autograd.backward),
+    *(autograd.new_whole, autograd.formatted, autograd.values),
+    *(channels.along_dim, channels.quantile, channels.normalize, channels.gather),
+    *(dims.permute, dims.unsqueeze, dims.squeeze, dims.expand, dims.repeat, dims.repeat_interleave, dims.reshape),
+    dims.transposed,
+    *(joins.cat, joins.stack),
+    *(normalize.layer_norm, normalize.rms_norm),
+    *(padding.pad, padding.flip, padding.flip_matrix, padding.roll),
+    *(pointwise.pointwise, pointwise.activation, pointwise.in_place, pointwise.where, pointwise.filled_like),
+    *(pointwise.convert_dtype, pointwise.convert, pointwise.moved, pointwise.scatter, pointwise.prelu),
+    *(products.einsum, products.reversed_matmul, products.matmul, products.dot, products.outer, products.inner),
+    *(products.tensordot, products.added_product, products.linear, products.attention),
+    *(reductions.reduce, reductions.logsumexp, reductions.any_or_all, reductions.product, reductions.count_nonzero),
+    *(reductions.extreme, reductions.aminmax, reductions.extremum, reductions.variance, reductions.norm),
+    *(reductions.matrix_or_vector_norm, reductions.equal, reductions.allclose, reductions.masked_select),
+    *(indexing.getitem, indexing.setitem, indexing.index_select, indexing.index_changed, indexing.diff),
+    *(slices.narrow, slices.select, slices.unbind, slices.split),
+)
