@@ -13,7 +13,7 @@ from volseg.parallel.sharding.operators.pointwise import cut_like, elementwise
 from volseg.parallel.sharding.operators.reductions import over_dims
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse, volumes
-from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss"]
 
@@ -113,7 +113,8 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     probabilities = target.ndim == logits.ndim
     if isinstance(target, ShardedVolume):
         same = [dim - logits.ndim for dim in logits.dims] == [dim - target.ndim for dim in target.dims]
-        target = target if same and target.sizes == logits.sizes else target.full_tensor()
+        alike = same and target.sizes == logits.sizes
+        target = relaid(target, logits.merged) if alike else target.full_tensor()
     if not isinstance(target, ShardedVolume):
         target = cut_like(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
