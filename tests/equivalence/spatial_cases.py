@@ -110,6 +110,87 @@ def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
     return build
 
 
+class Slices(nn.Module):
+    """A network of 2D layers on the slices of a volume, which are the samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.last = nn.Sequential(nn.ConvTranspose2d(4, 4, 2, 2), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples = x.transpose(1, 2).flatten(0, 1)
+        return self.last(self.first(samples)).unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+
+class Tokens(nn.Module):
+    """Attention over all voxels, in the ways that networks write it, and a head that sees all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.qkv = nn.Conv3d(1, 8, 3, stride=2, padding=1), nn.Linear(8, 24)
+        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(6 * 3 * 2, 3)
+        self.positions = nn.Parameter(torch.linspace(-1, 1, 6 * 3 * 2 * 8).reshape(1, 36, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        features = self.stem(x)
+        tokens = self.norm(features.flatten(2).transpose(1, 2) + self.positions)
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        weights = torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1)
+        first = torch.einsum("bhqk,bhkd->bhqd", weights, value)
+        second = F.scaled_dot_product_attention(query, key, value)
+        third = (query @ key.transpose(-2, -1) / 4).softmax(-1) @ value
+        tokens = tokens + (first + second * third).transpose(1, 2).flatten(2)
+        volume = tokens.transpose(1, 2).reshape(features.shape)
+        return volume, self.mix(volume.flatten(2)), torch.einsum("bcn,bkn->bck", volume.flatten(2), volume.flatten(2))
+
+
+class Windows(nn.Module):
+    """Windows of three planes, shuffled voxels, indices and Dice by hand: the cut dim merged and split in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(1, 2, 3, padding=1)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.first(x)
+        batch, channels, *(depth, height, width) = x.shape
+        windows = x.movedim(1, -1).reshape(batch, depth // 3, 3, height // 2, 2, width, channels)
+        windows = windows.permute(0, 1, 3, 2, 4, 5, 6).reshape(-1, 6 * width, channels)
+        windows = torch.einsum("wnc,wmc->wnm", windows, windows).softmax(-1) @ self.mix(windows)
+        windows = windows.view(batch, depth // 3, height // 2, 3, 2, width, channels).permute(0, 6, 1, 3, 2, 4, 5)
+        x = x + torch.roll(windows.reshape(x.shape), (1, 1), (2, 3))
+        fine = x.view(batch, 1, 2, 2, 2, depth, height, width).permute(0, 1, 5, 2, 6, 3, 7, 4)
+        logits = self.last(fine.reshape(batch, 1, 2 * depth, 2 * height, 2 * width))
+        foreground, other = logits.sigmoid().view(batch, -1), logits[:, [1, 0]].sigmoid().view(batch, -1)
+        dice = (2 * (foreground * other).sum(1) + 1) / (foreground.sum(1) + other.sum(1) + 1)
+        changed = logits * 1
+        changed[logits > 0.5] = 0.0
+        changed[:, :, [0, 3, 7]] = logits[:, :, 2:5]
+        return dice, changed, x[x > 0].square(), changed.diff(dim=2)
+
+
+class Timed(nn.Module):
+    """MONAI's diffusion network at one time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"num_res_blocks": 1, "norm_num_groups": 2, "num_head_channels": 4}
+        self.net = monai("DiffusionModelUNet", 3, 1, 1, channels=(4, 8), attention_levels=(False, True), **settings)()
+        nn.init.normal_(self.net.out[-1].conv.weight, std=0.1)  # it begins at zero, which would hide the rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x, torch.tensor([7], device=x.device).expand(len(x)))
+
+
+def swin() -> nn.Module:
+    """Return the encoder of MONAI's SwinUNETR, with windows that are shifted."""
+    from monai.networks.nets.swin_unetr import SwinTransformer
+
+    return SwinTransformer(1, 4, (2, 2, 2), (2, 2, 2), depths=(2, 1, 1, 1), num_heads=(2, 1, 1, 1))
+
+
 WIDTHS, STRIDES = (4, 8, 16), (2, 2)
 DYN = ([3, 3, 3], [1, 2, 2], [2, 2])
 CASES = {
@@ -171,6 +252,16 @@ CASES = {
     "batch norm evaluated": Case(lambda: normed(nn.BatchNorm3d), (2, 1, 12, 6, 5), evaluate=True),
     "kernel of five, halo of several slabs": Case(lambda: nn.Conv3d(1, 2, 5, padding=2), (1, 1, 9, 6, 5)),
     "cut along W": Case(lambda: normed(nn.InstanceNorm3d), (1, 1, 8, 9, 10), options={"axes": "W"}),
+    "slices": Case(Slices, (2, 1, 9, 6, 4), 2),
+    "slices of one volume, evaluated": Case(Slices, (1, 1, 9, 6, 4), evaluate=True),
+    "tokens": Case(Tokens, (2, 1, 12, 6, 4), 2),
+    "windows": Case(Windows, (2, 1, 12, 4, 3), 2),
+    "diffusion": Case(Timed, (2, 1, 12, 8, 8)),
+    "unetr": Case(
+        monai("UNETR", 1, 2, (48, 16, 16), feature_size=2, hidden_size=8, mlp_dim=8, num_heads=2), (1, 1, 48, 16, 16)
+    ),
+    "swin": Case(swin, (1, 1, 32, 12, 12)),
+    "vit": Case(monai("ViT", 1, (8, 8, 8), (2, 4, 4), 12, 16, 2, 2), (2, 1, 8, 8, 8), 2),
     "two dims": Case(
         lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)),
         (2, 1, 18, 7),

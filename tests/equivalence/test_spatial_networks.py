@@ -29,7 +29,8 @@ def assert_equal(errors: dict[str, float]) -> None:
 @pytest.mark.parametrize("shards", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_of_one_process_equal_one_device(name: str, shards: int) -> None:
-    assert_equal(spatial.run(spatial.CASES[name], devices=["cpu"] * shards))
+    # "cpu:1" is copied to as a second GPU is.
+    assert_equal(spatial.run(spatial.CASES[name], devices=["cpu", *(f"cpu:{i}" for i in range(1, shards))]))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

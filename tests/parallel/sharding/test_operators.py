@@ -168,6 +168,81 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "expand": lambda x: x[:, :1].expand(-1, 3, -1, -1, -1) + x[:, :1].expand(2, 3, 9, 6, 5),
     "repeat": lambda x: x.repeat(1, 2, 1, 1, 1),
     "repeat interleave": lambda x: x.repeat_interleave(2, dim=1),
+    # dims: the cut one merged with its neighbours, and split again
+    "merged": lambda x: (x.flatten(2).relu() + SAME.view(2, 4, -1)).softmax(1),
+    "merged statistics": lambda x: x.flatten(2).var(2) + x.flatten(2).amax(-1) + x.view(2, 4, -1).norm(dim=2),
+    "merged dice": lambda x: (x.view(2, -1) * SAME.view(2, -1)).sum(1) / x.reshape(2, -1).sigmoid().sum(1),
+    "merged with all": lambda x: x.view(-1).pow(2).mean() + torch.dot(x.reshape(-1), SAME.reshape(-1)),
+    "merged and back": lambda x: x.flatten(2).transpose(1, 2).mul(2).transpose(1, 2).reshape(SHAPE) + x,
+    "merged tokens": lambda x: F.layer_norm(F.linear(x.flatten(2).transpose(1, 2), constant(6, 4)), (6,)),
+    "merged norm over all": lambda x: F.layer_norm(x.flatten(2), (270,), constant(270)),
+    "merged in place": lambda x: (x * 1).flatten(2).clone().add_(SAME.flatten(2)).mul_(2),
+    "merged joins": lambda x: torch.cat([torch.cat([x.flatten(2), SAME.flatten(2)], 1)[:, 2:6], x.flatten(2)], 1),
+    "merged, then planes": lambda x: F.conv1d(x[:1].flatten(2), constant(3, 4, 3), padding=1)[..., 9:200:3],
+    "merged beside planes": lambda x: x.movedim(1, -1) + x.flatten(2).transpose(1, 2).reshape(2, 9, 6, 5, 4),
+    "windows": lambda x: _windows(x),
+    "windows and back": lambda x: _from_windows(_windows(x).softmax(1)).roll((1, 2), (1, 2)) + x.movedim(1, -1),
+    "shuffle": lambda x: F.conv3d(
+        x.reshape(2, 1, 2, 2, 1, 9, 6, 5).permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(2, 1, 18, 12, 5),
+        constant(2, 1, 3, 3, 3),
+    ),
+    "unshuffle": lambda x: x.reshape(2, 4, 3, 3, 3, 2, 5, 1).permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(2, 24, 3, 3, 5),
+    "split in groups": lambda x: x.unflatten(2, (3, 3)).sum(3),
+    "head": lambda x: F.linear(x.flatten(1), constant(3, 1080), constant(3)),
+    # slices as samples
+    "slices convolved": lambda x: _slices(x, lambda y: F.conv2d(y, constant(18, 4, 3, 3), constant(18), padding=1)),
+    "slices transposed": lambda x: _slices(x, lambda y: F.conv_transpose2d(y, constant(4, 6, 2, 2), stride=2)),
+    "slices pooled": lambda x: _slices(x, lambda y: F.max_pool2d(y, 2) + F.adaptive_avg_pool2d(y, (3, 2))),
+    "slices resized": lambda x: _slices(x, lambda y: F.interpolate(y, scale_factor=2, mode="bilinear")),
+    "slices normed": lambda x: _slices(x, lambda y: F.instance_norm(y) + F.group_norm(y, 2, constant(4))),
+    "slices normed together": lambda x: _slices(
+        x, lambda y: F.batch_norm(y, None, None, constant(4), constant(4), training=True)
+    ),
+    "slices padded": lambda x: _slices(x, lambda y: F.prelu(F.pad(y, (1, 1, 1, 1), mode="reflect"), constant(4))),
+    # products
+    "einsum along channels": lambda x: torch.einsum("bc...,ck->bk...", x, constant(4, 3)),
+    "einsum along the cut": lambda x: torch.einsum("bcdhw,dk->bckhw", x[..., :1, :1], constant(9, 3)),
+    "einsum of two": lambda x: torch.einsum("bcdhw,bcdhw->bc", x, SAME),
+    "einsum without a result": lambda x: torch.einsum("bcdhw,bkdhw,ck", x, SAME, constant(4, 4)),
+    "attention by einsum": lambda x: torch.einsum(
+        "bxy,byd->bxd", torch.einsum("bxc,byc->bxy", _tokens(x), _tokens(x) / 10).softmax(-1), _tokens(x)
+    ),
+    "attention": lambda x: F.scaled_dot_product_attention(_tokens(x), _tokens(x) * 2, _tokens(x) + 1),
+    "attention masked": lambda x: F.scaled_dot_product_attention(
+        _tokens(x), _tokens(x) * 2, _tokens(x) + 1, attn_mask=constant(270, 270) > -0.5, scale=0.3
+    ),
+    "attention to others": lambda x: F.scaled_dot_product_attention(_tokens(x), constant(2, 7, 4), constant(2, 7, 3)),
+    "attention of others": lambda x: F.scaled_dot_product_attention(constant(2, 7, 4), _tokens(x) * 2, _tokens(x)),
+    "matmul of tokens": lambda x: (
+        (_tokens(x) @ x.flatten(2)).softmax(-1) @ _tokens(x) + torch.bmm(_tokens(x), x.flatten(2) @ _tokens(x))
+    ),
+    "matmul of vectors": lambda x: x[0].flatten(1) @ constant(270) + torch.mv(x[0].flatten(1), constant(270)),
+    "added products": lambda x: torch.baddbmm(constant(2, 270, 270), _tokens(x), x.flatten(2), beta=0.5, alpha=2),
+    "outer products": lambda x: torch.outer(x[0, 0, :, 0, 0], constant(4)).sum() * torch.inner(x, constant(3, 5)),
+    "tensordot": lambda x: torch.tensordot(x, constant(4, 3), dims=([1], [0])),
+    "linear over the cut": lambda x: F.linear(x[..., :1, :1].movedim(2, -1), constant(3, 9), constant(3)),
+    # indices
+    "list": lambda x: x[:, [0, 2]] + x[:, torch.tensor([3, 0])],
+    "lists": lambda x: x[:, None, [1, 2], ..., [0, 3]],
+    "table": lambda x: constant(4, 3)[x.argmax(1)] * x[:, :1].movedim(1, -1),
+    "planes by number": lambda x: x[:, :, [0, 8, 3, 3, 1]] + x.index_select(2, torch.tensor([4, 1, 1, 0, 7])),
+    "mask": lambda x: x[x > 0] * SAME[x > 0],
+    "mask of channels": lambda x: x[:, torch.tensor([True, False, True, True])],
+    "mask in front": lambda x: x[x[:, :, :, 0, 0] > 0],
+    "one integer": lambda x: x[:, torch.tensor(1)] * 2,
+    "index add": lambda x: torch.index_add(x, 1, torch.tensor([0, 2]), SAME[:, :2], alpha=2).index_fill(
+        1, torch.tensor([3]), 1.0
+    ),
+    "differences": lambda x: (
+        x.diff(dim=2)[:, 0].sum(1) + torch.diff(x, n=2, dim=1, prepend=SAME[:, :1])[:, 0, 1:].sum(1)
+    ),
+    "parts": lambda x: torch.dsplit(x, 3)[1] * 2 + x.hsplit(2)[1].vsplit(2)[0].sum(),
+    "assign masked": lambda x: _changed(x, lambda y: y.__setitem__(x > 0.3, 0.0)),
+    "assign masked values": lambda x: _changed(x, lambda y: y.__setitem__(SAME > 0.3, constant(1080)[: _count(SAME)])),
+    "assign lists": lambda x: _changed(x, lambda y: y.__setitem__((slice(None), [0, 2]), SAME[:, [1, 3]])),
+    "assign planes by number": lambda x: _changed(
+        x, lambda y: y.__setitem__((slice(None), slice(None), [0, 2, 7]), x[:, :, 1:4])
+    ),
     # metadata
     "sizes": lambda x: x * (x.size(2) + x.numel() + x.dim() + len(x.shape) + x.size()[3]),
     "new zeros": lambda x: x + x.new_zeros(1) + x.new_tensor(2.0),
@@ -191,11 +266,41 @@ def _assign(x: Tensor) -> Tensor:
     return y
 
 
+def _tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def _windows(x: Tensor) -> Tensor:
+    """Cut into windows of 3 x 3 x 1 voxels, all of them in one batch."""
+    parts = x.movedim(1, -1).reshape(2, 3, 3, 2, 3, 5, 1, 4)
+    return parts.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(-1, 9, 4)
+
+
+def _from_windows(windows: Tensor) -> Tensor:
+    return windows.view(2, 3, 2, 5, 3, 3, 1, 4).permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(2, 9, 6, 5, 4)
+
+
+def _slices(x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    samples = layer(x.transpose(1, 2).reshape(18, 4, 6, 5))
+    return samples.view(2, 9, *samples.shape[1:]).transpose(1, 2)
+
+
+def _changed(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
+    y = x * 1
+    change(y)
+    return y
+
+
+def _count(x: Tensor) -> int:
+    return int((x > 0.3).sum())
+
+
 def context(grid: tuple[int, ...]) -> Context:
     count = 1
     for shards in grid:
         count *= shards
-    return Context(LocalDevices(["cpu"] * count, grid))
+    # "cpu:1" is copied to as a second GPU is.
+    return Context(LocalDevices(["cpu", *(f"cpu:{i}" for i in range(1, count))], grid))
 
 
 def whole(value: Any) -> Any:

@@ -34,6 +34,7 @@ from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid
 __all__ = [
     "Copied",
     "check_history",
+    "composes",
     "dispatch",
     "documented",
     "handles",
@@ -114,6 +115,18 @@ BY_SAMPLE: dict[Any, Handler] = {}
 """Forms of entries for volumes that are cut along dim 0, whose samples are computed each by itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A function that is written with others, each of which meets the table by itself."""
+
+    name: str
+    family: str
+    handler: Handler
+
+
+COMPOSITES: dict[Any, Composite] = {}
+
+
 def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = False) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
@@ -143,6 +156,20 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         for name in names:
             BY_SAMPLE.update((function, handler) for _, function in _find(name) if function in TABLE)
+        return handler
+
+    return register
+
+
+def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
+    """Register a function that is written with others; it is called with torch's own arguments."""
+
+    def register(handler: Handler) -> Handler:
+        for name in names:
+            for label, function in _find(name):
+                if function in TABLE or function in COMPOSITES:
+                    raise ValueError(f"{label} is handled already")
+                COMPOSITES[function] = Composite(label, family, handler)
         return handler
 
     return register
@@ -186,7 +213,8 @@ def _find(name: str) -> Iterator[tuple[str, Any]]:
 def documented() -> dict[str, list[str]]:
     """Return the names of the supported functions by family."""
     families: dict[str, set[str]] = {}
-    for entry in TABLE.values():
+    listed: list[Entry | Composite] = [*TABLE.values(), *COMPOSITES.values()]
+    for entry in listed:
         families.setdefault(entry.family, set()).add(entry.name)
     return {family: sorted(names) for family, names in families.items()}
 
@@ -227,6 +255,15 @@ HISTORY: Any = Tensor.grad_fn
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that met a sharded volume."""
     entry = TABLE.get(func)
+    if entry is None and func in COMPOSITES:
+        try:
+            handler = COMPOSITES[func].handler
+            python = isinstance(func, types.FunctionType)
+            return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
+        except Refusal as refusal:
+            reason = str(refusal)
+        with torch._C.DisableTorchFunctionSubclass():
+            return unsupported(func, args, kwargs, reason)
     with torch._C.DisableTorchFunctionSubclass():
         given = _given(args, kwargs)
         merged = by_sample = False
@@ -254,7 +291,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if entry.treated is None:
                 result = handler(func, args, kwargs)
             else:
-                result = handler(func, **_treated(entry, func, args, kwargs))
+                named = _treated(entry, func, args, kwargs)
+                if handler is not entry.handler and named.get("input") is not given[0]:
+                    refuse("its input is not sharded")
+                result = handler(func, **named)
         except Refusal as refusal:
             reason = str(refusal)
         else:

@@ -270,6 +270,8 @@ class ShardedVolume(Tensor):
 
     def to_local(self) -> Tensor:
         """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
+        if self.origin is not None:
+            self.origin.check()
         if len(self.slabs) != 1:
             raise UnsupportedOperatorError(
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.sharding.operators.pointwise import elementwise, rewrap, run_local
-from volseg.parallel.sharding.operators.reductions import norm
+from volseg.parallel.sharding.operators.reductions import HALF, norm, over_dims
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
@@ -44,15 +44,38 @@ LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
 
 @handles("Along channels", *ALONG_ONE)
 def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab, where ``dim`` is not cut."""
+    """Run on each slab, where ``dim`` is not cut; a softmax also where it is."""
     named = bind(func, args, kwargs)
     volume = named["input"]
     dim = named.get("dim", -1 if func.__name__ in LAST else 0 if func.__name__ == "msort" else None)
-    if not isinstance(volume, ShardedVolume) or not isinstance(dim, int) or dim % volume.ndim in volume.dims:
+    if not isinstance(volume, ShardedVolume) or not isinstance(dim, int):
         refuse(f"it needs whole lines along dim={dim}")
+    if dim % volume.ndim in volume.dims:
+        if "soft" not in func.__name__:
+            refuse(f"it needs whole lines along dim={dim}")
+        return _softmax(func.__name__, volume, dim % volume.ndim, named.get("dtype"))
     rest = args[1:] if args else ()
     settings = {name: value for name, value in kwargs.items() if value is not volume}
     return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
+
+
+def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:
+    """Divide exponentials by their sum along a cut dim, in float32 where the voxels have fewer bits."""
+    dtype = volume.dtype if dtype is None else dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    if torch.is_autocast_enabled(volume.device.type):
+        dtype = wide
+    scores = wrap(volume, [slab.to(wide) if name != "softmin" else -slab.to(wide) for slab in volume.slabs])
+    with torch.no_grad():
+        largest = over_dims("amax", scores, [dim], keepdim=True)
+    # Lines of minus infinity alone are not a number in torch either.
+    scores = elementwise(torch.sub, scores, largest)
+    total = over_dims("sum", elementwise(torch.exp, scores), [dim], keepdim=True)
+    if name.endswith("log_softmax"):
+        result = elementwise(torch.sub, scores, elementwise(torch.log, total))
+    else:
+        result = elementwise(torch.div, elementwise(torch.exp, scores), total)
+    return wrap(result, [slab.to(dtype) for slab in result.slabs])
 
 
 def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: list[Any]) -> Any:

@@ -232,6 +232,29 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     return None
 
 
+@handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d")
+def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume, where it has so many dims."""
+    (volume,) = (*args, *kwargs.values())
+    if not isinstance(volume, ShardedVolume) or volume.ndim < int(func.__name__[-2]):
+        refuse("it takes one volume at a time, of as many dims: use unsqueeze")
+    return volume
+
+
+@handles("Dims", "Tensor.unfold")
+def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> Any:
+    """Take windows along a dim; along the cut such as do not overlap."""
+    dim = dimension % input.ndim
+    if dim not in input.dims:
+        return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])
+    if size != step or input.shape[dim] % size:
+        refuse("windows that overlap, or leave planes over, along the cut")
+    parts = reshaped(input, (*input.shape[:dim], input.shape[dim] // size, size, *input.shape[dim + 1 :]))
+    if not isinstance(parts, ShardedVolume):
+        return parts.movedim(dim + 1, -1)
+    return permute(torch.movedim, (parts, dim + 1, -1), {})
+
+
 @handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False)
 def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims; ``T`` is for matrices."""

@@ -260,6 +260,8 @@ def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = N
 
     parts = [part for part in (prepend, input, append) if part is not None]
     volume = cat(torch.cat, parts, dim) if len(parts) > 1 else input
+    if n == 0:
+        return wrap(volume, [slab.clone() for slab in volume.slabs])
     for _ in range(min(n, volume.shape[dim])):
         if not isinstance(volume, ShardedVolume):  # too thin to be cut by now
             volume = torch.diff(volume, dim=dim)
