@@ -115,13 +115,12 @@ def test_what_torch_refuses(function: Callable) -> None:
     [
         lambda x: (x.detach() * 1).put_(torch.tensor([0]), torch.zeros(1, dtype=x.dtype)),
         lambda x: torch.cumsum(x.detach(), 2, out=x.detach() * 1),
-        lambda x: (x * 1).register_post_accumulate_grad_hook(print),
         lambda x: setattr(x * 1, "data", OTHER),
     ],
 )
 def test_gather_mode_loses_no_effect(function: Callable) -> None:
     # The gathered copy was changed, hooked or written to, and the volume stayed as it was.
-    with pytest.raises(UnsupportedOperatorError, match="volume"):
+    with pytest.raises(UnsupportedOperatorError, match="lost|in place"):
         spatial(function, on_unsupported="gather")(VOLUME.clone().requires_grad_())
 
 
