@@ -86,11 +86,14 @@ def class_activation(x: Tensor, weight: Tensor) -> list[Any]:
     return [*seen, *(parameter.grad for parameter in net.parameters())]
 
 
+CALLS: dict[str, Callable] = {
+    call.__name__: call
+    for call in (hooks, retained, of_a_loss, with_zeros, of_a_volume, from_a_volume, for_some, class_activation)
+}
+
+
 @pytest.mark.parametrize("cut", [((2,), None), ((3,), None), ((2, 4), (2, 2))], ids=["D", "H", "grid"])
-@pytest.mark.parametrize(
-    "call",
-    [hooks, retained, of_a_loss, with_zeros, of_a_volume, from_a_volume, for_some, class_activation],
-)
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 @pytest.mark.parametrize("sharded_weight", [False, True], ids=["whole weight", "sharded weight"])
 def test_gradients_asked_for_equal_those_of_one_device(
     call: Callable, cut: tuple[tuple[int, ...], tuple[int, int] | None], sharded_weight: bool

@@ -4,14 +4,55 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from monai.losses import DeepSupervisionLoss, DiceCELoss, DiceFocalLoss, DiceLoss, FocalLoss, TverskyLoss
-from monai.metrics import DiceMetric, compute_dice
+from monai.data import decollate_batch
+from monai.inferers import sliding_window_inference
+from monai.losses import (
+    AsymmetricUnifiedFocalLoss,
+    BendingEnergyLoss,
+    ContrastiveLoss,
+    DeepSupervisionLoss,
+    DiceCELoss,
+    DiceFocalLoss,
+    DiceLoss,
+    DiffusionLoss,
+    FocalLoss,
+    GeneralizedDiceFocalLoss,
+    GeneralizedDiceLoss,
+    GeneralizedWassersteinDiceLoss,
+    GlobalMutualInformationLoss,
+    HausdorffDTLoss,
+    JukeboxLoss,
+    LocalNormalizedCrossCorrelationLoss,
+    LogHausdorffDTLoss,
+    MaskedDiceLoss,
+    MultiScaleLoss,
+    NACLLoss,
+    SoftDiceclDiceLoss,
+    SSIMLoss,
+    TverskyLoss,
+)
+from monai.metrics import (
+    ConfusionMatrixMetric,
+    DiceMetric,
+    GeneralizedDiceScore,
+    HausdorffDistanceMetric,
+    MeanIoU,
+    PanopticQualityMetric,
+    SSIMMetric,
+    SurfaceDiceMetric,
+    SurfaceDistanceMetric,
+    compute_dice,
+)
 from monai.networks.utils import one_hot
-from torch import Tensor
+from monai.transforms import Activations, AsDiscrete
+from torch import Tensor, nn
 
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import ModelParallel, whole
 from volseg.parallel.sharding import ShardedVolume
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.local import LocalDevices
@@ -96,3 +137,142 @@ def test_probabilities_and_labels_stay_sharded() -> None:
         assert isinstance(result, ShardedVolume)
         assert isinstance(result, Tensor)
     torch.testing.assert_close(x.argmax(1).full_tensor(), x.full_tensor().argmax(1))
+
+
+LARGE = (2, 3, 8, 9, 10)
+COST = np.array([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]])
+CLASSES = {"softmax": True, "to_onehot_y": True}
+
+# Each takes the logits, the label map and other logits. MONAI computes some of them in float32.
+MONAI_LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
+    "generalized Dice": lambda x, y, z: GeneralizedDiceLoss(**CLASSES, batch=True)(x, y),
+    "generalized Dice focal": lambda x, y, z: GeneralizedDiceFocalLoss(**CLASSES)(x, y),
+    "Wasserstein Dice": lambda x, y, z: GeneralizedWassersteinDiceLoss(COST, weighting_mode="GDL")(x, y),
+    "unified focal": lambda x, y, z: AsymmetricUnifiedFocalLoss(to_onehot_y=True, num_classes=3)(x, y),
+    "masked Dice": lambda x, y, z: MaskedDiceLoss(softmax=True)(x, one_hot(y, 3), mask=y > 0),
+    "soft clDice": lambda x, y, z: SoftDiceclDiceLoss()(x.softmax(1), one_hot(y, 3).double()),
+    "SSIM": lambda x, y, z: SSIMLoss(3, win_size=5)(x.sigmoid(), z.sigmoid()),
+    "NACL": lambda x, y, z: NACLLoss(classes=3, dim=3)(x, y[:, 0]),
+    "correlation": lambda x, y, z: LocalNormalizedCrossCorrelationLoss(3, kernel_size=5, kernel_type="gaussian")(x, z),
+    "mutual information": lambda x, y, z: GlobalMutualInformationLoss()(x.sigmoid(), z.sigmoid()),
+    "multi-scale": lambda x, y, z: MultiScaleLoss(nn.MSELoss(), scales=[0, 1])(x, z),
+    "contrastive": lambda x, y, z: ContrastiveLoss()(x.flatten(1), z.flatten(1)),
+    "bending energy": lambda x, y, z: BendingEnergyLoss(normalize=True)(x),
+    "diffusion": lambda x, y, z: DiffusionLoss()(x),
+    "Hausdorff": lambda x, y, z: whole(HausdorffDTLoss(**CLASSES))(x, y),
+    "log Hausdorff": lambda x, y, z: whole(LogHausdorffDTLoss(**CLASSES))(x, y),
+    "spectral": lambda x, y, z: whole(JukeboxLoss(3))(x, z),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # MONAI's spatial gradient
+@pytest.mark.parametrize("sharded_label", [False, True], ids=["whole label", "sharded label"])
+@pytest.mark.parametrize("name", MONAI_LOSSES)
+def test_losses_of_monai(name: str, sharded_label: bool) -> None:
+    x, z = (torch.randn(LARGE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    y = torch.randint(0, 3, (2, 1, *LARGE[2:]), generator=torch.Generator().manual_seed(2))
+    x.requires_grad_()
+    expected = MONAI_LOSSES[name](x, y, z)
+    (wanted,) = torch.autograd.grad(expected, x)
+    context = Context(LocalDevices(["cpu", "cpu:1", "cpu:2"]))
+    label, other = (from_whole(t, (3,), context) if sharded_label else t for t in (y, z))
+    actual = MONAI_LOSSES[name](from_whole(x, (3,), context), label, other)
+    (gradient,) = torch.autograd.grad(actual, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_a_loss_that_reads_numbers_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"volseg\.parallel\.whole"):
+        HausdorffDTLoss(**CLASSES)(cut(logits()), label())
+
+
+METRICS: dict[str, Any] = {
+    "Dice": DiceMetric(reduction="mean_batch"),
+    "Hausdorff distance": HausdorffDistanceMetric(percentile=95),
+    "surface distance": SurfaceDistanceMetric(symmetric=True),
+    "surface Dice": SurfaceDiceMetric([1.0, 1.0]),
+    "confusion matrix": ConfusionMatrixMetric(),
+    "intersection over union": MeanIoU(),
+    "generalized Dice": GeneralizedDiceScore(),
+    "structural similarity": SSIMMetric(3, win_size=5),
+}
+
+
+def aggregated(metric: Any, prediction: Any, truth: Any) -> Any:
+    metric.reset()
+    metric(prediction, truth)
+    return metric.aggregate()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_monai(name: str) -> None:
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(0, 3, (2, 1, *LARGE[2:]), generator=torch.Generator().manual_seed(2))
+    context = Context(LocalDevices(["cpu", "cpu:1"]))
+    prediction, truth = one_hot(x.argmax(1, keepdim=True), 3), one_hot(y, 3)
+    expected = aggregated(METRICS[name], prediction, truth)
+    volume = from_whole(prediction, (2,), context)
+    for other in (truth, from_whole(truth, (2,), context)):
+        torch.testing.assert_close(aggregated(METRICS[name], volume, other), expected)
+
+
+def test_panoptic_quality() -> None:
+    found, truth = (torch.randint(0, 3, (1, 2, 8, 8, 8), generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    metric = PanopticQualityMetric(num_classes=2)
+    expected = aggregated(metric, found, truth)
+    torch.testing.assert_close(aggregated(metric, cut(found), truth), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_usual_validation_loop(grad: bool) -> None:
+    x, y = logits(), label()
+    steps = [AsDiscrete(argmax=True, to_onehot=3), AsDiscrete(to_onehot=3), Activations(softmax=True)]
+
+    def loop(prediction: Any) -> list[Any]:
+        with torch.set_grad_enabled(grad):
+            found = [steps[0](case) for case in decollate_batch(prediction)]
+            smooth = [steps[2](case) for case in decollate_batch(prediction)]
+            truth = [steps[1](case) for case in decollate_batch(y)]
+            return [*found, *smooth, aggregated(DiceMetric(include_background=False), found, truth)]
+
+    for actual, expected in zip(loop(cut(x)), loop(x), strict=True):
+        torch.testing.assert_close(actual, expected)
+        assert actual.requires_grad == expected.requires_grad
+
+
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.conv(x)).relu()
+        return self.head(y), y.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "constant"},
+        {"mode": "gaussian", "overlap": 0.5, "sw_batch_size": 3},
+        {"mode": "gaussian", "sw_device": "cpu", "device": "cpu:1", "roi_size": (24, 8, 8)},
+        {"buffer_steps": 2, "buffer_dim": 0},
+    ],
+)
+def test_sliding_windows_over_a_spatial_network(settings: dict[str, Any], grad: bool) -> None:
+    torch.manual_seed(0)
+    net = Windowed().double()
+    volume = torch.randn(1, 1, 20, 17, 18, dtype=torch.float64)
+    settings = {"roi_size": (8, 8, 8), "sw_batch_size": 1, **settings}
+    results = []
+    with torch.set_grad_enabled(grad):
+        for run in (net, ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"])):
+            net.zero_grad()
+            outputs = sliding_window_inference(volume, predictor=run, **settings)
+            if grad:
+                sum(output.cpu().square().mean() for output in outputs).backward()
+            results.append([*(output.cpu() for output in outputs), *(p.grad for p in net.parameters() if grad)])
+    torch.testing.assert_close(*results)

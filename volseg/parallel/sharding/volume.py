@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedVolume", "from_whole", "relaid", "wrap"]
 
-COPIES = frozenset({torch.ops.aten.alias.default, torch.ops.aten._to_copy.default})
-"""What turns a volume into an ordinary tensor, or into one of another class, past ``__torch_function__``."""
-
 
 class ShardedVolume(Tensor):
     """Slabs of one volume, cut along ``dims``.
@@ -114,13 +111,11 @@ class ShardedVolume(Tensor):
             # slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
             return wrap(volume, volume.slabs)
-        if func in COPIES and not torch.is_grad_enabled():
-            # MONAI's transforms make a MetaTensor of an output (as_subclass), others a torch.tensor: both hold voxels.
-            return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
-        history = " under torch.no_grad()" if func in COPIES else ""
+        if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
+            return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
         raise UnsupportedOperatorError(
             f"{func} reached the shell of a sharded volume below autograd, which does not see the slabs; call "
-            f"full_tensor() first{history and ', or do it' + history}"
+            f"full_tensor() first, or work on to_local()"
         )
 
     @property
@@ -327,6 +322,10 @@ class ShardedVolume(Tensor):
             [outer * (stop - start) for start, stop in spans(size // outer, shards, unit)]
             for size, shards in zip(self.sizes, self.context.communicator.grid, strict=True)
         ]
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Gather the volume as a tensor of another class: MONAI's transforms make a MetaTensor of what they get."""
+        return self.full_tensor().as_subclass(cls)
 
     def __repr__(self) -> str:  # type: ignore[override]
         slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self._slabs)

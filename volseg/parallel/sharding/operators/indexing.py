@@ -40,7 +40,7 @@ class Picks:
 def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Index with integers, slices, None, an ellipsis, lists, tensors and masks; a cut dim too."""
     volume, index = args
-    index = index if isinstance(index, tuple) else (index,)
+    index = _as_tuple(index)
     if not isinstance(volume, ShardedVolume):
         return Copied(_looked_up(volume, index))
     if all(is_basic(entry) for entry in index):
@@ -50,6 +50,15 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return sliced(volume, entries)
     result = sliced(volume, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
     return Copied(_picked(result, _picks(entries)))
+
+
+def _as_tuple(index: Any) -> tuple:
+    """Return an entry per dim; torch takes a list that holds a slice, None or an ellipsis for a tuple."""
+    several = isinstance(index, list) and any(entry is None or isinstance(entry, SLICES) for entry in index)
+    return tuple(index) if several or isinstance(index, tuple) else (index,)
+
+
+SLICES = (slice, type(...))
 
 
 def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
@@ -139,7 +148,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     if not isinstance(volume, ShardedVolume):
         run_gathered(func, args, kwargs)
         return
-    index = index if isinstance(index, tuple) else (index,)
+    index = _as_tuple(index)
     if any(entry is None for entry in index):
         refuse("None is not supported as an index of an assignment")
     volume.context.settle()
