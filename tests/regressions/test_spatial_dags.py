@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import compare
 
@@ -106,3 +107,45 @@ def test_the_shape_of_a_copied_view(devices: list[str]) -> None:
         return layers["a"](x) * plane.mean() / plane.shape.numel()
 
     assert_same(Net(forward, a=convolution()).double(), devices)
+
+
+# --- the backward pass from a volume ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_backward_from_a_volume_through_a_recomputed_block(devices: list[str], how: str) -> None:
+    """``output.backward(gradient)`` computed blocks again where no function of torch reached the slabs: refused."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(convolution(), nn.BatchNorm3d(2), nn.ReLU(), convolution()).double()
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices, checkpoint="all")
+    volume, gradient = (torch.randn(2, 2, 9, 4, 4, dtype=torch.float64) for _ in range(2))
+    found = []
+    for net in (plain, model):
+        output, parameters = net(volume), list(net.parameters())
+        if how == "autograd.grad":
+            found.append(torch.autograd.grad(output, parameters, gradient))
+            continue
+        output.backward(gradient) if how == "backward" else torch.autograd.backward(output, gradient)
+        found.append(tuple(parameter.grad for parameter in parameters))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+# --- memory that lies otherwise than the whole volume's -----------------------------------------------------------
+
+
+def test_contiguous_without_gradients() -> None:
+    """torch returns what is contiguous itself, with its history even under no_grad; slabs with channels last were
+    copied there, and the gradient through them was lost. Refused, where the volume has a history to lose."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            same = y.contiguous()
+        return layers["a"](same * y)
+
+    net = Net(forward, a=convolution()).double()
+    assert_same(net, ["cpu"])
+    with pytest.raises(UnsupportedOperatorError, match=r"detach\(\)"):
+        assert_same(net, ["cpu"], channels_last=True)

@@ -17,7 +17,7 @@ import torch
 from differential import Call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from volume_samples import DRAWN, HANDWRITTEN, handwritten, of_class
+from volume_samples import DRAWN, handwritten, of_class, samples_of
 
 __all__ = ["OWN", "RANDOM", "calls", "database", "name_of", "own_calls"]
 
@@ -211,7 +211,7 @@ def extra(op: Any, call: Call) -> Iterator[Call]:
 
 def own_calls(name: str, op: Any | None) -> Iterator[tuple[Call, bool]]:
     """List the calls on samples of our own: of an operator of the database, or of a name of torch."""
-    found = HANDWRITTEN[name]() if op is None else of_class(op)
+    found = samples_of(name) if op is None else of_class(op)
     variants = list(handwritten(name) if op is None else functions(op))
     for index, (args, kwargs) in enumerate(found):
         thin = index == 0 or index % 12 == 2

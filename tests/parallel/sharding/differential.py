@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.testing._comparison import default_tolerances
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from volseg.errors import UnsupportedOperatorError
@@ -108,6 +109,10 @@ class Call:
         """The distinct tensors among the arguments; only strided ones can be volumes."""
         leaves = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         return list({id(leaf): leaf for leaf in leaves if leaf.layout == torch.strided}.values())
+
+    def __str__(self) -> str:
+        values = [_brief(value) for value in self.args] + [f"{key}={_brief(v)}" for key, v in self.kwargs.items()]
+        return f"{self.note} ({', '.join(values)})"
 
     @cached_property
     def _plain(self) -> dict[str, "Seen | Exception"]:
@@ -242,8 +247,8 @@ def differentiated(values: Sequence[Any], leaves: Sequence[Tensor]) -> "list[Ten
         return fault.with_traceback(None)
 
 
-def differs(actual: Any, expected: Any) -> str:
-    """Return how two values differ: "" where they do not."""
+def differs(actual: Any, expected: Any, computed: torch.dtype | None = None) -> str:
+    """Return how two values differ: "" where they do not; ``computed`` is the dtype whose rounding is allowed."""
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         same = type(actual) is type(expected) and (
             actual == expected or (isinstance(expected, float) and actual != actual and expected != expected)
@@ -256,7 +261,10 @@ def differs(actual: Any, expected: Any) -> str:
     if actual.layout == expected.layout == torch.strided and actual.equal(expected):  # much faster than what follows
         return ""
     try:
-        torch.testing.assert_close(actual, expected, equal_nan=True)
+        rounding: dict[str, float] = {}
+        if computed is not None and expected.dtype.is_floating_point:
+            rounding["rtol"], rounding["atol"] = default_tolerances(computed, expected)
+        torch.testing.assert_close(actual, expected, equal_nan=True, **rounding)
     except AssertionError as fault:
         return "value: " + " ".join(str(fault).split())
     return ""
@@ -264,6 +272,14 @@ def differs(actual: Any, expected: Any) -> str:
 
 def _short(value: Any) -> str:
     return (str(tuple(value)) if isinstance(value, torch.Size) else repr(value))[:80]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, list | tuple) and any(isinstance(leaf, Tensor) for leaf in value):
+        return f"[{', '.join(map(_brief, value))}]"
+    return repr(value)[:80]
 
 
 def _alike(fault: Exception, expected: Exception) -> bool:
@@ -321,11 +337,14 @@ def judge_seen(actual: Seen, expected: Seen, when: str) -> Verdict:
         return Verdict("refused")
     if isinstance(actual.gradients, Exception):
         return Verdict("CRASH", f"backward{when}", said(actual.gradients))
+    # float32 outputs of float64 arguments: their gradients were float32 on the way.
+    floating = [value.dtype for value in expected.values if isinstance(value, Tensor) and value.is_floating_point()]
+    coarsest = max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=None)
     for index, (one, other) in enumerate(zip(actual.gradients or [], expected.gradients or [], strict=True)):
         if one is None and other is None:
             continue
         one, other = (torch.zeros_like(some) if each is None else each for each, some in ((one, other), (other, one)))
-        if difference := differs(one, other):
+        if difference := differs(one, other, coarsest):
             return Verdict("WRONG", f"gradient{when}", f"of tensor {index}: {difference}")
     return Verdict("equal")
 

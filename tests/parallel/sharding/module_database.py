@@ -54,6 +54,10 @@ class ModuleCall:
     training: bool
     axes: str | None
 
+    def __str__(self) -> str:
+        given = [*map(str, self.construction.args), *(f"{k}={v}" for k, v in self.construction.kwargs.items())]
+        return f"{self.note} ({', '.join(given)})"
+
     def build(self) -> nn.Module:
         """Return the module; the same at every call."""
         torch.manual_seed(0)

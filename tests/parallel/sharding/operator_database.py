@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from database_calls import OWN, RANDOM, calls, database, name_of, own_calls
 from differential import Call, Verdict, judge, placements
-from module_database import judge_module, module_calls, modules
+from module_database import ModuleCall, judge_module, module_calls, modules
 from volume_samples import HANDWRITTEN, is_own
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -44,7 +44,7 @@ class Fault:
 
     operator: str
     variant: str
-    note: str
+    call: str
     where: str
     verdict: Verdict
 
@@ -65,13 +65,13 @@ class Result:
             belongs = thin_call and placement.thin
             if thin and not belongs:
                 continue
-            self.note(call.variant, call.note, str(placement), belongs, judge(call, placement))
+            self.note(call.variant, call, str(placement), belongs, judge(call, placement))
 
-    def note(self, variant: str, note: str, where: str, thin: bool, verdict: Verdict) -> None:
+    def note(self, variant: str, call: Call | ModuleCall, where: str, thin: bool, verdict: Verdict) -> None:
         """Count a verdict."""
         self.num_cases += 1
         if verdict.outcome in ("WRONG", "CRASH"):
-            self.faults.append(Fault(self.name, variant, note, where, verdict))
+            self.faults.append(Fault(self.name, variant, str(call), where, verdict))
         elif verdict.outcome != "raises":
             for form in ("whole", "thin") if thin else ("whole",):
                 self.counts[form][verdict.outcome == "refused"] += 1
@@ -115,7 +115,7 @@ def run(task: Task | ModuleTask, thin: bool) -> Result:
     result, start = Result(task.name), time.process_time()
     if isinstance(task, ModuleTask):
         for call, belongs in module_calls(task.info, thin):
-            result.note("train" if call.training else "eval", call.note, "spatial", belongs, judge_module(call))
+            result.note("train" if call.training else "eval", call, "spatial", belongs, judge_module(call))
     else:
         for call, thin_call in task.calls(thin):
             result.add(call, thin_call, thin)
@@ -171,7 +171,7 @@ def grouped(results: Sequence[Result]) -> str:
         for (operator, variant), faults in sorted(operators.items()):
             example = faults[0]
             lines.append(
-                f"    {operator} ({variant}), {len(faults)} cases, such as {example.note}, {example.where}: "
+                f"    {operator} ({variant}), {len(faults)} cases, such as {example.call}, {example.where}: "
                 f"{example.verdict.detail[:200]}"
             )
     return "\n".join(lines)

@@ -1,16 +1,18 @@
 """Layouts and windows against brute force."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding import SpatialStrategy
 from volseg.parallel.sharding.layout import bounds, overlap, spans, transfers
-from volseg.parallel.sharding.windows import AdaptivePool, Convolution, Resize, TransposedConvolution
+from volseg.parallel.sharding.windows import AdaptivePool, Convolution, Resize, TransposedConvolution, nearest_planes
 
 
 @given(size=st.integers(1, 200), shards=st.integers(1, 16))
@@ -97,17 +99,41 @@ def test_adaptive_pool_reads_its_intervals(size: int, outputs: int) -> None:
         assert AdaptivePool(size, outputs).need(plane, plane + 1) == (used[0], used[-1] + 1)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
 @given(size=st.integers(1, 20), outputs=st.integers(1, 40), corners=st.booleans())
-def test_resize_blends_the_planes_that_torch_blends(mode: str, size: int, outputs: int, corners: bool) -> None:
-    corners = corners and mode == "linear"
-    window = Resize(size, outputs, mode, align_corners=corners, double=True)
+def test_resize_blends_the_planes_that_torch_blends(size: int, outputs: int, corners: bool) -> None:
+    window = Resize(size, outputs, align_corners=corners)
     x = torch.randn(1, 1, size, dtype=torch.float64)
-    settings = {"align_corners": corners} if mode == "linear" else {}
-    expected = F.interpolate(x, size=outputs, mode=mode, **settings)[0, 0]
+    expected = F.interpolate(x, size=outputs, mode="linear", align_corners=corners)[0, 0]
     sources = [window.source(plane) for plane in range(outputs)]
     got = torch.stack([x[0, 0, low] * (1 - w) + x[0, 0, high] * w for low, high, w in sources])
     torch.testing.assert_close(got, expected)
+
+
+@given(
+    mode=st.sampled_from(["nearest", "nearest-exact"]),
+    size=st.integers(1, 20),
+    factor=st.floats(0.3, 3.7),
+    given_factor=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    count=st.integers(1, 3),
+    data=st.data(),
+)
+def test_nearest_takes_the_planes_that_torch_takes(
+    mode: str, size: int, factor: float, given_factor: bool, dtype: torch.dtype, count: int, data: st.DataObject
+) -> None:
+    outputs, dim = int(size * factor), data.draw(st.integers(0, count - 1))
+    assume(outputs > 0)
+    planes, same = nearest_planes(size, outputs, mode, factor if given_factor else None, dtype, dim, count)
+    x = torch.randn([2, 2, *([3] * dim), size, *([3] * (count - 1 - dim))], dtype=dtype, requires_grad=True)
+    factors = [factor if axis == dim else 1.0 for axis in range(count)]
+    extents = [outputs if axis == dim else 3 for axis in range(count)]
+    scaled: dict[str, Any] = {"scale_factor": factors} if given_factor else {"size": extents}
+    expected = F.interpolate(x, mode=mode, **scaled)
+    taken = x.index_select(dim + 2, torch.tensor(planes))
+    torch.testing.assert_close(taken, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (taken, expected)]
+    assert torch.allclose(*gradients) == same
 
 
 @pytest.mark.parametrize(

@@ -562,6 +562,16 @@ for drawn in sorted(DRAWN):
     ]
 
 
+def samples_of(name: str) -> list[Sample]:
+    """Return the samples of a name, but those that torch refuses for two reasons: which one it tells is its choice."""
+
+    def is_twice_wrong(args: tuple, kwargs: dict[str, Any]) -> bool:
+        leaves = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
+        return kwargs.get("reduction") == "average" and any(leaf.shape in (SLAB, (2, 3, 4, 4)) for leaf in leaves)
+
+    return [sample for sample in HANDWRITTEN[name]() if not is_twice_wrong(*sample)]
+
+
 def handwritten(name: str) -> Iterator[tuple[str, Callable]]:
     """Return every function of torch that has this name, by what it is."""
     holders = {"function": torch, "functional": F, "method": Tensor, "in place": Tensor}

@@ -18,7 +18,16 @@ import torch.nn.functional as F
 
 from volseg.parallel.sharding.layout import Span
 
-__all__ = ["AdaptivePool", "Convolution", "Resize", "Strided", "TransposedConvolution", "Window"]
+__all__ = [
+    "AdaptivePool",
+    "Convolution",
+    "Nearest",
+    "Resize",
+    "Strided",
+    "TransposedConvolution",
+    "Window",
+    "nearest_planes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ class AdaptivePool(Window):
 
 @dataclass(frozen=True, slots=True)
 class Resize(Window):
-    """Interpolation of ``size`` planes to ``outputs``.
+    """Linear interpolation of ``size`` planes to ``outputs``.
 
     ``scale`` is the user's ``scale_factor`` where torch takes coordinates from it, else None: the ratio of the sizes.
     Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied``: whether torch copies the planes,
@@ -127,19 +136,14 @@ class Resize(Window):
 
     size: int
     outputs: int
-    mode: str
     scale: float | None = None
     align_corners: bool = False
-    double: bool = False
     copied: bool = False
 
     def source(self, plane: int) -> tuple[int, int, float]:
         """Return the two input planes that an output plane blends and the weight of the second."""
         if self.copied:
             return plane, plane, 0.0
-        if self.mode.startswith("nearest"):
-            low = nearest_sources(self.size, self.outputs, self.mode, self.scale, self.double)[plane]
-            return low, low, 0.0
         if self.align_corners:
             position = plane * (self.size - 1) / (self.outputs - 1) if self.outputs > 1 else 0.0
         else:
@@ -153,12 +157,46 @@ class Resize(Window):
         return self.source(start)[0], self.source(stop - 1)[1] + 1
 
 
-@lru_cache(maxsize=256)
-def nearest_sources(size: int, outputs: int, mode: str, scale: float | None, double: bool) -> tuple[int, ...]:
-    """Return the input plane of every output plane, as torch itself rounds: it is asked, with a ramp."""
-    ramp = torch.arange(size, dtype=torch.float64 if double else torch.float32).reshape(1, 1, size)
-    if scale is None:
-        planes = F.interpolate(ramp, size=outputs, mode=mode)
-    else:
-        planes = F.interpolate(ramp, scale_factor=scale, mode=mode)
-    return tuple(int(plane) for plane in planes.flatten().tolist())
+@dataclass(frozen=True, slots=True)
+class Nearest(Window):
+    """Output plane ``i`` is input plane ``planes[i]``."""
+
+    planes: tuple[int, ...]
+
+    def source(self, plane: int) -> tuple[int, int, float]:
+        """Return the input plane, as ``Resize`` does."""
+        return self.planes[plane], self.planes[plane], 0.0
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the planes between the first and the last that are read."""
+        return self.planes[start], self.planes[stop - 1] + 1
+
+
+@lru_cache(maxsize=1024)
+def nearest_planes(
+    size: int, outputs: int, mode: str, scale: float | None, dtype: torch.dtype, dim: int, count: int
+) -> tuple[tuple[int, ...], bool]:
+    """Return the input plane of every output plane, and whether torch's own gradient goes back to these planes.
+
+    torch is asked, with a ramp: how it rounds depends on its version, the dtype and the number of dims. Its backward
+    pass on a CPU computes the planes in another way than the forward pass (``nearest_idx`` in UpSampleKernel.cpp copies
+    where the size stays, and rounds otherwise), so that they may differ.
+    """
+    ramp = torch.arange(size, dtype=dtype if dtype == torch.float64 else torch.float32)
+    along = [1] * count
+    along[dim] = size
+    lines = ramp.reshape(1, 1, *along).repeat(outputs, 1, *(2 if axis != dim else 1 for axis in range(count)))
+    with torch.enable_grad():
+        lines.requires_grad_()
+        if scale is None:
+            extents = [outputs if axis == dim else 2 for axis in range(count)]
+            resized = F.interpolate(lines, size=extents, mode=mode)
+        else:
+            factors = [scale if axis == dim else 1.0 for axis in range(count)]
+            resized = F.interpolate(lines, scale_factor=factors, mode=mode)
+        # Line i asks where the gradient of its output plane i goes.
+        values = resized.movedim(dim + 2, 2).reshape(outputs, outputs, -1)[..., 0]
+        (gradient,) = torch.autograd.grad(values.diagonal().sum(), lines)
+    planes = tuple(int(plane) for plane in values[0].tolist())
+    back = gradient.movedim(dim + 2, 2).reshape(outputs, size, -1).sum(-1).argmax(1)
+    return planes, tuple(back.tolist()) == planes

@@ -6,8 +6,10 @@ from volseg.parallel.sharding.operators import (
     channels,
     composites,
     convolution,
+    counting,
     dice_cross_entropy,
     dims,
+    distances,
     dropout,
     indexing,
     joins,
@@ -23,6 +25,7 @@ from volseg.parallel.sharding.operators import (
     reductions,
     resize,
     samples,
+    sampling,
     slices,
 )
 
@@ -32,8 +35,10 @@ __all__ = [
     "channels",
     "composites",
     "convolution",
+    "counting",
     "dice_cross_entropy",
     "dims",
+    "distances",
     "dropout",
     "indexing",
     "joins",
@@ -49,5 +54,6 @@ __all__ = [
     "reductions",
     "resize",
     "samples",
+    "sampling",
     "slices",
 ]

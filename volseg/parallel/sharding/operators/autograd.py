@@ -125,12 +125,10 @@ def backward_of_several(
 ) -> None:
     """Start the backward pass from volumes and ordinary tensors."""
     roots = _sequence(tensors)
-    torch.autograd.backward(
-        _flat(roots),
-        _gradients(roots, grad_tensors),
-        retain_graph=retain_graph,
-        inputs=None if inputs is None else _flat(_sequence(inputs)),
-    )
+    given = _gradients(roots, grad_tensors)
+    leaves = None if inputs is None else _flat(_sequence(inputs))
+    with torch._C._EnableTorchFunction():  # off in handlers; blocks that are computed again need it, and hooks
+        torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
 @handles("Metadata and autograd", "autograd.grad", rehearse=False)
@@ -145,9 +143,9 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients with respect to volumes and ordinary tensors."""
     roots, leaves = _sequence(outputs), _sequence(inputs)
-    found = torch.autograd.grad(
-        _flat(roots), _flat(leaves), _gradients(roots, grad_outputs), retain_graph, allow_unused=True
-    )
+    given = _gradients(roots, grad_outputs)
+    with torch._C._EnableTorchFunction():
+        found = torch.autograd.grad(_flat(roots), _flat(leaves), given, retain_graph, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:
         parts = _flat([leaf])
@@ -195,6 +193,13 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
+def _cut_as(gradient: Tensor, volume: ShardedVolume) -> ShardedVolume:
+    """Return a gradient cut as the volume is."""
+    if isinstance(gradient, ShardedVolume) and gradient.dims == volume.dims:
+        return relaid(gradient, volume.merged)
+    return cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, volume)
+
+
 @handles("Metadata and autograd", "Tensor.register_hook", rehearse=False)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
@@ -232,8 +237,7 @@ Joined = Callable[[Sequence[Tensor]], ShardedVolume]
 def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tensor]) -> list[Tensor]:
     for hook in hooks:
         volume = joined(gradients)
-        with torch._C._EnableTorchFunction():  # volume.backward() has it off
-            result = hook(volume)
+        result = hook(volume)
         if result is None:
             continue
         if not isinstance(result, ShardedVolume):

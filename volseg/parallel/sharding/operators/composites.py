@@ -1,19 +1,22 @@
 """Functions written with others: they run as such, and each of those meets the table by itself.
 
-A handler here is called with the arguments of the torch function whose form it is, on volumes and ordinary tensors
-alike.
+Some torch has written in Python itself (``as_written``). Of the others the form is here: a handler that is called with
+the arguments of the torch function, on volumes and ordinary tensors alike.
 """
 
+from collections.abc import Callable
+from functools import cache
 from math import sqrt
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.sharding.table import composes, refuse
+from volseg.parallel.sharding.table import composes, handles, refuse
 
-__all__ = ["broadcast_tensors", "multi_head_attention", "pixel_shuffle", "pixel_unshuffle"]
+__all__ = ["as_written", "broadcast_tensors", "multi_head_attention", "pixel_shuffle", "pixel_unshuffle"]
 
 
 @composes("Products", "F.multi_head_attention_forward")
@@ -113,3 +116,27 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
         raise RuntimeError(f"pixel_unshuffle expects planes divisible by {factor}, got {tuple(input.shape)}")
     parts = input.reshape(-1, channels, height // factor, factor, width // factor, factor).permute(0, 1, 3, 5, 2, 4)
     return parts.reshape(*front, channels * factor**2, height // factor, width // factor)
+
+
+@handles(
+    "Losses",
+    "F.gaussian_nll_loss",
+    "F.multilabel_soft_margin_loss",
+    "F.triplet_margin_with_distance_loss",
+    rehearse=False,
+)
+@handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False)
+def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run torch's own Python on volumes."""
+    with torch._C._EnableTorchFunction():
+        return _without_overrides(func)(*args, **kwargs)
+
+
+@cache
+def _without_overrides(func: Any) -> Callable:
+    """Return a function of torch that does not ask whether somebody else wants to run it."""
+    asking = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    inside = {**func.__globals__, **dict.fromkeys(asking, lambda *_: False)}
+    own = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
+    own.__kwdefaults__ = func.__kwdefaults__
+    return own

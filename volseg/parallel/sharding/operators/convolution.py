@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.contract import rehearsed
 from volseg.parallel.sharding.direct import Plan, Settings, convolve
 from volseg.parallel.sharding.direct import plan as direct_plan
 from volseg.parallel.sharding.large import LIMIT
@@ -43,9 +44,14 @@ def convolution(
     count = weight.ndim - 2
     if not spatial_only(volume, count):
         refuse("the input must be cut along a spatial dim, and the weight not at all")
-    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups)
+
+    def rehearse() -> None:
+        rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
+
+    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups, rehearse)
     if chosen is not None:
         return convolve(volume, weight, bias, chosen)
+    rehearse()
     kernel = weight.shape[2:]
     stride, dilation = per_dim(stride, count), per_dim(dilation, count)
     before, after = _padding(padding, kernel, dilation)
@@ -65,7 +71,7 @@ def convolution(
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d", rehearse=False)
+@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
 def transposed_convolution(
     func: Callable,
     input: Any,
@@ -114,16 +120,23 @@ def transposed_convolution(
 
 
 def _direct(
-    volume: ShardedVolume, weight: torch.Size, stride: Any, padding: Any, dilation: Any, groups: int
+    volume: ShardedVolume,
+    weight: torch.Size,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    rehearse: Callable[[], None],
 ) -> Plan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
-    if padding == "same" or len(volume.dims) != 1:
+    if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2
     stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> Plan | None:
+        rehearse()  # once for a layer: what torch refuses
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)

@@ -13,9 +13,9 @@ from volseg.parallel.sharding.operators.pointwise import cut_like, elementwise
 from volseg.parallel.sharding.operators.reductions import over_dims
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse, volumes
-from volseg.parallel.sharding.volume import ShardedVolume, wrap
+from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
-__all__ = ["class_loss", "voxel_loss", "weighted_loss"]
+__all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss"]
 
 VOXELWISE = [
     "binary_cross_entropy",
@@ -32,10 +32,12 @@ WEIGHTED = ["mse_loss", "l1_loss", "huber_loss"]
 """Their ``weight`` is one per voxel."""
 
 
-def reduced(volume: ShardedVolume, reduction: str) -> Any:
-    """Reduce a volume of losses as torch's ``reduction`` says."""
+def reduced(volume: ShardedVolume | Tensor, reduction: str) -> Any:
+    """Reduce losses as torch's ``reduction`` says; where the cut was summed over, they are no volume any more."""
     if reduction == "none":
         return volume
+    if not isinstance(volume, ShardedVolume):
+        return volume.mean() if reduction == "mean" else volume.sum()
     if reduction == "batchmean":
         return over_dims("sum", volume, list(range(volume.ndim))) / volume.shape[0]
     if reduction not in ("mean", "sum"):
@@ -43,12 +45,20 @@ def reduced(volume: ShardedVolume, reduction: str) -> Any:
     return over_dims(reduction, volume, list(range(volume.ndim)))
 
 
+def legacy_reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction that torch's two arguments of old ask for, where one of them is given."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
 def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the arguments by name, and the reduction."""
     named = bind(func, args, kwargs)
-    if named.pop("size_average", None) is not None or named.pop("reduce", None) is not None:
-        refuse("the deprecated size_average and reduce are not supported; use reduction=")
-    return named, named.pop("reduction", "mean")
+    old = named.pop("size_average", None), named.pop("reduce", None)
+    return named, legacy_reduction(*old, named.pop("reduction", "mean"))
 
 
 @handles("Losses", *(f"F.{name}" for name in VOXELWISE))
@@ -103,7 +113,8 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     probabilities = target.ndim == logits.ndim
     if isinstance(target, ShardedVolume):
         same = [dim - logits.ndim for dim in logits.dims] == [dim - target.ndim for dim in target.dims]
-        target = target if same and target.sizes == logits.sizes else target.full_tensor()
+        alike = same and target.sizes == logits.sizes
+        target = relaid(target, logits.merged) if alike else target.full_tensor()
     if not isinstance(target, ShardedVolume):
         target = cut_like(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
@@ -118,6 +129,22 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return reduced(losses, reduction)
     counted = [_counted(t, w, ignore, loss) for t, w, loss in zip(target.slabs, weights, slabs, strict=True)]
     return reduced(losses, "sum") / reduced(wrap(losses, counted, losses.dims), "sum")
+
+
+@handles("Losses", "F.one_hot", rehearse=False)
+def one_hot(func: Callable, input: Any, num_classes: int = -1) -> Any:
+    """Encode classes in a new last dim; where their number is not given, it is that of the whole volume."""
+    # A slab alone may lack the highest class, or the wrong one. On a GPU torch does not look, and does not wait.
+    if input.dtype == torch.int64 and (num_classes == -1 or input.device.type == "cpu"):
+        everything = list(range(input.ndim))
+        lowest, highest = (int(over_dims(kind, input, everything)) for kind in ("amin", "amax"))
+        if lowest < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        if num_classes == -1:
+            num_classes = highest + 1
+        elif highest >= num_classes:
+            raise RuntimeError("Class values must be smaller than num_classes.")
+    return wrap(input, [func(slab, num_classes) for slab in input.slabs])
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignore: int, loss: Tensor) -> Tensor:

@@ -94,6 +94,8 @@ def _with_running(
     if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
         refuse("the volume must be cut along spatial dims")
     mean, var, momentum = running
+    if (mean is None) != (var is None) and from_input:
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
     for name, value in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
         if value is not None and (isinstance(value, ShardedVolume) or value.shape != volume.shape[1:2]):
             raise RuntimeError(

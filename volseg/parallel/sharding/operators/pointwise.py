@@ -202,7 +202,7 @@ IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", 
 
 DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
 
-CONVERSIONS = ["clone", "Tensor.contiguous", "Tensor.type_as", "detach", "real", "imag"]
+CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
@@ -287,6 +287,19 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab."""
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
+
+
+@handles("Copies and conversions", "Tensor.contiguous", rehearse=False)
+def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Lay out each slab; torch returns what lies so already itself, with its history even under ``no_grad``."""
+    volume = args[0]
+    if not torch.is_grad_enabled() and volume.requires_grad:
+        for slab in volume.slabs:
+            strides = slab.stride()
+            apart = sorted(strides, reverse=True) == list(strides) or strides[1] == 1  # a view, or channels last
+            if apart and func(slab, *args[1:], **kwargs) is not slab:
+                refuse("under no_grad it would lose the history of slabs that lie otherwise: call detach() before")
+    return pointwise(func, args, kwargs)
 
 
 @handles("Activations", *ACTIVATIONS, rehearse=False)

@@ -24,8 +24,8 @@ from volseg.parallel.sharding.windows import AdaptivePool
 __all__ = ["adaptive_pool", "average_pool", "max_pool"]
 
 
-@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d", rehearse=False)
-@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d", rehearse=False)
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
 def max_pool(
     func: Callable,
     input: Any,
@@ -43,8 +43,6 @@ def max_pool(
     kernel = per_dim(kernel_size, count)
     stride = per_dim(stride or kernel, count)
     padding, dilation = per_dim(padding, count), per_dim(dilation, count)
-    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
-        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
     plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
@@ -57,7 +55,7 @@ def max_pool(
     return sharded_windows(volume, plans, local, whole)
 
 
-@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", rehearse=False)
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
 def average_pool(
     func: Callable,
     input: Any,
@@ -75,8 +73,6 @@ def average_pool(
     kernel = per_dim(kernel_size, count)
     stride = per_dim(stride or kernel, count)
     padding = per_dim(padding, count)
-    if any(2 * planes > size for planes, size in zip(padding, kernel, strict=True)):  # torch's rule
-        raise RuntimeError(f"pad should be at most half of effective kernel size, got {padding=} and {kernel=}")
     include, divisor = count_include_pad, divisor_override
     plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
 from volseg.parallel.sharding.operators.arguments import dims_of
-from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise
+from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise, run_local
 from volseg.parallel.sharding.signatures import bind
 from volseg.parallel.sharding.table import handles, refuse, run_gathered
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
@@ -103,6 +103,34 @@ def _to(result: Any, dtype: torch.dtype) -> Any:
     if isinstance(result, ShardedVolume):
         return wrap(result, [slab.to(dtype) for slab in result.slabs])
     return result.to(dtype)
+
+
+@handles("Reductions", "nanmean")
+def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Return the mean of the voxels that are numbers."""
+    dims = dims_of(dim, input.ndim)
+    total = reduce(torch.nansum, input, dims, keepdim, dtype)
+    count = over_dims("sum", wrap(input, [~slab.isnan() for slab in input.slabs]), dims, keepdim)
+    return elementwise(torch.div, total, count)
+
+
+@handles("Reductions", "trapezoid", "trapz")
+def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
+    """Integrate along a dim that is not cut."""
+    volume = y if isinstance(y, ShardedVolume) else x
+    if dim % volume.ndim in volume.dims:
+        refuse("it integrates along the cut: write it as a sum over slices")
+    if isinstance(x, Tensor) and x.ndim != 1:
+        like, results = run_local(func, (y, x), {"dim": dim})
+    else:
+        given = [None] * len(y.slabs) if x is None else y.context.spread(x)
+        settings = {"dx": dx} if x is None else {}
+        like = y
+        results = [
+            func(slab, **settings, dim=dim) if own is None else func(slab, own, dim=dim)
+            for slab, own in zip(y.slabs, given, strict=True)
+        ]
+    return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
 
 
 @handles("Reductions", "logsumexp", "special.logsumexp")

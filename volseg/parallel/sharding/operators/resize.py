@@ -12,7 +12,7 @@ from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, con
 from volseg.parallel.sharding.operators.pooling import adaptive_pool
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
-from volseg.parallel.sharding.windows import Resize
+from volseg.parallel.sharding.windows import Nearest, Resize, nearest_planes
 
 __all__ = ["interpolate"]
 
@@ -59,15 +59,26 @@ def interpolate(
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
-        double = volume.dtype == torch.float64
-        copied = copies[i] and mode not in NEAREST
-        plans.append(AxisPlan(Resize(size, sizes[i], mode, scales[i], corners, double, copied), sizes[i]))
+        if mode in NEAREST:
+            planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
+            if not gradient and volume.requires_grad and torch.is_grad_enabled():
+                refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
+            plans.append(AxisPlan(Nearest(planes), sizes[i]))
+        else:
+            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
+    same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
+    # Of nearest planes and on a GPU the factor counts even where their number stays.
+    exact = [corners or scales[i] in (None, 1.0) for i in range(count)]
+    unchanged = [same[i] and (exact[i] or (copies[i] and mode not in NEAREST)) for i in range(count)]
+    uncut = [i for i in range(count) if i not in cut]
+    if mode not in NEAREST and all(same[i] for i in uncut) and not all(unchanged[i] for i in uncut):
+        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone they are copied
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
             slab = _blend(slab, dim, plan.window, window)  # type: ignore[arg-type]
-        if all(i in cut or sizes[i] == slab.shape[2 + i] for i in range(count)):
+        if all(i in cut or unchanged[i] for i in range(count)):
             return slab
         return _within(slab, sizes, scales, cut, given)
 
@@ -88,7 +99,7 @@ def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set
     return F.interpolate(slab, size=size, mode=mode, align_corners=corners)
 
 
-def _blend(slab: Tensor, dim: int, resize: Resize, window: LocalWindow) -> Tensor:
+def _blend(slab: Tensor, dim: int, resize: Resize | Nearest, window: LocalWindow) -> Tensor:
     """Return the output planes of a slab along one cut dim."""
     sources = [resize.source(plane) for plane in range(*window.output)]
     start = window.span[0]

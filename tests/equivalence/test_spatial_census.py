@@ -1,0 +1,157 @@
+"""MONAI's networks on slabs: how many are exact, and what the others are refused for; never another number.
+
+The counts, and what each network does, are in ``spatial_census.json``, which the slow test compares. After a change
+that is meant, write it anew with ``python tests/equivalence/test_spatial_census.py``.
+"""
+
+import json
+import runpy
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.parallel import ModelParallel
+from volseg.parallel.sharding.verify import TOLERANCE, default_objective
+from volseg.parallel.sharding.volume import ShardedVolume
+
+HERE = Path(__file__).parent
+NETWORKS: dict[str, Any] = runpy.run_path(str(HERE / "monai_networks.py"))["NETWORKS"]
+TABLE = HERE / "spatial_census.json"
+
+FAST = (
+    "UNet, residual",
+    "DynUNet, supervised",
+    "SegResNet, transposed",
+    "AttentionUnet",
+    "MedNeXt",
+    "RegUNet",
+    "UNETR",
+    "ViT",
+    "Classifier",
+)
+
+SINGLE = 1e-3
+"""Tolerance for the networks that compute in float32 whatever their weights are."""
+
+
+def observed(net: nn.Module, inputs: list[Tensor], learns: bool) -> Iterator[tuple[str, Tensor]]:
+    """One pass forward, and back where the network ``learns``: yield outputs, gradients and buffers by name."""
+    inputs = [value.clone().requires_grad_(learns and value.is_floating_point()) for value in inputs]
+    torch.manual_seed(5)
+    with torch.set_grad_enabled(learns):
+        outputs = net(*inputs)
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    for place, leaf in enumerate(leaves):
+        yield f"output {place}", leaf.full_tensor() if isinstance(leaf, ShardedVolume) else leaf
+    if learns:
+        default_objective(outputs).backward()
+    learnt = {f"input {place}": value for place, value in enumerate(inputs)} | dict(net.named_parameters())
+    for name, value in learnt.items():
+        yield f"gradient of {name}", torch.zeros(()) if value.grad is None else value.grad
+    yield from net.named_buffers()
+
+
+def no_draw(like: Tensor) -> Tensor:
+    """Stand in for ``torch.randn_like``, whose numbers are others on slabs, as those of dropout are."""
+    return (like.detach() * 100).cos()
+
+
+def relative(ours: Tensor, theirs: Tensor, scale: float) -> float:
+    if ours.shape != theirs.shape:
+        return float("nan")
+    a, b = ours.detach().double(), theirs.detach().double()
+    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale, 1e-30) if b.numel() else 0.0
+
+
+FORMS = ((1, True), (3, True), (1, False))
+"""Samples, and whether gradients are compared: batch norm refuses one voxel of one sample (and of two, gradients vanish
+in round-off); some networks change in place what autograd needs when they are evaluated."""
+
+
+def trial(case: Any, train: bool) -> tuple[str, str]:
+    """Return "exact", "refused", "WRONG", "CRASH" or "torch refuses", and the reason."""
+    for batch, learns in FORMS:
+        inputs = list(case.inputs(batch))
+        try:
+            expected = list(observed(case.build().train(train), inputs, learns))
+            break
+        except (RuntimeError, ValueError) as fault:
+            reason = str(fault).partition("\n")[0]
+    else:
+        return "torch refuses", reason
+    model = ModelParallel(case.build().train(train), strategy="spatial", devices=["cpu", "cpu:1"])
+    try:
+        found = list(observed(model, inputs, learns))
+    except (UnsupportedOperatorError, ParallelError) as fault:
+        return "refused", _in_short(str(fault))
+    except Exception:
+        return "CRASH", traceback.format_exc().strip()
+    if [name for name, _ in found] != [name for name, _ in expected]:
+        return "WRONG", "other outputs"
+    scale = max(float(b.detach().abs().max()) for name, b in expected if b.numel() and name.startswith("gradient"))
+    errors = {name: relative(a, b, scale) for (name, a), (_, b) in zip(found, expected, strict=True)}
+    tolerance = TOLERANCE if case.dtype == torch.float64 else SINGLE
+    wrong = [f"{name} by {error:.0e}" for name, error in errors.items() if not error <= tolerance]
+    return ("WRONG", ", ".join(wrong[:5])) if wrong else ("exact", "")
+
+
+def _in_short(message: str) -> str:
+    """Return the operator that is missing and why, without place and shapes."""
+    operator, _, rest = message.partition(" called from ")
+    reason = rest.partition("): ")[2].partition(". Write it")[0] or message.partition("\n")[0]
+    return f"{operator}: {reason}" if rest else reason
+
+
+def verdicts(name: str) -> dict[str, str]:
+    """Return what a network does in each mode."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr(torch, "randn_like", no_draw)
+        found = {mode: trial(NETWORKS[name], mode == "train") for mode in ("train", "eval")}
+    return {mode: f"{verdict}: {reason}" if reason else verdict for mode, (verdict, reason) in found.items()}
+
+
+def counts(table: dict[str, dict[str, str]]) -> dict[str, int]:
+    """Count networks by the worse of their two modes."""
+    order = ["WRONG", "CRASH", "refused", "torch refuses", "exact"]
+    kinds = [{text.partition(":")[0] for text in modes.values()} for modes in table.values()]
+    found = Counter(next(kind for kind in order if kind in modes) for modes in kinds)
+    return {kind: found[kind] for kind in order}
+
+
+def written() -> dict[str, Any]:
+    """Return the committed table."""
+    return json.loads(TABLE.read_text())
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_a_network_does_is_in_the_table(name: str) -> None:
+    assert verdicts(name) == written()["networks"][name]
+
+
+def test_no_network_is_wrong() -> None:
+    table = written()
+    assert sorted(table["networks"]) == sorted(NETWORKS)
+    assert table["counts"] == counts(table["networks"])
+    assert (table["counts"]["WRONG"], table["counts"]["CRASH"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in FAST])
+def test_what_every_network_does_is_in_the_table(name: str) -> None:
+    assert verdicts(name) == written()["networks"][name]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    table = {name: verdicts(name) for name in NETWORKS}
+    TABLE.write_text(json.dumps({"counts": counts(table), "networks": table}, indent=1) + "\n")

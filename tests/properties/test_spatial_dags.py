@@ -1,0 +1,88 @@
+"""Random networks on slabs: each equals itself on one device, or is refused with a typed error."""
+
+import json
+import runpy
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from volseg.parallel.launch import launch
+from volseg.parallel.sharding.volume import ShardedVolume
+
+SCRIPT = Path(__file__).with_name("spatial_dags.py")
+dags = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+
+
+def assert_equal_or_refused(seeds: range) -> Counter[str]:
+    """Compare the networks of these seeds; return how many came out how."""
+    verdicts: Counter[str] = Counter()
+    for seed in seeds:
+        plan = dags.draw(seed)
+        outcome = dags.compared(plan, **dags.devices_of(plan))
+        assert outcome.ok, f"seed {seed} is {outcome.verdict}: {outcome.what}\n{plan}"
+        verdicts[outcome.verdict] += 1
+    return verdicts
+
+
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_a_random_network_on_slabs_equals_itself_or_is_refused(first: int) -> None:
+    verdicts = assert_equal_or_refused(range(first, first + 100))
+    assert verdicts["equal"] >= 33, f"few networks run at all: {verdicts}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 5000, 500))
+def test_more_random_networks(first: int) -> None:
+    assert_equal_or_refused(range(first, first + 500))
+
+
+def check_ranks(processes: int, first: int, count: int, folder: Path) -> None:
+    launch([str(SCRIPT), str(first), str(count), str(folder)], processes)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    for rank, outcomes in enumerate(found):
+        for seed, (verdict, what) in outcomes.items():
+            assert verdict not in ("WRONG", "CRASH"), f"seed {seed} on rank {rank} is {verdict}: {what}"
+    assert len(found[0]) == count
+    verdicts = [[verdict for verdict, _ in outcomes.values()] for outcomes in found]
+    assert all(one == verdicts[0] for one in verdicts), "the processes do not refuse alike"
+    assert verdicts[0].count("equal") >= count // 4
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_random_networks_on_processes(processes: int, tmp_path: Path) -> None:
+    check_ranks(processes, 0, 25, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_more_random_networks_on_processes(processes: int, tmp_path: Path) -> None:
+    check_ranks(processes, 1000, 400, tmp_path)
+
+
+def plan_of(*steps: tuple[str, str]) -> object:
+    drawn = [dags.Step(kind, name, 1, 1) for kind, name in steps]
+    return dags.Plan(0, ("conv", "norm and activation"), tuple(drawn), (1, 4, 8, 5, 4), "another", "last")
+
+
+def test_the_comparison_rejects_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that passes everything shows nothing: drop the halo, lose half of a gradient."""
+    plan = plan_of(("layer", "0"), ("unary", "tanh and sigmoid"), ("layer", "1"))
+    assert dags.compared(plan, **dags.devices_of(plan)).verdict == "equal"
+
+    def halved(x: Tensor) -> Tensor:
+        y = x.tanh() * x.sigmoid()
+        return y / 2 + y.detach() / 2 if isinstance(x, ShardedVolume) else y
+
+    monkeypatch.setitem(dags.UNARY, "tanh and sigmoid", halved)
+    outcome = dags.compared(plan, **dags.devices_of(plan))
+    assert outcome.verdict == "WRONG"
+    assert "gradient of layers.0.weight" in outcome.what
+
+    def crashing(x: Tensor) -> Tensor:
+        return x if not isinstance(x, ShardedVolume) else x.missing
+
+    monkeypatch.setitem(dags.UNARY, "tanh and sigmoid", crashing)
+    assert dags.compared(plan, **dags.devices_of(plan)).verdict == "CRASH"
