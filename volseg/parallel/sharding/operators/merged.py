@@ -48,6 +48,13 @@ honour_merged(
     *(reductions.extreme, reductions.aminmax, reductions.extremum, reductions.variance, reductions.norm),
     *(reductions.matrix_or_vector_norm, reductions.equal, reductions.allclose, reductions.masked_select),
     *(reductions.nanmean, reductions.trapezoid),
-    *(indexing.getitem, indexing.setitem, indexing.index_select, indexing.index_changed, indexing.diff),
+    *(
+        indexing.getitem,
+        indexing.setitem,
+        indexing.index_select,
+        indexing.index_changed,
+        indexing.diff,
+        indexing.embedding,
+    ),
     *(slices.narrow, slices.select, slices.unbind, slices.split),
 )
