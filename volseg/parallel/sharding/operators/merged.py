@@ -32,7 +32,7 @@ honour_merged(
     *(autograd.new_whole, autograd.formatted, autograd.values),
     *(channels.along_dim, channels.quantile, channels.normalize, channels.gather),
     *(dims.permute, dims.unsqueeze, dims.squeeze, dims.expand, dims.repeat, dims.repeat_interleave, dims.reshape),
-    *(dims.transposed, dims.at_least, dims.unfold),
+    *(dims.transposed, dims.matrix_transposed, dims.at_least, dims.unfold),
     *(dropout.alpha_dropout, dropout.dropout, dropout.plain_dropout, dropout.channel_dropout, dropout.feature_dropout),
     *(joins.cat, joins.stack),
     *(counting.gathered, counting.bucketize, counting.search_sorted, counting.is_in),
