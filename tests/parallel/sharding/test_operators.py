@@ -225,6 +225,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda x: x[:, [0, 2]] + x[:, torch.tensor([3, 0])],
     "lists": lambda x: x[:, None, [1, 2], ..., [0, 3]],
     "table": lambda x: constant(4, 3)[x.argmax(1)] * x[:, :1].movedim(1, -1),
+    "embedding": lambda x: F.embedding(x.argmax(1), constant(4, 3), padding_idx=1) * x[:, :1].movedim(1, -1),
     "planes by number": lambda x: x[:, :, [0, 8, 3, 3, 1]] + x.index_select(2, torch.tensor([4, 1, 1, 0, 7])),
     "mask": lambda x: x[x > 0] * SAME[x > 0],
     "mask of channels": lambda x: x[:, torch.tensor([True, False, True, True])],

@@ -232,6 +232,12 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     return None
 
 
+@handles("Dims", "t")
+def matrix_transposed(func: Callable, input: Any) -> Any:
+    """Transpose a matrix."""
+    return permute(torch.transpose, (input, 0, -1), {})
+
+
 @handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d")
 def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume, where it has so many dims."""

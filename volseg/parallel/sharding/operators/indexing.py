@@ -279,3 +279,12 @@ def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = N
         pair = take_planes(volume, dim, 1, count), take_planes(volume, dim, 0, count)
         volume = elementwise(torch.ne if volume.dtype == torch.bool else torch.sub, *pair)
     return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume
+
+
+@handles("Slices and joins", "F.embedding")
+def embedding(func: Callable, input: Any, weight: Tensor, padding_idx: int | None = None) -> Any:
+    """Look up each voxel's row of a table."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume):
+        refuse("the numbers must be a volume, and the table an ordinary tensor")
+    rows = zip(input.slabs, input.context.spread(weight), strict=True)
+    return wrap(input, [func(slab, own, padding_idx) for slab, own in rows])

@@ -32,7 +32,7 @@ honour_merged(
     *(autograd.new_whole, autograd.formatted, autograd.values),
     *(channels.along_dim, channels.quantile, channels.normalize, channels.gather),
     *(dims.permute, dims.unsqueeze, dims.squeeze, dims.expand, dims.repeat, dims.repeat_interleave, dims.reshape),
-    *(dims.transposed, dims.at_least, dims.unfold),
+    *(dims.transposed, dims.matrix_transposed, dims.at_least, dims.unfold),
     *(dropout.alpha_dropout, dropout.dropout, dropout.plain_dropout, dropout.channel_dropout, dropout.feature_dropout),
     *(joins.cat, joins.stack),
     *(counting.gathered, counting.bucketize, counting.search_sorted, counting.is_in),
@@ -48,6 +48,13 @@ honour_merged(
     *(reductions.extreme, reductions.aminmax, reductions.extremum, reductions.variance, reductions.norm),
     *(reductions.matrix_or_vector_norm, reductions.equal, reductions.allclose, reductions.masked_select),
     *(reductions.nanmean, reductions.trapezoid),
-    *(indexing.getitem, indexing.setitem, indexing.index_select, indexing.index_changed, indexing.diff),
+    *(
+        indexing.getitem,
+        indexing.setitem,
+        indexing.index_select,
+        indexing.index_changed,
+        indexing.diff,
+        indexing.embedding,
+    ),
     *(slices.narrow, slices.select, slices.unbind, slices.split),
 )

@@ -40,6 +40,8 @@ def pad(
     """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
     source, widths = input, list(pad)
     volume = source
+    if mode != "constant":  # which dims it takes is said by an error that a rehearsal cannot tell from another one
+        func(torch.empty(input.shape, device="meta"), widths, mode)
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     inside = [0] * len(widths)
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
@@ -50,7 +52,7 @@ def pad(
         volume = _pad_inside(volume, inside, rest)
     for dim in volume.dims:
         if pairs[dim] != (0, 0):
-            volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0)
+            volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0, len(widths))
             if not isinstance(volume, ShardedVolume):
                 refuse("the padded volume is thinner than the number of shards")
     return _apart(volume, source)
@@ -72,7 +74,9 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
     return wrap(volume, slabs)
 
 
-def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float) -> ShardedVolume | Tensor:
+def _pad_cut(
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
+) -> ShardedVolume | Tensor:
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -94,8 +98,8 @@ def _pad_cut(volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, 
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
 
     def whole(tensor: Tensor) -> Tensor:
-        widths = [0] * (2 * (tensor.ndim - dim))
-        widths[-2:] = [before, after]
+        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
+        widths[place : place + 2] = [before, after]
         return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
 
     return sharded_windows(volume, plans, local, whole)
