@@ -70,11 +70,11 @@ def test_numpys_names_of_arguments(function: Callable) -> None:
     assert_equal(function)
 
 
-@pytest.mark.parametrize("function", [lambda x: torch.softmax(x, axis=2), lambda x: x.cumsum(axis=2)])
-def test_numpys_names_along_the_cut(function: Callable) -> None:
+def test_numpys_names_along_the_cut() -> None:
     # These ran slab by slab: each slab's softmax summed to one.
+    assert_equal(lambda x: torch.softmax(x, axis=2))
     with pytest.raises(UnsupportedOperatorError, match="dim=2"):
-        spatial(function)(VOLUME)
+        spatial(lambda x: x.cumsum(axis=2))(VOLUME)
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])

@@ -18,8 +18,10 @@ The parts, from plan to effect:
 - ``communicator``, ``local``, ``group``: the movements of planes with their gradients. There are *slabs*, whose
   gradients belong to one shard, and *whole* values, which everybody holds alike, and whose gradient is the full one
   everywhere.
-- ``volume``, ``context``, ``table``, ``operators``: the sharded volume, what a network's volumes share, and the
-  handlers.
+- ``volume``, ``context``, ``parameters``: the sharded volume, and what a network's volumes share.
+- ``table``, ``operators``: which function is run on slabs, and how; ``dispatch`` takes a call there by ``signatures``
+  (torch's names of its arguments), ``contract`` (what torch makes of its shapes) and ``copied_view`` (copies of what
+  torch has as views); ``gathered``: functions on the whole volume.
 - ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_*``: norms that wait for their activation,
   joins that wait for their convolution, inputs that are computed again instead of kept.
 - ``halo``, ``direct``: convolution of a process's one slab with the halo received in place; ``first_convolution``,

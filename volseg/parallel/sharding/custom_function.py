@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.sharding.gathered import volumes
 from volseg.parallel.sharding.operators.pointwise import rewrap, run_local
-from volseg.parallel.sharding.table import volumes
 
 __all__ = ["no_script", "pointwise_function"]
 

@@ -28,7 +28,7 @@ from volseg.parallel.module_state import Remembered, remember
 from volseg.parallel.random_state import RandomState
 from volseg.parallel.sharding.again import Again
 from volseg.parallel.sharding.context import Context, saved_tensors_hooks
-from volseg.parallel.sharding.table import volumes
+from volseg.parallel.sharding.gathered import volumes
 from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["Recomputation", "blocks"]

@@ -19,6 +19,8 @@ from volseg.parallel.sharding.communicator import Communicator
 from volseg.parallel.sharding.context import Context
 from volseg.parallel.sharding.copied_view import plain
 from volseg.parallel.sharding.custom_function import no_script
+from volseg.parallel.sharding.dispatch import check_history
+from volseg.parallel.sharding.gathered import volumes
 from volseg.parallel.sharding.group import ProcessGroupShards, average_gradients
 from volseg.parallel.sharding.inputs import CutInput
 from volseg.parallel.sharding.layout import DIM, can_split
@@ -27,7 +29,6 @@ from volseg.parallel.sharding.offloading import offloaded
 from volseg.parallel.sharding.processes import Processes, join, own_device
 from volseg.parallel.sharding.recomputation import Recomputation
 from volseg.parallel.sharding.replication import check_alike, replicate
-from volseg.parallel.sharding.table import check_history, volumes
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, wrap
 
 __all__ = ["SpatialStrategy"]

@@ -98,7 +98,7 @@ class ShardedVolume(Tensor):
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # The table's modules import this one.
-        from volseg.parallel.sharding.table import dispatch
+        from volseg.parallel.sharding.dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
 
@@ -339,7 +339,7 @@ class ShardedVolume(Tensor):
 
 
 def _check_history(volume: ShardedVolume) -> None:
-    from volseg.parallel.sharding.table import check_history  # which imports this module
+    from volseg.parallel.sharding.dispatch import check_history  # which imports this module
 
     check_history(volume)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from volseg.parallel.sharding.table import handles, refuse, run_gathered
+from volseg.parallel.sharding.gathered import run_gathered
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["bucketize", "gathered", "is_in", "search_sorted"]

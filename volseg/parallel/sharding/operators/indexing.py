@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.dispatch import Copied
+from volseg.parallel.sharding.gathered import run_gathered
 from volseg.parallel.sharding.layout import can_split
 from volseg.parallel.sharding.operators.dims import say_gathered
 from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, rewrap, run_local
 from volseg.parallel.sharding.operators.slices import assign, expanded, is_basic, sliced, take_planes
-from volseg.parallel.sharding.table import Copied, handles, refuse, run_gathered
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole, relaid, wrap
 
 __all__ = ["getitem", "setitem"]

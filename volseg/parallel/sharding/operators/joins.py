@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.dispatch import in_planes
+from volseg.parallel.sharding.gathered import volumes
 from volseg.parallel.sharding.joining import join_channels
 from volseg.parallel.sharding.layout import spans
 from volseg.parallel.sharding.operators.planes import clip
 from volseg.parallel.sharding.operators.pointwise import cut_like
-from volseg.parallel.sharding.table import handles, in_planes, volumes
+from volseg.parallel.sharding.table import handles
 from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["cat", "stack"]

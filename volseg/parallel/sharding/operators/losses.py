@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.sharding.gathered import volumes
 from volseg.parallel.sharding.operators.pointwise import cut_like, elementwise
 from volseg.parallel.sharding.operators.reductions import over_dims
 from volseg.parallel.sharding.signatures import bind
-from volseg.parallel.sharding.table import handles, refuse, volumes
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["class_loss", "legacy_reduction", "one_hot", "reduced", "voxel_loss", "weighted_loss"]

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.sharding.dispatch import in_planes
 from volseg.parallel.sharding.operators.joins import cat
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import cut_like
 from volseg.parallel.sharding.operators.slices import take_planes
-from volseg.parallel.sharding.table import handles, in_planes, refuse
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided, Window
 

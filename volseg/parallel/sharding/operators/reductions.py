@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.derivatives import first_order
+from volseg.parallel.sharding.gathered import run_gathered
 from volseg.parallel.sharding.operators.arguments import dims_of
 from volseg.parallel.sharding.operators.pointwise import aligned, elementwise, pointwise, run_local
 from volseg.parallel.sharding.signatures import bind
-from volseg.parallel.sharding.table import handles, refuse, run_gathered
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 
 __all__ = ["extremes", "moments", "norm", "over_dims", "reduce_slabs"]

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from volseg.parallel.sharding.table import handles, refuse, run_gathered
+from volseg.parallel.sharding.gathered import run_gathered
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, from_whole
 
 __all__ = ["grid_sample"]

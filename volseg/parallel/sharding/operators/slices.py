@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.sharding.dispatch import in_planes
 from volseg.parallel.sharding.operators.dims import insert_dim
 from volseg.parallel.sharding.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.sharding.operators.pointwise import aligned
 from volseg.parallel.sharding.signatures import bind
-from volseg.parallel.sharding.table import handles, in_planes, refuse
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
 from volseg.parallel.sharding.windows import Strided
 
