@@ -164,3 +164,15 @@ def test_a_copied_view_of_what_has_changed_since(read: Callable[[Tensor], Tensor
     model = ModelParallel(Net(forward, a=convolution()), strategy="spatial", devices=["cpu", "cpu:1"], axes="D")
     with pytest.raises(UnsupportedOperatorError, match="changed in place after a slice"):
         model(torch.randn(1, 2, 9, 4, 4))
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_a_batch_of_no_samples_and_a_volume_without_a_batch(devices: list[str]) -> None:
+    """Batch norm of no samples failed with an IndexError, and one shard convolved no volume without a batch."""
+    model = ModelParallel(nn.BatchNorm3d(2), strategy="spatial", devices=devices)
+    with pytest.raises(UnsupportedOperatorError, match="no samples"):
+        model(torch.zeros(0, 2, 9, 4, 4))
+    plain = nn.Conv3d(2, 3, 3, padding=1).double()
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
+    volume = torch.randn(2, 9, 6, 5, dtype=torch.float64)
+    torch.testing.assert_close(model(volume).full_tensor(), plain(volume))

@@ -80,8 +80,8 @@ def plan(
     extent.
     """
     communicator = volume.context.communicator
-    if len(volume.dims) != 1 or len(communicator.devices) != 1:
-        return None
+    if len(volume.dims) != 1 or len(communicator.devices) != 1 or volume.ndim != len(whole.stride) + 2:
+        return None  # one volume without a batch, among others
     (size,) = volume.sizes
     if communicator.shards == 1:
         return Plan(whole, None, outputs, volume.context.channels_last, volume.context.frugal)

@@ -107,6 +107,8 @@ def _with_running(
         ]
         rows = zip(volume.slabs, *columns, strict=True)
         return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
+    if volume.shape[0] == 0:
+        refuse("a batch of no samples has no statistics")
     count = volume.shape[2:].numel() * (volume.shape[0] if pooled.over_batch else 1)
     if count == 1:  # torch's rule
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
