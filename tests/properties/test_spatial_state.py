@@ -4,28 +4,22 @@
 """
 
 import copy
-import json
-import os
 import random
-import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_group import assert_well, run_in_group
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
-from volseg.errors import ParallelError
-from volseg.parallel import ModelParallel, launch
+from volseg.parallel import ModelParallel
 
 CHANNELS = 4
 SIZE = (2, 1, 10, 5, 4)
@@ -237,35 +231,14 @@ def test_random_numbers_are_repeated_where_blocks_are_recomputed(seed: int, devi
     check(seed, True, devices=devices, checkpoint="all")
 
 
+def of_seed(seed: int) -> None:
+    check(seed, noisy=seed % 3 == 2, checkpoint="all" if seed % 3 else None)
+
+
+CASES = {str(seed): partial(of_seed, seed) for seed in RANKS_SEEDS}
+
+
 def test_state_on_slabs_of_processes_is_that_of_one_device(tmp_path: Path) -> None:
-    with suppress(ParallelError):
-        launch([__file__, str(tmp_path)], 2)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == dict.fromkeys(map(str, RANKS_SEEDS), "equal"), next(
-            text for text in [*found.values(), "stopped"] if text != "equal"
-        )
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = {}
-    for seed in RANKS_SEEDS:
-        try:
-            check(seed, noisy=seed % 3 == 2, checkpoint="all" if seed % 3 else None)
-            found[str(seed)] = "equal"
-        except Exception:
-            found[str(seed)] = traceback.format_exc()
-            break
-        finally:
-            (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    # gloo's threads can linger at interpreter exit.
-    sys.stdout.flush()
-    os._exit(0)
+    found = run_in_group(__file__, tmp_path)
+    for name in CASES:
+        assert_well(found, name)

@@ -5,26 +5,21 @@
 
 import contextlib
 import copy
-import json
-import os
 import random
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from in_group import Found, assert_well, run_in_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
-from volseg.parallel import ModelParallel, launch
+from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import TOLERANCE, compare
 
 
@@ -272,41 +267,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
-        launch([__file__, str(folder)], 2)
-    files = [folder / f"{rank}.json" for rank in range(2)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_in_group(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, ranks: list[dict[str, str | None]]) -> None:
-    for rank, found in enumerate(ranks):
-        assert name in found, f"rank {rank} did not reach {name}: it or another one failed before"
-        assert found[name] is None, f"rank {rank}: {found[name]}"
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    # A rank that fails leaves the others waiting: not for long.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results: dict[str, str | None] = {}
-    path = folder / f"{dist.get_rank()}.json"
-    for name, case in CASES.items():
-        try:
-            results[name] = case()
-        except Exception:
-            results[name] = traceback.format_exc()
-            break
-        finally:
-            path.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    # gloo's threads can linger at interpreter exit.
-    sys.stdout.flush()
-    os._exit(0)
+def test_processes(name: str, found: Found) -> None:
+    assert_well(found, name)
