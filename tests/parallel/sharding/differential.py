@@ -282,8 +282,13 @@ def _brief(value: Any) -> str:
     return repr(value)[:80]
 
 
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+"""How torch refuses a call: one by another of these on the meta device, where we ask it, than on a CPU."""
+
+
 def _alike(fault: Exception, expected: Exception) -> bool:
-    return isinstance(fault, UnsupportedOperatorError | type(expected))
+    same_kind = isinstance(fault, REFUSALS) and isinstance(expected, REFUSALS)
+    return same_kind or isinstance(fault, UnsupportedOperatorError | type(expected))
 
 
 def said(fault: Exception) -> str:

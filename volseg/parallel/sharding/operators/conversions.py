@@ -1,11 +1,12 @@
 """Copies and conversions: another dtype, another layout, a volume filled with a value; the devices stay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.sharding.operators.pointwise import pointwise, rewrap, run_local
 from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume, wrap
@@ -97,7 +98,9 @@ def scatter(
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
         refuse("input and index must have the same extent along the cut")
     written = func.__name__ == "scatter_"
-    if written and not isinstance(input, ShardedVolume) and (input._base is not None or input.requires_grad):
+    if written and isinstance(input, ShardedVolume) and (input.dims, input.merged) != (index.dims, index.merged):
+        refuse("the volume that it writes into must be cut as the index is")
+    if written and not isinstance(input, ShardedVolume) and not _is_nobodys(input):
         refuse("it writes into a part of an ordinary tensor, or into one with a history")
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
@@ -108,7 +111,25 @@ def scatter(
     if written and isinstance(input, ShardedVolume):
         return input
     if written:
-        # MONAI's one_hot scatters into a whole tensor and goes on with the result. Whoever goes on with the tensor
-        # itself must not find it unchanged: it is emptied.
+        # MONAI's one_hot scatters into a whole tensor and goes on with the result, as everybody does.
         input.resize_(0)
+        input.__class__ = WrittenInto
     return rewrap(like, results)
+
+
+def _is_nobodys(tensor: Tensor) -> bool:
+    """Say whether what happens to an ordinary tensor happens to no other."""
+    return type(tensor) is Tensor and tensor._base is None and not tensor.requires_grad
+
+
+class WrittenInto(Tensor):
+    """What was an ordinary tensor until a volume was scattered into it: the result is on slabs, and this unreadable."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UnsupportedOperatorError(
+            f"{getattr(func, '__name__', func)} reads a tensor into which a sharded volume was scattered in place: its "
+            f"values lie on the shards; go on with the result, as in y = y.scatter_(...)"
+        )

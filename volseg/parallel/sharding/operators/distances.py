@@ -9,7 +9,7 @@ from torch import Tensor
 from volseg.parallel.sharding.operators.losses import legacy_reduction, reduced
 from volseg.parallel.sharding.operators.pointwise import elementwise
 from volseg.parallel.sharding.operators.reductions import norm, over_dims
-from volseg.parallel.sharding.table import handles
+from volseg.parallel.sharding.table import handles, refuse
 from volseg.parallel.sharding.volume import ShardedVolume
 
 __all__ = ["cosine_similarity", "distance", "pairwise_distance", "triplet_margin_loss"]
@@ -18,6 +18,8 @@ __all__ = ["cosine_similarity", "distance", "pairwise_distance", "triplet_margin
 @handles("Losses", "F.cosine_similarity")
 def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Sum the products of two normalised volumes along a dim; in the order of torch's own steps."""
+    if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
+        refuse("both must have the same extent along dim: torch broadcasts them before it takes their lengths")
     products = elementwise(torch.mul, _normalised(x1, dim, eps), _normalised(x2, dim, eps))
     return over_dims("sum", products, [dim % products.ndim])
 

@@ -97,7 +97,9 @@ def _with_running(
     if (mean is None) != (var is None) and from_input:
         raise ValueError("running_mean and running_var must either both be None or neither be None")
     for name, value in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
-        if value is not None and (isinstance(value, ShardedVolume) or value.shape != volume.shape[1:2]):
+        if isinstance(value, ShardedVolume):
+            refuse(f"its {name} must be an ordinary tensor")
+        if value is not None and value.shape != volume.shape[1:2]:
             raise RuntimeError(
                 f"{name} should hold {volume.shape[1]} values, one per channel, got {tuple(value.shape)}"
             )

@@ -319,15 +319,18 @@ def norm(
 
     if set(dims) & set(input.dims):
         if order == 0:
-            return over_dims("sum", _nonzero(input), dims, keepdim)
+            return _counted(input, dims, keepdim)
         if order in (inf, -inf):
             magnitudes = wrap(input, [slab.abs() for slab in input.slabs])
             return extremes("amax" if order == inf else "amin", magnitudes, dims, keepdim)
     return reduce_slabs(input, dims, keepdim, function)
 
 
-def _nonzero(volume: ShardedVolume) -> ShardedVolume:
-    return wrap(volume, [(slab != 0).to(slab.abs().dtype) for slab in volume.slabs])
+def _counted(volume: ShardedVolume, dims: Sequence[int], keepdim: bool) -> ShardedVolume | Tensor:
+    """Count what is not zero, as torch's norm of order zero does: with a gradient, of zeros."""
+    partials = [torch.linalg.vector_norm(slab, 0, list(dims), True) for slab in volume.slabs]
+    counts = stacked(volume, partials, dims).sum([dim for dim in volume.dims if dim in dims], keepdim=True)
+    return counts if keepdim else _squeeze(counts, dims)
 
 
 @handles("Reductions", "linalg.norm")
