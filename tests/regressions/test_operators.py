@@ -189,3 +189,17 @@ def test_a_gradient_of_nearest_planes_that_torch_sends_elsewhere_is_refused() ->
     assert (gradient == 1).all(), "torch's gradient is that of its values now: drop the refusal"
     with pytest.raises(UnsupportedOperatorError, match="goes to other planes than it reads"):
         spatial(lambda x: F.interpolate(x, scale_factor=(1.01, 1, 1), mode="nearest"), axes="D")(volume)
+
+
+def test_a_tensor_into_which_a_volume_was_scattered_is_not_read() -> None:
+    # It was emptied: its sum was nought, without a word. Its result goes on, as in MONAI's one_hot.
+    def scattered(x: Tensor) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(1, 3, *x.shape[2:], dtype=x.dtype)
+        return codes.scatter_(1, (x[:, :1] > 0).long(), 1.0), codes
+
+    volume = torch.randn(1, 1, 7, 4, 4, dtype=torch.float64)
+    result, written = spatial(scattered)(volume)
+    torch.testing.assert_close(result.full_tensor(), scattered(volume)[0])
+    for read in (lambda: written.sum(), lambda: written + 1, lambda: written.shape, lambda: written.numpy()):
+        with pytest.raises(UnsupportedOperatorError, match=r"go on with the result, as in y = y\.scatter_"):
+            read()
