@@ -4,8 +4,8 @@ Left out are those that need packages beside MONAI's own (DAF3D, HyenaNDUNETR, M
 and ``SENet154`` and its like, which have hundreds of millions of parameters however they are asked for.
 
 ``NETWORKS[name].build()`` makes a network in float64 (where it can), in training mode, with every dropout off;
-``draws`` says whether it draws random numbers nevertheless. ``NETWORKS[name].inputs(batch)`` makes its inputs; the first
-is the volume.
+``draws`` says whether it draws random numbers nevertheless. ``NETWORKS[name].inputs(batch)`` makes its inputs; the
+first is the volume.
 """
 
 from collections.abc import Callable

@@ -6,13 +6,16 @@ right numbers. Networks that draw random numbers cannot be compared and are let 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from volseg.parallel.pipeline.micro_batch import Call, join
-from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.capture_run import CaptureRefusedError
+from volseg.parallel.pipeline.micro_batch import Call, join, private
+from volseg.parallel.pipeline.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.statistics import FrozenStatistics
 
@@ -67,15 +70,24 @@ class Rehearsal:
 
 
 def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes: Sequence[int]) -> Rehearsal | None:
-    """Run the micro-batches eagerly, changing nothing; ``None`` where they draw random numbers."""
+    """Run copies of the micro-batches eagerly; ``None`` where they draw random numbers.
+
+    Raises
+    ------
+    CaptureRefusedError
+        If forward changes its arguments, which a replay would not.
+    """
     devices = sorted({at.device.index for at in placement.locations if at.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         before = _generators(devices)
-        borrowed: dict[tuple[int, Location, bool], Tensor] = {}
+        borrowed: dict[Any, Tensor] = {}
         results = []
-        for args, kwargs in calls:
+        for args, kwargs in map(private, calls):
+            read = [(tensor, runs.version(tensor)) for tensor in runs.tensors_of((args, kwargs))]
             with PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
+            if runs.changes_in_place(read):
+                raise CaptureRefusedError("forward changes its arguments in place")
         if not all(map(torch.equal, before, _generators(devices))):
             return None
     outputs = [leaf for leaf in pytree.tree_leaves(join(results, sizes)) if isinstance(leaf, Tensor)]
