@@ -15,7 +15,19 @@ from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
 
-__all__ = ["Call", "batch_size", "candidates", "check_length", "join", "private", "resized", "split", "split_sizes"]
+__all__ = [
+    "Call",
+    "batch_size",
+    "candidates",
+    "check_length",
+    "copies_of",
+    "join",
+    "private",
+    "resized",
+    "split",
+    "split_sizes",
+    "with_pieces",
+]
 
 PLAIN = (bool, int, float, str, type(None))
 """Outputs that are passed on where all micro-batches agree."""
@@ -83,6 +95,37 @@ def split(
         else:
             pieces.append([leaf] * len(sizes))
     return [pytree.tree_unflatten(list(row), structure) for row in zip(*pieces, strict=True)]
+
+
+def copies_of(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Return copies of the micro-batches' pieces of some leaves, one set for a tensor that is given twice.
+
+    Raises
+    ------
+    ParallelError
+        If two tensors share memory, which their copies would not.
+    """
+    made: dict[int, list[Tensor]] = {}
+    for place in places:
+        leaf = leaves[place].as_subclass(Tensor)
+        made.setdefault(id(leaves[place]), [piece.clone() for piece in leaf.split(list(sizes))])
+    memory = {id(leaf): leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(set(memory.values())) < len(memory):
+        raise ParallelError(
+            "two arguments share memory, and forward changes one that needs a gradient in place: give a copy of it"
+        )
+    return {place: made[id(leaves[place])] for place in places}
+
+
+def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -> list[Call]:
+    """Return the micro-batches with other pieces for some leaves."""
+    found = []
+    for index, call in enumerate(calls):
+        leaves, structure = pytree.tree_flatten(call)
+        for place, rows in pieces.items():
+            leaves[place] = rows[index]
+        found.append(pytree.tree_unflatten(leaves, structure))
+    return found
 
 
 def resized(call: Call, is_batch: Sequence[bool], samples: int) -> Call:

@@ -59,6 +59,10 @@ class Placement:
     """Leaves inside of which nothing needs to be brought: their functions are not looked at."""
     aliased: set[int] = field(default_factory=set)
     """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
+    written: tuple[Tensor, ...] = ()
+    """Parameters and buffers that forward was seen to change."""
+    changes_arguments: bool = False
+    """Whether forward was seen to change its arguments in place."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
     devices: frozenset[torch.device] = field(init=False)
@@ -123,6 +127,8 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     quiet = frozenset(modules[path] for path in _quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}
     placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet, aliased)
+    placement.written = tuple(states[name] for name in sorted(trace.written))
+    placement.changes_arguments = trace.changes_arguments
     placement.buffered = tuple(module for module in net.modules() if module._buffers)
     runs.watch(net)
     weak = ref(placement)

@@ -24,7 +24,7 @@ __all__ = ["Block", "Recording", "record"]
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of memory, which several tensors may view."""
 
@@ -40,11 +40,17 @@ class Block:
 class _Memory:
     """The blocks that operations make and read; those of ``states`` are not listed."""
 
-    def __init__(self, states: Iterable[Tensor]) -> None:
+    def __init__(self, states: Iterable[tuple[str, Tensor]]) -> None:
         self.blocks: list[Block] = []
         # By memory, not identity: a linear layer keeps a transposed view of its weight.
-        self._states = {StorageWeakRef(state.untyped_storage()).cdata for state in states}
+        self._states = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in states}
         self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
+
+    def state_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter or buffer in whose memory ``tensor`` is."""
+        if tensor.layout != torch.strided:
+            return None
+        return self._states.get(StorageWeakRef(tensor.untyped_storage()).cdata)
 
     def seen(self, tensor: Tensor, number: int) -> Block:
         """Return the memory of ``tensor``, made by operation ``number`` if it is new."""
@@ -74,9 +80,12 @@ class Recording(runs.Run):
         self._states = {id(state): name for name, state in reversed(names)}
         self._counters = batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
-        self._memory = _Memory(state for _, state in names)
+        self._memory = _Memory(names)
         self._guards: list[tuple[Any, bool]] = []
         self._aliased: set[str] = set()
+        self._written: set[str] = set()
+        self._arguments: list[Block] = []
+        self._changes_arguments = False
         self._number = 0
 
     def __enter__(self) -> "Recording":
@@ -96,8 +105,7 @@ class Recording(runs.Run):
 
     def note_arguments(self, values: Any) -> None:
         """Count the memory of the call's tensors as made before the first operation."""
-        for tensor in runs.tensors_of(values):
-            self._memory.seen(tensor, 0)
+        self._arguments = [self._memory.seen(tensor, 0) for tensor in runs.tensors_of(values)]
 
     @property
     def blocks(self) -> list[Block]:
@@ -123,7 +131,9 @@ class Recording(runs.Run):
         if runs.keeps_place(function) and not differentiates:
             result = function(*args, **kwargs)
             if isinstance(result, Tensor) and args and id(args[0]) in self._states:
-                self._aliased.add(self._states[id(args[0])])
+                # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
+                result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
+                self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
             return result
         name = getattr(function, "__name__", "")
         # What torch.vmap wraps has no memory of its own.
@@ -143,7 +153,14 @@ class Recording(runs.Run):
         if differentiates:
             # What lies between the differentiated tensor and the derivative stays together.
             since = [block.made for block in blocks]
-        states = dict.fromkeys(self._states[id(tensor)] for tensor in read if id(tensor) in self._states)
+        named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
+        states = dict.fromkeys(name for name in named if name is not None)
+        self._written.update(
+            name for tensor in read if id(tensor) in changed and (name := self._memory.state_of(tensor))
+        )
+        self._changes_arguments |= any(
+            block in self._arguments for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed
+        )
         self.events.append(
             Operation(
                 number=self._number,
@@ -186,7 +203,9 @@ class Recording(runs.Run):
         """Return what was recorded; note that the caller reads the output."""
         for tensor in runs.tensors_of(output):
             self._memory.seen(tensor, self._number).read.add(self._number)
-        return Trace(tuple(self.events), self._makers(pytree.tree_leaves(output)), frozenset(self._aliased))
+        made = self._makers(pytree.tree_leaves(output))
+        names = frozenset(self._aliased), frozenset(self._written)
+        return Trace(tuple(self.events), made, *names, self._changes_arguments)
 
 
 def _random_state(read: list[Tensor]) -> Tensor:

@@ -19,7 +19,16 @@ from volseg.parallel.pipeline.costs import activations_of, copy_of, measure, mov
 from volseg.parallel.pipeline.fingerprint import Fingerprint
 from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
 from volseg.parallel.pipeline.memory import held_bytes
-from volseg.parallel.pipeline.micro_batch import Call, batch_size, candidates, join, split, split_sizes
+from volseg.parallel.pipeline.micro_batch import (
+    Call,
+    batch_size,
+    candidates,
+    copies_of,
+    join,
+    split,
+    split_sizes,
+    with_pieces,
+)
 from volseg.parallel.pipeline.partition import LayerCost, Partition
 from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
 from volseg.parallel.pipeline.plan import Plan, make_plan, memory_limits
@@ -138,7 +147,7 @@ class PipelineStrategy:
         # Sizes that differ show by themselves whether outputs go with them, and a batch that is not cut asks nothing.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         if not is_open and not self._recordings.are_made:
-            return join(self._flow(placement, calls, sizes, target), sizes)
+            return self._run(placement, (args, kwargs), calls, is_batch, sizes, target)
         condition = self._fingerprint()
         proof = None
         if is_open:
@@ -152,7 +161,7 @@ class PipelineStrategy:
             if replay is not None:
                 return replay((args, kwargs))
             watch = self._recordings.watch(key)
-        output = join(self._flow(placement, calls, sizes, target, watch), sizes)
+        output = self._run(placement, (args, kwargs), calls, is_batch, sizes, target, watch)
         if proof is not None:
             self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
         return output
@@ -191,6 +200,7 @@ class PipelineStrategy:
                 return self.net(*call[0], **call[1])
 
         known = remember(self.net)
+        written = [(state, state.detach().clone()) for state in placement.written]
         try:
             with (
                 own_random_numbers(self.devices),
@@ -199,6 +209,9 @@ class PipelineStrategy:
                 yield run_placed
         finally:
             known.put_back()
+            for state, value in written:
+                # Past autograd's versions, as such changes in forward are made.
+                state.data.copy_(value)
 
     @property
     def is_replaying(self) -> bool:
@@ -215,6 +228,45 @@ class PipelineStrategy:
         args, kwargs = self._on_first_stage((args, kwargs))
         self._prepare(args, kwargs, *self._batch((args, kwargs)))
         return self.partition
+
+    def _run(
+        self,
+        placement: Placement,
+        call: Call,
+        calls: Sequence[Call],
+        is_batch: Sequence[bool],
+        sizes: Sequence[int],
+        target: torch.device,
+        watch: Watch | None = None,
+    ) -> Any:
+        """Run the micro-batches; give back to the caller's tensors what forward changes in them.
+
+        Pieces of one tensor share its versions: one that is changed in place would spoil what autograd has saved of
+        another. So where a tensor has a history, and forward was seen to change it, each micro-batch has a copy.
+        """
+        leaves = pytree.tree_leaves(call)
+        open_to_change = len(calls) > 1 and torch.is_grad_enabled()
+        results = [
+            number
+            for number, is_cut in enumerate(is_batch)
+            if open_to_change and is_cut and leaves[number].requires_grad and not leaves[number].is_leaf
+        ]
+        if not results:
+            return join(self._flow(placement, calls, sizes, target, watch), sizes)
+        versions = [leaves[number]._version for number in results]
+        pieces = copies_of(leaves, results, sizes) if placement.changes_arguments else {}
+        if pieces:
+            calls = with_pieces(calls, pieces)
+        output = join(self._flow(placement, calls, sizes, target, watch), sizes)
+        for number, rows in pieces.items():
+            if any(piece._version for piece in rows):
+                leaves[number].copy_(torch.cat(rows))
+        if not pieces and versions != [leaves[number]._version for number in results]:
+            raise PartitionError(
+                "forward changes an argument in place that needs a gradient, which it did not when the network was "
+                "measured; change a copy of it, or give the batch whole (split_size)"
+            )
+        return output
 
     def _flow(
         self,

@@ -71,6 +71,10 @@ class Trace:
     aliased: frozenset[str] = frozenset()
     """Parameters and buffers that forward reaches under another name, such as ``.data``: a change of that leaves no
     new version, so copies of them serve once."""
+    written: frozenset[str] = frozenset()
+    """Parameters and buffers that forward changes."""
+    changes_arguments: bool = False
+    """Whether forward changes its arguments in place."""
 
 
 @dataclass(frozen=True, slots=True)
