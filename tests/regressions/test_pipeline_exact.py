@@ -131,6 +131,14 @@ def test_codebook_that_is_a_parameter():
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
+def test_embedding_that_renormalises_itself(launch):
+    """``max_norm`` changes the parameter in forward; runs that do not count must not."""
+    table = nn.Embedding(2, 1, max_norm=0.5)
+    net = chain(lambda net, x: net.b(net.a(x)) + net.table(torch.tensor([0, 1])).view(1, 2, 1, 1, 1), table=table)
+    assert not assert_same_steps(net, launch=launch).strategy.is_replaying
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_spectral_norm(launch):
     """Its power iteration was taken twice more by the attempt to record."""
     net = chain(lambda net, x: net.b(net.a(x)))
@@ -369,6 +377,18 @@ def test_first_layer_in_place_on_a_result(options, launch):
             ((output * x).sum() + feature.square().sum()).backward()
         torch.testing.assert_close(*map(gradients, nets), **ROUND_OFF)
         torch.testing.assert_close(*map(gradients, stems), **ROUND_OFF)
+
+
+def test_argument_that_is_given_twice_and_changed():
+    """Both are one tensor, of which the micro-batches have one copy."""
+    net, stem = chain(lambda net, x, y: net.b(net.a(F.relu(x, inplace=True))) + y), conv().double()
+    nets, stems, x = (net, copy.deepcopy(net)), (stem, copy.deepcopy(stem)), volumes()
+    features = [each(x) for each in stems]
+    outputs = [run(feature, feature) for run, feature in zip((pipeline(net), nets[1]), features, strict=True)]
+    torch.testing.assert_close(*outputs, **ROUND_OFF)
+    for output, feature in zip(outputs, features, strict=True):
+        (output.sum() + feature.square().sum()).backward()
+    torch.testing.assert_close(*map(gradients, stems), **ROUND_OFF)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,9 @@ class PipelineStrategy:
                 args, kwargs = moved(call, self.devices[0])
                 return probe(*args, **kwargs)
 
-            with own_random_numbers(self.devices):
+            first = self.devices[0]
+            selected = torch.cuda.device(first) if first.type == "cuda" else contextlib.nullcontext()
+            with selected, own_random_numbers(self.devices):
                 yield run
             return
 
