@@ -63,7 +63,9 @@ def step(run, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[str, Tenso
     sum(
         (leaf * torch.cos(torch.arange(leaf.numel(), dtype=leaf.dtype)).view_as(leaf)).sum() for leaf in rooted
     ).backward()
-    return leaves, {str(number): x.grad for number, x in enumerate(own) if x.grad is not None}
+    return [leaf.detach() for leaf in leaves], {
+        str(number): x.grad for number, x in enumerate(own) if x.grad is not None
+    }
 
 
 def plainly(net: nn.Module, inputs: tuple[Tensor, ...]):

@@ -273,6 +273,24 @@ def test_loaded_state_has_no_notes_of_the_pipeline(tmp_path):
     assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True)["state"]["t"], net.t)
 
 
+LENGTHS: list[int] = []
+
+
+def keeping(net: Net, x: Tensor) -> Tensor:
+    LENGTHS.append(len(x))
+    net.kept = [net.a(x)]
+    return net.b(net.kept[0])
+
+
+def test_kept_features_do_not_ask_again():
+    """Another number of samples is run once, not before every batch of a network that keeps what it computed."""
+    model = pipeline(chain(keeping))
+    for _ in range(4):
+        model(volumes())
+    assert LENGTHS.count(3) == 2  # before there is an attribute, and with it
+    assert LENGTHS[-4:] == [2] * 4
+
+
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("split_size", [1, 2])
 def test_output_as_long_as_a_micro_batch_by_accident(split_size, launch):

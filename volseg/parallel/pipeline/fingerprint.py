@@ -58,7 +58,8 @@ class _Unknown(Exception):  # noqa: N818 (an answer, not a failure)
 class _Describer:
     """Describes one value; objects that hold one another are followed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees_tensors: bool = True) -> None:
+        self._sees_tensors = sees_tensors
         self.held: list[Any] = []
         """What is described by its identity, which no other object may take over meanwhile."""
         self._seen: dict[int, int] = {}
@@ -68,7 +69,7 @@ class _Describer:
         if kind in PLAIN:
             return kind, value
         if isinstance(value, Tensor):
-            return _of_tensor(value)
+            return _of_tensor(value) if self._sees_tensors else (Tensor, value.dim())
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
@@ -158,10 +159,12 @@ class _Names:
         By name.
     left_out
         Names that are looked at elsewhere.
+    sees_tensors
+        Whether one tensor in the place of another is a difference.
     """
 
-    def __init__(self, inside: Mapping[str, Any], left_out: Container[str] = ()) -> None:
-        self._inside, self._left_out = inside, left_out
+    def __init__(self, inside: Mapping[str, Any], left_out: Container[str] = (), sees_tensors: bool = True) -> None:
+        self._inside, self._left_out, self._sees_tensors = inside, left_out, sees_tensors
         self._note()
 
     def _note(self) -> None:
@@ -172,14 +175,14 @@ class _Names:
         self._held = [value for value in own.values() if not isinstance(value, Tensor)]
         self._tensors = [ref(value) for value in own.values() if isinstance(value, Tensor)]
         self._open = [name for name, value in own.items() if not _stays(value)]
-        describer = _Describer()
+        describer = _Describer(self._sees_tensors)
         self._fixed = tuple((name, describer(value)) for name, value in own.items() if name not in self._open)
         self.held = [*describer.held, *self._look()]
         self.description: Hashable = (self._fixed, self._content)
 
     def _look(self) -> list[Any]:
         """Describe what could have changed inside; return what that refers to."""
-        describer = _Describer()
+        describer = _Describer(self._sees_tensors)
         self._content = tuple([(name, describer(self._inside[name])) for name in self._open])
         return describer.held
 
@@ -209,9 +212,9 @@ def _stays(value: Any) -> bool:
 class _Member:
     """One module: its class, its attributes, what it registers."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, sees_tensors: bool) -> None:
         self.module, self.kind = module, type(module)
-        self.names = _Names(vars(module), REGISTRIES)
+        self.names = _Names(vars(module), REGISTRIES, sees_tensors)
         self._children = list(map(id, module._modules.values()))
 
     @property
@@ -241,10 +244,12 @@ class Fingerprint:
     ----------
     net
         The network, whose hooks are installed (``run.watch``).
+    sees_tensors
+        Whether one tensor in the place of another, kept by a module outside of its buffers, is a difference.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        self._net = net
+    def __init__(self, net: nn.Module, sees_tensors: bool = True) -> None:
+        self._net, self._sees_tensors = net, sees_tensors
         self._members: list[_Member] = []
         self._classes: dict[type, _Names] = {}
         self._numbers: dict[Hashable, tuple[int, list[Any]]] = {}
@@ -255,7 +260,7 @@ class Fingerprint:
         """Return what tells the network's condition from others; ``None`` where Python has to run each time."""
         try:
             if not all(member.has_its_children for member in self._members) or not self._members:
-                self._members = [_Member(module) for module in self._net.modules()]
+                self._members = [_Member(module, self._sees_tensors) for module in self._net.modules()]
                 self._renumber()
                 return self()
             looked = [member.is_same() for member in self._members]

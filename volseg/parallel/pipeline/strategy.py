@@ -15,6 +15,7 @@ from volseg.parallel.module_state import remember
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.balance import quickest, spans
 from volseg.parallel.pipeline.batching import Batching
+from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, start_of
 from volseg.parallel.pipeline.costs import activations_of, copy_of, measure, moved, observe
 from volseg.parallel.pipeline.fingerprint import Fingerprint
 from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
@@ -108,7 +109,7 @@ class PipelineStrategy:
         self._launch = launch
         self._batched = batched
         self.split_size: int | str = split_size
-        self.devices = _devices(devices)
+        self.devices = chosen_devices(devices)
         if cuts is not None and len(cuts) >= len(self.devices):
             raise ParallelError(
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
@@ -116,6 +117,8 @@ class PipelineStrategy:
         self.cuts = None if cuts is None else tuple(cuts)
         self._recordings = Recordings(net, launch, self.devices)
         self._fingerprint = Fingerprint(net)
+        # Whether outputs hold a sample per row does not depend on the features that a network keeps of its last batch.
+        self._kind = Fingerprint(net, sees_tensors=False)
         self._batching = Batching(batched)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
@@ -148,13 +151,12 @@ class PipelineStrategy:
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         if not is_open and not self._recordings.are_made:
             return self._run(placement, (args, kwargs), calls, is_batch, sizes, target)
-        condition = self._fingerprint()
         proof = None
         if is_open:
-            proof = self._batching.check(
-                (self._fingerprint.number, self.net.training), (args, kwargs), is_batch, sizes[0], self._runner
-            )
-        key = situation(condition, (args, kwargs), target) if self._recordings.are_made else None
+            self._kind()
+            condition = self._kind.number, self.net.training
+            proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
+        key = situation(self._fingerprint(), (args, kwargs), target) if self._recordings.are_made else None
         watch = None
         if key is not None:
             replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target, is_batch)
@@ -368,7 +370,7 @@ class PipelineStrategy:
             )
             for number, segment in enumerate(found)
         ]
-        starts = [_start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
+        starts = [start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
@@ -405,46 +407,6 @@ class PipelineStrategy:
         return found if found is not None and found in self.devices else self.devices[0]
 
 
-def refuse_hidden(net: nn.Module) -> None:
-    """Refuse modules whose functions cannot be followed, or which do not know their parameters yet.
-
-    Raises
-    ------
-    PartitionError
-        If there is one.
-    """
-    for path, module in net.named_modules():
-        where = repr(path) if path else "the network itself"
-        if isinstance(module, torch.jit.ScriptModule):
-            kind, remedy = "scripted", "pass the module that torch.jit.script was given"
-        elif hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            kind, remedy = "compiled", "pass the module that torch.compile was given (its ._orig_mod)"
-        elif any(map(nn.parameter.is_lazy, (*module._parameters.values(), *module._buffers.values()))):
-            kind, remedy = "lazy, without parameters yet", "run the plain network once on a small batch before"
-        else:
-            continue
-        raise PartitionError(
-            f"the pipeline follows what a network does, and {where} ({type(module).__name__}) is {kind}: {remedy}"
-        )
-
-
-def _devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
-    if devices is None:
-        count = torch.cuda.device_count()
-        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    if isinstance(devices, str | int | torch.device) or not len(devices):
-        raise ParallelError(
-            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
-        )
-    chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
-    # Tensors of the host do not remember a number ("cpu:1").
-    chosen = [torch.device("cpu") if device.type == "cpu" else device for device in chosen]
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-        for device in chosen
-    ]
-
-
 def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:
     """Start the outputs' way to the target device."""
     sent: list[tuple[Tensor, Passage]] = []
@@ -456,15 +418,3 @@ def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tenso
         return sent[-1][0]
 
     return pytree.tree_map_only(Tensor, home, output), sent
-
-
-def _start_of(cut: str, starts: Sequence[str]) -> int:
-    """Return the segment that begins with module ``cut`` or inside it."""
-    for number, path in enumerate(starts):
-        if path == cut or path.startswith(f"{cut}."):
-            return number
-    raise PartitionError(
-        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place "
-        f"of a tensor. "
-        f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
-    )
