@@ -490,3 +490,49 @@ def test_pickled_and_copied_after_a_step():
         assert other.module is not net
         assert len(other.partition.stages) == 2
         model.train()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_numbers_of_python_and_calls_count_once(strategy):
+    """Looking at the network first drew numbers and counted calls that the plain network has not."""
+
+    def how(net: Net, x: Tensor) -> Tensor:
+        net.calls += 1
+        net.count.add_(1)
+        drawn = random.random() * np.random.rand() * torch.rand(()).item()  # noqa: NPY002
+        return net.b(torch.fft.fftn(net.a(x), dim=(2, 3, 4)).real * drawn * net.calls)
+
+    net = chain(how)
+    net.calls = 0
+    net.register_buffer("count", torch.zeros(()))
+    reference = copy.deepcopy(net)
+    options = {} if strategy == "auto" else {"split_size": 4}
+    model = ModelParallel(net, strategy=strategy, devices=TWO, **options)
+    inputs, found = [volumes() for _ in range(WARM_UP + 2)], []
+    for each in (model, reference):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)  # noqa: NPY002
+        outputs = [each(x) for x in inputs]
+        sum(output.square().sum() for output in outputs).backward()
+        found.append((outputs, torch.rand(1), random.random(), of_numpy()))
+    assert model.chosen == "pipeline"
+    torch.testing.assert_close(found[0][:2], found[1][:2], **ROUND_OFF)
+    assert found[0][2:] == found[1][2:]
+    torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+    assert (net.calls, net.count) == (reference.calls, reference.count)
+
+
+def array_drawn(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) * torch.from_numpy(np.random.rand(1))  # noqa: NPY002
+
+
+def test_array_that_is_drawn_is_not_recorded():
+    """No function shows what NumPy drew, so every batch did the same to look at, and a replay kept the first factor."""
+    net = chain(array_drawn)
+    reference = copy.deepcopy(net)
+    model = pipeline(net, split_size=4, launch="graphs")
+    inputs, found = [volumes() for _ in range(WARM_UP + 3)], []
+    for each in (model, reference):
+        np.random.seed(1)  # noqa: NPY002
+        found.append([each(x) for x in inputs])
+    torch.testing.assert_close(*found, **ROUND_OFF)
+    assert not model.strategy.is_replaying
