@@ -86,6 +86,11 @@ class Weak:
     def __init__(self, tensor: Tensor) -> None:
         self._ref = ref(tensor)  # one for all that ask, and kept here
 
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor itself, if it is still there."""
+        return self._ref()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Weak) and self._ref is other._ref
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError
-from volseg.parallel.description import tensor_of
+from volseg.parallel.description import Weak, tensor_of
 from volseg.parallel.module_state import remember
 from volseg.parallel.random_state import RandomState
 from volseg.parallel.watch import Watch
@@ -33,6 +35,26 @@ def modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which of the tensors that are watched functions read: one that is also replaced is state.
+
+    A recording would read the first one for ever.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watched = {id(tensor): weak for weak in watch.tensors if (tensor := weak.tensor) is not None}
+        self.read: set[Weak] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = (self._watched.get(id(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.read.update(weak for weak in found if weak is not None)
+        return func(*args, **kwargs)
 
 
 class RecordedState:
@@ -53,6 +75,7 @@ class RecordedState:
         self._watch: Watch | None = None
         self._written: set[str] = set()
         self._undo: list[Callable[[], None]] = []
+        self._reads: _Reads | None = None
 
     def begin(self) -> None:
         """Note everything before an attempt to record."""
@@ -69,6 +92,7 @@ class RecordedState:
         self._undo = [put_back, put_back_optimizer, put_back_gradients, self._random.put_back]
         self._prepare()
         self._attempted = Watch(self._net, self._optimizer)
+        self._look(_Reads(self._attempted))
         self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._cpu_tensors()]
 
     def keep(self) -> None:
@@ -79,6 +103,7 @@ class RecordedState:
         ParallelError
             If the step did in Python, or on the CPU, what a replay would not do.
         """
+        read = self._look(None)
         if self._random.torch_moved() or self._random.foreign_moved():
             raise ParallelError(
                 "the step draws random numbers on the CPU (torch's, Python's or NumPy's generator), and every replay "
@@ -97,6 +122,11 @@ class RecordedState:
                     f"the step changes {change.name} from {_short(old)} to {_short(new)} in Python, which a replay "
                     "does not run; keep what forward() counts in a buffer on the device"
                 )
+            if any(tensor_of(old) in read for old, _ in change.pairs):
+                raise ParallelError(
+                    f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
+                    "first one each time; change it in place"
+                )
         if unknown := self._attempted.unknown:
             raise ParallelError(
                 f"{unknown[0]} could change unnoticed (it draws random numbers, is an iterator, or holds very much), "
@@ -107,6 +137,7 @@ class RecordedState:
 
     def put_back(self) -> None:
         """Undo the attempt."""
+        self._look(None)
         for undo in self._undo:
             undo()
         self._undo = []
@@ -125,6 +156,17 @@ class RecordedState:
                 self._watch, self._written = None, set()
                 return change.name
         return None
+
+    def _look(self, reads: _Reads | None) -> set[Weak]:
+        """Begin to note what is read, or end; return what was."""
+        found: set[Weak] = set()
+        if self._reads is not None:
+            self._reads.__exit__(None, None, None)
+            found = self._reads.read
+        self._reads = reads
+        if reads is not None:
+            reads.__enter__()
+        return found
 
     def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _tensors(self._net):

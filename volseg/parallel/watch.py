@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 from torch.optim import Optimizer
 
-from volseg.parallel.description import Description, Same, See, UnknownError, describe, leaves, stays, tensor_of
+from volseg.parallel.description import Description, Same, See, UnknownError, Weak, describe, leaves, stays, tensor_of
 from volseg.parallel.module_state import LEFT_OUT, is_scripted
 
 __all__ = ["ABSENT", "UNKNOWN", "Change", "Watch"]
@@ -256,6 +256,12 @@ class Watch:
     def unknown(self) -> list[str]:
         """What could change unnoticed."""
         return [name for held in self._held for name in held.unknown]
+
+    @property
+    def tensors(self) -> list[Weak]:
+        """The tensors that are kept, by modules or in what they hold."""
+        tokens = (token for held in self._held for described in held.described.values() for token in described)
+        return [weak for token in tokens if (weak := tensor_of(token)) is not None]
 
     @property
     def description(self) -> Description:
