@@ -1,5 +1,7 @@
 """What a forward pass leaves behind in a network is put back, or lent for the time of a recomputation."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,32 @@ def test_a_buffer_that_did_not_change_is_not_written_to() -> None:
     pending = norm(torch.ones(3, 2, requires_grad=True))
     remember(norm).put_back()
     pending.sum().backward()
+
+
+def test_generators_of_python_and_what_tuples_hold_are_lent_and_put_back() -> None:
+    net = Counting()
+    net.drawing, net.pair = random.Random(3), (torch.zeros(1), [1])  # noqa: S311 (a network's own)
+    known, pair = remember(net), net.pair
+    first, count = net.drawing.random(), len(net.pair[1])
+    net.pair[0].add_(1), net.pair[1].append(2)
+    with known.lent():
+        assert (net.drawing.random(), net.pair[0].item(), net.pair[1]) == (first, 0, [1])
+    assert (net.pair[0].item(), net.pair[1]) == (1, [1, 2])
+    assert sorted(known.changes()) == ["drawing", "pair"]
+    known.put_back()
+    assert net.pair is pair
+    assert (net.drawing.random(), net.pair[0].item(), len(net.pair[1])) == (first, 0, count)
+
+
+def test_a_parameter_whose_value_was_noted_is_put_back() -> None:
+    """Codebooks and tables that renormalise themselves are parameters that forward changes."""
+    net = Counting()
+    known = remember(net, [net.norm.weight])
+    with torch.no_grad():
+        net.norm.weight.add_(1)
+    known.put_back()
+    assert net.norm.weight.tolist() == [1, 1]
+    with torch.no_grad():
+        net.norm.bias.add_(1)
+    with pytest.raises(ParallelError, match="was changed in place"):
+        known.put_back()

@@ -154,7 +154,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array or number of NumPy's
+    if hasattr(type(value), "tobytes") and hasattr(type(value), "dtype"):  # an array or number of NumPy's
         if value.size > MOST_INSIDE:
             raise UnknownError
         return [torch.Size(value.shape), str(value.dtype), value.tobytes()]
@@ -165,7 +165,7 @@ def _varies(value: Any) -> bool:
     """Say whether a value gives something else each time: iterators, generators of random numbers."""
     return (
         isinstance(value, torch.Generator | random.Random)
-        or hasattr(value, "__next__")
+        or hasattr(type(value), "__next__")
         or type(value).__module__.startswith("numpy.random")
     )
 
