@@ -154,7 +154,7 @@ def test_a_buffer_that_did_not_change_is_not_written_to() -> None:
 
 def test_generators_of_python_and_what_tuples_hold_are_lent_and_put_back() -> None:
     net = Counting()
-    net.drawing, net.pair = random.Random(3), (torch.zeros(1), [1])  # noqa: S311 (a network's own)
+    net.drawing, net.pair = random.Random(3), (torch.zeros(1), [1])
     known, pair = remember(net), net.pair
     first, count = net.drawing.random(), len(net.pair[1])
     net.pair[0].add_(1), net.pair[1].append(2)

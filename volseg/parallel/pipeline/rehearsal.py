@@ -76,9 +76,10 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     Raises
     ------
     CaptureRefusedError
-        If forward changes its arguments, or draws numbers of Python or NumPy, which a replay would not.
+        If forward changes its arguments, or draws numbers that a replay would not.
     """
-    drawn = RandomState([at.device for at in placement.locations])
+    devices = [at.device for at in placement.locations]
+    drawn, on_host = RandomState(devices), RandomState([], foreign=False)
     try:
         borrowed: dict[Any, Tensor] = {}
         results = []
@@ -90,6 +91,8 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
                 raise CaptureRefusedError("forward changes its arguments in place")
         if drawn.foreign_moved():
             raise CaptureRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+        if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
+            raise CaptureRefusedError("forward draws random numbers on the host, which a replay would not")
         if drawn.torch_moved():
             return None
     finally:
