@@ -186,7 +186,8 @@ def test_network_in_training_mode_equals_the_plain_one_by_micro_batches(name: st
     batches = WARM_UP + 1 if name != "VNet" else 1  # eagerly, then from a recording
     for _ in range(batches):
         assert_same_step(in_micro_batches(reference, 2), model, reference, net, *sample(name, 4))
-    assert batches == 1 or model.strategy.is_replaying
+    # With deep supervision DynUNet keeps its heads' outputs in a list, which a replay would not refresh.
+    assert batches == 1 or model.strategy.is_replaying == (name != "DynUNet")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from monai.networks.nets import UNet
 
 from volseg.errors import ConfigError, UnsupportedOperatorError
 from volseg.experiment import load_config, predict, train, train_on, verify
@@ -88,6 +89,11 @@ def test_verify_tells_that_the_network_is_the_same_on_four_devices(configured):
     assert any(name.startswith("gradient of ") for name in report.errors)
 
 
-def test_verify_refuses_a_network_without_a_sharded_form(configured):
-    with pytest.raises(UnsupportedOperatorError):
-        verify(configured("network={name: SwinUNETR, feature_size: 12}", "patch.size=[32, 32, 32]"), num_devices=2)
+def test_verify_refuses_a_network_without_a_sharded_form(configured, monkeypatch):
+    def spectral(self, x):
+        return self.model(torch.fft.fftn(x, dim=(2, 3, 4)).real)
+
+    monkeypatch.setattr(UNet, "forward", spectral)
+    network = "network={name: UNet, channels: [4, 8], strides: [2]}"
+    with pytest.raises(UnsupportedOperatorError, match="fft_fftn"):
+        verify(configured(network), num_devices=2)

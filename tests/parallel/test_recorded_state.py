@@ -7,14 +7,20 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from volseg.errors import ParallelError
 from volseg.parallel.capture import Captured, signature
-from volseg.parallel.recorded_state import RecordedState, Watch
+from volseg.parallel.recorded_state import RecordedState
 from volseg.parallel.recorder import Recorder
+from volseg.parallel.watch import Watch
+
+
+def closing_over(cell: dict[str, float]) -> Callable[[], float]:
+    return lambda: cell["alpha"]
 
 
 class Block(nn.Module):
@@ -27,6 +33,9 @@ class Block(nn.Module):
         self.heads: list[Any] = [torch.rand(1)]
         self.scale = torch.ones(1)
         self.path = (1, 2)
+        self.settings, self.array = SimpleNamespace(deep=SimpleNamespace(alpha=1.0)), np.ones(3)
+        self.host, self.cell = torch.ones(1), {"alpha": 1.0}
+        self.closure = closing_over(self.cell)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.norm(self.conv(x))) * self.config["alpha"] * self.scale
@@ -101,6 +110,12 @@ CHANGES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "assigned": lambda made: made.net.load_state_dict(copy.deepcopy(made.net.state_dict()), assign=True),
     "buffer": lambda made: setattr(made.net.norm, "running_mean", torch.ones(2)),
     "module": lambda made: setattr(made.net, "drop", nn.Dropout(0.5)),
+    "object": lambda made: setattr(made.net.settings.deep, "alpha", 2.0),
+    "array": lambda made: made.net.array.__setitem__(0, 2.0),
+    "closure": lambda made: made.net.cell.update(alpha=2.0),
+    "tensor of the host": lambda made: made.net.host.add_(1),
+    "slot": lambda made: made.net.heads.append(3),
+    "class of a module": lambda made: setattr(made.net.drop, "__class__", nn.Dropout3d),
     "hook": lambda made: made.net.conv.register_forward_hook(lambda *_: None),
     "forward": lambda made: setattr(made.net.conv, "forward", lambda x: x),
     "rate": lambda made: made.optimizer.param_groups[0].update(lr=0.01),
@@ -125,6 +140,41 @@ def test_a_forward_patched_on_the_class_ends_the_recording(made: SimpleNamespace
     calls(made, 2)
     monkeypatch.setattr(Block, "forward", lambda self, x: self.conv(x))
     assert calls(made, 1) == ["ran"]
+
+
+def test_a_hook_for_all_modules_ends_the_recording(made: SimpleNamespace) -> None:
+    calls(made, 2)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert calls(made, 1) == ["ran"]
+    finally:
+        handle.remove()
+
+
+def test_a_class_attribute_and_a_method_end_the_recording(made: SimpleNamespace, monkeypatch: Any) -> None:
+    """Only ``forward`` of a class was looked at."""
+    calls(made, 2)
+    monkeypatch.setattr(Block, "gain", 2.0, raising=False)
+    assert calls(made, 2) == ["ran", "replayed"]
+    monkeypatch.setattr(nn.Conv3d, "_conv_forward", lambda self, x, weight, bias: x)
+    made.recorder._run = lambda x: "eager"
+    assert calls(made, 1) == ["eager"]
+
+
+def test_a_failed_attempt_leaves_earlier_recordings_watched(made: SimpleNamespace) -> None:
+    """The first recording went on, whatever changed, once a second shape could not be recorded."""
+    assert calls(made, 2) == ["ran", "replayed"]
+    made.during = lambda: 1 / 0
+    assert calls(made, 2, torch.randn(1, 1, 4, 4, 4)) == ["ran", "ran"]
+    made.net.drop.p = 0.25
+    assert calls(made, 1) == ["ran"]
+    assert made.recordings[0].released
+
+
+def test_what_could_change_unnoticed_is_not_recorded(made: SimpleNamespace) -> None:
+    made.net.drawing = np.random.default_rng(0)
+    assert calls(made, 3) == ["ran"] * 3
+    assert "drawing could change unnoticed" in made.recorder.refused
 
 
 def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNamespace) -> None:
@@ -179,6 +229,11 @@ TRACES: dict[str, tuple[Callable[[SimpleNamespace], Any], str]] = {
     "torch's numbers": (lambda made: torch.rand(1), "draws random numbers on the CPU"),
     "Python's numbers": (lambda made: random.random(), "draws random numbers on the CPU"),
     "rate": (lambda made: made.optimizer.param_groups[0].update(lr=3.0), "the step changes the optimizer's lr"),
+    "replaced": (lambda made: setattr(made.net, "scale", made.net.scale * 2), "the step reads scale and puts another"),
+    "replaced buffer": (
+        lambda made: setattr(made.net.norm, "running_mean", made.net.norm.running_mean + 1),
+        "the step reads norm.running_mean and puts another",
+    ),
     "gradients": (lambda made: [setattr(made.net.conv.bias, "grad", None), 1 / 0], "division by zero"),
     "failure": (lambda made: [counted(made), made.net.norm.running_var.zero_(), 1 / 0], "division by zero"),
 }
@@ -256,4 +311,5 @@ def test_an_argument_that_cannot_be_known_is_never_recorded(made: SimpleNamespac
 def test_a_watch_names_what_changed(made: SimpleNamespace) -> None:
     watch = Watch(nn.Sequential(made.net), made.optimizer)
     made.net.drop.p = 0.1
-    assert watch.change() == "0.drop.p"
+    assert [change.name for change in watch.changes()] == ["0.drop.p"]
+    assert watch.changes() == []

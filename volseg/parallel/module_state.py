@@ -5,7 +5,8 @@ run spatially that is given up) must not count. ``remember`` notes the state bef
 lends it for the time of a recomputation.
 """
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -21,9 +22,14 @@ REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that ``nn.Module`` itself makes: parameters, children, hooks. What they hold is not changed by a forward
 pass, except for buffers, which are remembered by value."""
 
-CHANGEABLE = frozenset({Tensor, dict, list, set, torch.Generator})
-"""Types of attributes that are remembered with what they hold."""
+CHANGEABLE = frozenset({Tensor, dict, list, set, tuple, torch.Generator, random.Random})
+"""Types of attributes that are remembered with what they hold: a tuple may hold what can be changed."""
 
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+"""Types that are compared by value."""
+
+LEFT_OUT = REGISTRIES | {"_reversed_padding_repeated_twice"}
+"""Attributes that are not looked into; the list is that of torch's convolutions, of which a network has many."""
 
 NONE: dict[str, Any] = {}
 """What most modules have of most kinds of state; never changed."""
@@ -32,53 +38,119 @@ NONE: dict[str, Any] = {}
 class _Known:
     """A value that can be changed in place, and what it held."""
 
-    __slots__ = ("held", "value")
+    __slots__ = ("held", "value", "version")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.held: Any = None
         kind = type(value)
         if kind is Tensor:
+            self.version = _version(value)
             # A tensor with history cannot be changed in place without autograd's knowing.
             self.held = None if value.requires_grad else value.detach().clone()
         elif kind is dict:
             self.held = {key: _Known(item) for key, item in value.items()}
         elif kind is list:
             self.held = [_Known(item) for item in value]
+        elif kind is tuple:
+            self.held = tuple([_Known(item) for item in value])
         elif kind is set:
             self.held = set(value)
         elif kind is torch.Generator:
             self.held = value.get_state()
+        elif kind is random.Random:
+            self.held = value.getstate()
+
+    def is_changed(self, now: Any) -> bool:
+        """Say whether ``now`` stands where this value stood and says something else.
+
+        A number, a size or a list that was made anew with the same content says the same; another tensor does not.
+        """
+        value, held, kind = self.value, self.held, type(now)
+        if kind is not type(value):
+            return True
+        if kind in (list, tuple):
+            return len(held) != len(now) or any(map(_Known.is_changed, held, now))
+        if kind is dict:
+            return held.keys() != now.keys() or any(item.is_changed(now[key]) for key, item in held.items())
+        if kind is set:
+            return bool(held != now)
+        if now is not value:
+            return kind not in PLAIN or now != value
+        if kind is Tensor:
+            return self._is_written()
+        if kind is torch.Generator:
+            return not torch.equal(now.get_state(), held)
+        return kind is random.Random and now.getstate() != held
+
+    def _is_written(self) -> bool:
+        """Say whether the tensor was written to; through ``data``, that leaves no version."""
+        value, held = self.value, self.held
+        return _version(value) != self.version or (held is not None and not _is_equal(value, held))
 
     def restored(self) -> Any:
-        """Return the value itself, holding again what it held."""
-        if isinstance(self.value, torch.Generator):
-            self.value.set_state(self.held)
-        elif isinstance(self.held, Tensor):
-            if not _fits(self.value, self.held):
-                self.value.data = self.held.clone()
-            self.value.copy_(self.held)
-        elif isinstance(self.held, dict):
-            _refill(self.value, {key: item.restored() for key, item in self.held.items()})
-        elif isinstance(self.held, list):
-            self.value[:] = [item.restored() for item in self.held]
-        elif isinstance(self.held, set):
-            _refill(self.value, self.held)
-        return self.value
+        """Return the value itself, holding again what it held.
+
+        A tensor that holds it still is not written to: backward would take that for a change of what it has saved.
+        """
+        value, held = self.value, self.held
+        if isinstance(value, torch.Generator):
+            value.set_state(held)
+        elif isinstance(value, random.Random):
+            value.setstate(held)
+        elif isinstance(held, Tensor):
+            if not _fits(value, held):
+                value.data = held.clone()
+            if self._is_written():
+                value.copy_(held)
+        elif isinstance(held, dict):
+            _refill(value, {key: item.restored() for key, item in held.items()})
+        elif isinstance(held, list):
+            value[:] = [item.restored() for item in held]
+        elif isinstance(held, tuple):
+            for item in held:
+                item.restored()
+        elif isinstance(held, set):
+            _refill(value, held)
+        return value
 
     def copied(self) -> Any:
         """Return a value of its own that holds what this one held."""
-        if isinstance(self.value, torch.Generator):
-            generator = torch.Generator(self.value.device)
-            generator.set_state(self.held)
+        value, held = self.value, self.held
+        if isinstance(value, torch.Generator):
+            generator = torch.Generator(value.device)
+            generator.set_state(held)
             return generator
-        if isinstance(self.held, Tensor):
-            return self.held.clone()
-        if isinstance(self.held, dict):
-            return {key: item.copied() for key, item in self.held.items()}
-        if isinstance(self.held, list):
-            return [item.copied() for item in self.held]
-        return set(self.held) if isinstance(self.held, set) else self.value
+        if isinstance(value, random.Random):
+            drawing = random.Random()  # noqa: S311 (the network's own, copied)
+            drawing.setstate(held)
+            return drawing
+        if isinstance(held, Tensor):
+            return held.clone()
+        if isinstance(held, dict):
+            return {key: item.copied() for key, item in held.items()}
+        if isinstance(held, list):
+            return [item.copied() for item in held]
+        if isinstance(held, tuple):
+            return tuple([item.copied() for item in held])
+        return set(held) if isinstance(held, set) else value
+
+
+def _is_open(value: Any) -> bool:
+    """Say whether a value can be changed in place."""
+    kind = type(value)
+    return kind in CHANGEABLE and not (kind is tuple and PLAIN.issuperset(map(type, value)))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors hold the same; undefined values equal themselves."""
+    if not _fits(one, other):
+        return False
+    return one.is_meta or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _fits(tensor: Tensor, held: Tensor) -> bool:
@@ -107,16 +179,10 @@ class _Part(NamedTuple):
         """Note a module; called for every module of every recomputed block, so it looks at no more than it must."""
         own = vars(module).copy()
         buffers, parameters = own["_buffers"], own["_parameters"]
-        known = NONE
-        # torch's own layers keep nothing in containers, and most modules of a network are those.
-        if not type(module).__module__.startswith("torch.nn.modules."):
-            known = {
-                name: _Known(own[name]) for name in own if name not in REGISTRIES and type(own[name]) in CHANGEABLE
-            }
         return cls(
             module,
             own,
-            known,
+            {name: _Known(own[name]) for name in own.keys() - LEFT_OUT if _is_open(own[name])},
             {name: _Known(value) for name, value in buffers.items()} if buffers else NONE,
             parameters.copy() if parameters else NONE,
             _versions(parameters) if parameters else [],
@@ -133,6 +199,18 @@ class _Part(NamedTuple):
             or not _same(self.module._parameters, self.parameters)
             or (self.parameters and _trained(self.parameters) != self.trained)
         )
+
+    def changes(self) -> Iterator[str]:
+        """Name the buffers and attributes that are not what they were."""
+        for then, known, now in (
+            (self.own, self.known, vars(self.module)),
+            ({name: item.value for name, item in self.buffers.items()}, self.buffers, self.module._buffers),
+        ):
+            for name in {**then, **now}:
+                if name in REGISTRIES:
+                    continue
+                if name not in then or name not in now or known.get(name, _Known(then[name])).is_changed(now[name]):
+                    yield name
 
     def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
         """Give the module its attributes of then, but for these."""
@@ -151,8 +229,13 @@ class _Part(NamedTuple):
 class Remembered:
     """The state of a network at one moment; made by ``remember``."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self._parts = [_Part.of(module) for module in net.modules() if not is_scripted(module)]
+    def __init__(self, net: nn.Module, values: Iterable[Tensor] = ()) -> None:
+        self._paths, self._parts = [], []
+        for path, module in net.named_modules():
+            if not is_scripted(module):
+                self._paths.append(path)
+                self._parts.append(_Part.of(module))
+        self._values = [(tensor, tensor.detach().clone()) for tensor in values]
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -171,15 +254,23 @@ class Remembered:
         Raises
         ------
         ParallelError
-            If a parameter was changed in place: parameters are not remembered by value, they are large.
+            If a parameter was changed in place whose value was not noted.
         """
         if in_place:
             self.check_parameters()
+        for tensor, value in self._values:
+            # Past autograd's versions, as such changes in forward are made.
+            tensor.data.copy_(value)
         for part in self._parts:
             if not part.is_unchanged():
                 part.set(
                     *({name: item.restored() for name, item in kind.items()} for kind in (part.known, part.buffers))
                 )
+
+    def changes(self) -> list[str]:
+        """Return the dotted names of the buffers and attributes that are not what they were."""
+        found = zip(self._paths, self._parts, strict=True)
+        return [f"{path}.{name}".lstrip(".") for path, part in found for name in part.changes()]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -204,9 +295,13 @@ class Remembered:
                     parameter.requires_grad_(trained)
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were changed in place since."""
+        """Refuse parameters that were changed in place since, but for those whose values were noted."""
+        noted = {id(tensor) for tensor, _ in self._values}
         for part in self._parts:
-            if part.versions and part.versions != _versions(part.parameters):
+            if not part.versions or part.versions == _versions(part.parameters):
+                continue
+            pairs = zip(_counted(part.parameters), part.versions, strict=True)
+            if any(parameter._version != version and id(parameter) not in noted for parameter, version in pairs):
                 raise ParallelError(
                     f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
                     "place after a forward pass that must be repeated or undone: take the optimizer's step behind "
@@ -214,9 +309,18 @@ class Remembered:
                 )
 
 
-def remember(net: nn.Module) -> Remembered:
-    """Note the buffers of a network, and the attributes of its modules, with what they hold."""
-    return Remembered(net)
+def remember(net: nn.Module, values: Iterable[Tensor] = ()) -> Remembered:
+    """Note the buffers of a network, and the attributes of its modules, with what they hold.
+
+    Parameters
+    ----------
+    net
+        The network.
+    values
+        Parameters whose values are noted as well, because ``forward`` is known to change them; the others are not, they
+        are large.
+    """
+    return Remembered(net, values)
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -242,8 +346,13 @@ def _present(parameters: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in parameters.values() if parameter is not None]
 
 
+def _counted(parameters: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters whose changes torch counts."""
+    return [p for p in parameters.values() if p is not None and not p.is_inference()]
+
+
 def _versions(parameters: dict[str, Any]) -> list[int]:
-    return [p._version for p in parameters.values() if p is not None and not p.is_inference()]
+    return [p._version for p in _counted(parameters)]
 
 
 def _trained(parameters: dict[str, Any]) -> list[bool]:

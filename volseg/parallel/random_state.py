@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "seeded"]
+__all__ = ["RandomState", "own_random_numbers", "seeded"]
 
 
 class RandomState:
@@ -63,6 +63,16 @@ class RandomState:
 
 
 @contextmanager
+def own_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Draw numbers that do not count: trials, measurements and attempts to record leave the generators as they are."""
+    known = RandomState(devices)
+    try:
+        yield
+    finally:
+        known.put_back()
+
+
+@contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     """Draw from a seed, whoever draws, and go on from the caller's numbers afterwards.
 
@@ -87,10 +97,11 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
 def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
     yield torch.default_generator
-    if torch.cuda.is_initialized():
+    gpus = [device for device in devices if device.type == "cuda"]
+    if gpus:
+        torch.cuda.init()  # before, they have no generators
         current = torch.cuda.current_device()
-        on_gpus = {current if device.index is None else device.index for device in devices if device.type == "cuda"}
-        for index in sorted(on_gpus):
+        for index in sorted({current if device.index is None else device.index for device in gpus}):
             yield torch.cuda.default_generators[index]
 
 

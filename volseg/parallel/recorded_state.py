@@ -8,32 +8,21 @@ given up leaves no trace.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
-from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError
-from volseg.parallel.module_state import REGISTRIES, is_scripted, remember
+from volseg.parallel.description import Weak, tensor_of
+from volseg.parallel.module_state import remember
 from volseg.parallel.random_state import RandomState
+from volseg.parallel.watch import Watch
 
-__all__ = ["RecordedState", "Watch", "modes"]
-
-FOLLOWED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-"""Registries of a module whose members count; the others hold flags of these, or concern state dictionaries."""
-
-PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+__all__ = ["RecordedState", "modes"]
 
 
 def modes() -> tuple[Any, ...]:
@@ -48,124 +37,24 @@ def modes() -> tuple[Any, ...]:
     )
 
 
-class _Held(NamedTuple):
-    """A dictionary, and the very objects it held."""
+class _Reads(TorchFunctionMode):
+    """Notes which of the tensors that are watched functions read: one that is also replaced is state.
 
-    where: str
-    holder: dict[Any, Any]
-    names: list[Any]
-    values: list[Any]
-    contents: list[tuple[str, Any, list[Any]]]
-
-    @classmethod
-    def of(cls, where: str, holder: dict[Any, Any]) -> "_Held":
-        contents = [
-            (str(name), value, _leaves(value))
-            for name, value in holder.items()
-            if type(value) in (list, dict, set) and name not in REGISTRIES
-        ]
-        return cls(where, holder, list(holder), list(holder.values()), contents)
-
-    def differences(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name what is not the same, with what it was and what it is."""
-        yield from self.exchanged()
-        yield from self.changed()
-
-    def exchanged(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name the members that are others."""
-        then = dict(zip(self.names, self.values, strict=True))
-        for name in {**then, **self.holder}:
-            old, new = then.get(name, ABSENT), self.holder.get(name, ABSENT)
-            yield from ((f"{self.where}{name}", *pair) for pair in _differences(old, new))
-
-    def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name the lists, dictionaries and sets that hold something else."""
-        for name, container, leaves in self.contents:
-            today = _leaves(container)
-            if len(today) != len(leaves) or not all(map(is_, today, leaves)):
-                yield from ((f"{self.where}{name}", *pair) for pair in _differences(leaves, today))
-
-
-class _Absent:
-    """Stands for an attribute that is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = _Absent()
-
-
-class Watch:
-    """Tells what of a network, and of an optimizer, is not as it was when this was made.
-
-    Objects are compared by identity and plain values by value; what tensors hold does not count, but where they lie
-    does, since that is where a recording reads them.
+    A recording would read the first one for ever.
     """
 
-    def __init__(self, net: nn.Module, optimizer: Optimizer | None = None) -> None:
-        self._held = list(_held(net, optimizer))
-        self._holders = [held.holder for held in self._held]
-        self._lengths = list(map(len, self._holders))
-        # Of a module's attributes, those that torch itself makes are followed as registries.
-        own = [[name for name in held.names if name not in REGISTRIES] for held in self._held]
-        self._reads = [itemgetter(*names, names[0]) for names in own if names]
-        self._read = [held.holder for held, names in zip(self._held, own, strict=True) if names]
-        self._values = list(self._objects())
-        self._containers = [held for held in self._held if held.contents]
-        self._tensors = [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _tensors(net)]
-        self._forwards = {type(module): type(module).forward for module in net.modules()}
-        self._written: set[str] = set()
-        self._optimizer = optimizer
-        self._optimizers_own = _own(optimizer)
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watched = {id(tensor): weak for weak in watch.tensors if (tensor := weak.tensor) is not None}
+        self.read: set[Weak] = set()
 
-    def change(self) -> str | None:
-        """Name the first thing that is different, or None."""
-        if not all(map(is_, _own(self._optimizer), self._optimizers_own)):
-            return "the optimizer's state"  # load_state_dict makes it anew
-        same = self._same_objects()
-        found = (held.changed() for held in self._containers) if same else (held.differences() for held in self._held)
-        for name, _, _ in chain.from_iterable(found):
-            if name not in self._written:
-                return name
-        if not same:  # other objects, which mean the same: known from now on
-            self._lengths, self._values = list(map(len, self._holders)), list(self._objects())
-        for name, tensor, address, requires_grad in self._tensors:
-            if tensor.requires_grad != requires_grad or tensor.data_ptr() != address:
-                return name
-        for kind, forward in self._forwards.items():
-            if kind.forward is not forward:
-                return f"{kind.__name__}.forward"
-        return None
-
-    def _same_objects(self) -> bool:
-        """Compare all identities at once: this runs before every replay."""
-        if list(map(len, self._holders)) != self._lengths:
-            return False
-        try:
-            return all(map(is_, self._objects(), self._values))
-        except KeyError:  # one went and another came
-            return False
-
-    def _objects(self) -> Iterator[Any]:
-        return chain.from_iterable(map(itemgetter.__call__, self._reads, self._read))
-
-    def recorded(self, now: "Watch") -> None:
-        """Take what the recorded function did to what is watched: ``now`` was made behind it.
-
-        Raises
-        ------
-        ParallelError
-            If it changed anything but tensors: a replay would not.
-        """
-        for held in self._held:
-            for name, old, new in held.differences():
-                if not all(isinstance(value, Tensor | None | _Absent) for value in (old, new)):
-                    raise ParallelError(
-                        f"the step changes {name} from {_short(old)} to {_short(new)} in Python, which a replay does "
-                        "not run; keep what forward() counts in a buffer on the device"
-                    )
-                now._written.add(name)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = (self._watched.get(id(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.read.update(weak for weak in found if weak is not None)
+        return func(*args, **kwargs)
 
 
 class RecordedState:
@@ -184,7 +73,9 @@ class RecordedState:
     ) -> None:
         self._net, self._optimizer, self._prepare = net, optimizer, prepare
         self._watch: Watch | None = None
+        self._written: set[str] = set()
         self._undo: list[Callable[[], None]] = []
+        self._reads: _Reads | None = None
 
     def begin(self) -> None:
         """Note everything before an attempt to record."""
@@ -200,7 +91,8 @@ class RecordedState:
         put_back = partial(known.put_back, in_place=False)
         self._undo = [put_back, put_back_optimizer, put_back_gradients, self._random.put_back]
         self._prepare()
-        self._before = Watch(self._net, self._optimizer)
+        self._attempted = Watch(self._net, self._optimizer)
+        self._look(_Reads(self._attempted))
         self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._cpu_tensors()]
 
     def keep(self) -> None:
@@ -211,6 +103,7 @@ class RecordedState:
         ParallelError
             If the step did in Python, or on the CPU, what a replay would not do.
         """
+        read = self._look(None)
         if self._random.torch_moved() or self._random.foreign_moved():
             raise ParallelError(
                 "the step draws random numbers on the CPU (torch's, Python's or NumPy's generator), and every replay "
@@ -221,23 +114,59 @@ class RecordedState:
                 raise ParallelError(
                     f"the step changes {name} on the CPU, which a replay does not; keep it on the device"
                 )
-        now = Watch(self._net, self._optimizer)
-        self._before.recorded(now)
-        self._watch = now
+        changes = self._attempted.changes()
+        for change in changes:
+            if not change.is_of_tensors:
+                old, new = change.pairs[0] if change.pairs else ("one", "another")
+                raise ParallelError(
+                    f"the step changes {change.name} from {_short(old)} to {_short(new)} in Python, which a replay "
+                    "does not run; keep what forward() counts in a buffer on the device"
+                )
+            if any(tensor_of(old) in read for old, _ in change.pairs):
+                raise ParallelError(
+                    f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
+                    "first one each time; change it in place"
+                )
+        if unknown := self._attempted.unknown:
+            raise ParallelError(
+                f"{unknown[0]} could change unnoticed (it draws random numbers, is an iterator, or holds very much), "
+                "and a replay does not look at it; keep it out of the network"
+            )
+        self._written.update(change.name for change in changes)
+        self._watch = self._attempted
 
     def put_back(self) -> None:
         """Undo the attempt."""
+        self._look(None)
         for undo in self._undo:
             undo()
-        self._undo, self._watch = [], None
+        self._undo = []
 
     def done(self) -> None:
         """Forget what an attempt would be undone with."""
         self._undo = []
 
     def change(self) -> str | None:
-        """Name what is not as it was when the step was recorded, or None."""
-        return None if self._watch is None else self._watch.change()
+        """Name what is not as it was when the step was recorded, or None; recordings are made anew then."""
+        if self._watch is None:
+            return None
+        for change in self._watch.changes():
+            # What the recorded function writes anew each time, it may have written once more.
+            if change.name not in self._written or not change.is_of_tensors:
+                self._watch, self._written = None, set()
+                return change.name
+        return None
+
+    def _look(self, reads: _Reads | None) -> set[Weak]:
+        """Begin to note what is read, or end; return what was."""
+        found: set[Weak] = set()
+        if self._reads is not None:
+            self._reads.__exit__(None, None, None)
+            found = self._reads.read
+        self._reads = reads
+        if reads is not None:
+            reads.__enter__()
+        return found
 
     def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _tensors(self._net):
@@ -248,25 +177,6 @@ class RecordedState:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.device.type == "cpu":
                         yield f"the optimizer's {name}", value
-
-
-def _held(net: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
-    for path, module in net.named_modules():
-        if is_scripted(module):
-            continue
-        where = f"{path}." if path else ""
-        yield _Held.of(where, vars(module))
-        for registry in FOLLOWED:
-            yield _Held.of(where, getattr(module, registry))
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            yield _Held.of("the optimizer's ", group)
-        for state in optimizer.state.values():
-            yield _Held.of("the optimizer's ", state)
-
-
-def _own(optimizer: Optimizer | None) -> tuple[Any, ...]:
-    return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
 
 
 def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -306,36 +216,9 @@ def _value(value: Any) -> Tensor | None:
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else None
 
 
-CONTAINERS = frozenset({list, dict, set, tuple})
-
-
-def _leaves(value: Any) -> list[Any]:
-    """Return what a container holds, nested as it likes."""
-    found: list[Any] = []
-    members = chain.from_iterable(value.items()) if type(value) is dict else value
-    for member in members:
-        if type(member) in CONTAINERS:
-            found += _leaves(member)
-        else:
-            found.append(member)
-    return found
-
-
-def _differences(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """Return what differs of two values, or of what two containers of one length hold."""
-    if type(old) is type(new) and type(old) in CONTAINERS:
-        ours, theirs = _leaves(old), _leaves(new)
-        if len(ours) == len(theirs):
-            yield from (pair for pair in zip(ours, theirs, strict=True) if not _equal(*pair))
-            return
-    if not _equal(old, new):
-        yield old, new
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and type(old) in PLAIN and old == new)
-
-
-def _short(value: Any) -> str:
+def _short(token: Any) -> str:
+    if tensor_of(token) is not None:
+        return "one tensor"
+    value = token[1] if isinstance(token, tuple) and len(token) == 2 and type(token[1]) is token[0] else token
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -2,6 +2,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.pipeline.fingerprint import Fingerprint
 from volseg.parallel.pipeline.launch import LONG, MOST_RECORDINGS, WARM_UP, Watch, situation
 
 
@@ -44,30 +45,32 @@ def test_watch_tells_a_forward_that_changes_from_sizes_that_differ():
 def test_kind_follows_everything_plain_that_forward_could_read():
     net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
     pipeline(net)(x)
-    kinds = [situation(net, ((x,), {}), cpu)]
-    assert situation(net, ((x.clone(),), {}), cpu) == kinds[0]
-    kinds.append(situation(net, ((torch.zeros(3, 2),), {}), cpu))
-    kinds.append(situation(net, ((x.double(),), {}), cpu))
-    kinds.append(situation(net, ((x,), {"mode": "other"}), cpu))
-    kinds.append(situation(net, ((x.clone().requires_grad_(),), {}), cpu))
+    look = Fingerprint(net)
+    kinds = [situation(look(), ((x,), {}), cpu)]
+    assert situation(look(), ((x.clone(),), {}), cpu) == kinds[0]
+    kinds.append(situation(look(), ((torch.zeros(3, 2),), {}), cpu))
+    kinds.append(situation(look(), ((x.double(),), {}), cpu))
+    kinds.append(situation(look(), ((x,), {"mode": "other"}), cpu))
+    kinds.append(situation(look(), ((x.clone().requires_grad_(),), {}), cpu))
     with torch.no_grad():
-        kinds.append(situation(net, ((x,), {}), cpu))
+        kinds.append(situation(look(), ((x,), {}), cpu))
     with torch.autocast("cpu"):
-        kinds.append(situation(net, ((x,), {}), cpu))
+        kinds.append(situation(look(), ((x,), {}), cpu))
     net.gain = 2.0
-    kinds.append(situation(net, ((x,), {}), cpu))
+    kinds.append(situation(look(), ((x,), {}), cpu))
     net.b.eval()
-    kinds.append(situation(net, ((x,), {}), cpu))
+    kinds.append(situation(look(), ((x,), {}), cpu))
     net.a.weight.requires_grad_(False)
-    kinds.append(situation(net, ((x,), {}), cpu))
+    kinds.append(situation(look(), ((x,), {}), cpu))
     net.a.weight.data = net.a.weight.data.clone()
-    kinds.append(situation(net, ((x,), {}), cpu))
+    kinds.append(situation(look(), ((x,), {}), cpu))
     assert len(set(kinds)) == len(kinds)
 
 
 def test_hooks_and_arguments_that_are_not_plain_are_never_recorded():
     net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
     pipeline(net)(x)
-    assert situation(net, ((x, object()), {}), cpu) is None
+    look = Fingerprint(net)
+    assert situation(look(), ((x, object()), {}), cpu) is None
     net.b.register_forward_hook(lambda module, args, output: None)
-    assert situation(net, ((x,), {}), cpu) is None
+    assert situation(look(), ((x,), {}), cpu) is None

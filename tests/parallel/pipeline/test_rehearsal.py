@@ -26,7 +26,7 @@ def recorded(net: nn.Module, x: Tensor, lanes: int = 1):
     strategy.plan(x)
     calls = split((x,), {}, 2)
     rehearsal = rehearse(net, strategy.placement, calls, [2, 2])
-    return rehearsal, Replay(capture(net, strategy.placement, calls, lanes), [2, 2], CPU)
+    return rehearsal, Replay(capture(net, strategy.placement, calls, lanes), [2, 2], CPU, [True])
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -17,7 +17,7 @@ def test_all_gradients_leave_before_any_backward_begins():
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(6, 2)
     strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["1"])
     strategy.plan(x)
-    replay = Replay(capture(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU)
+    replay = Replay(capture(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU, [True])
     landings = [slot.outputs[0].landing for slot in replay.captured.slots]
     seen: list[list[Tensor]] = []
     for slot in replay.captured.slots:

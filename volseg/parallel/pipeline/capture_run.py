@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
 from volseg.parallel.pipeline.programs import Program, Recorder, Unrecorded
+from volseg.parallel.pipeline.record import DIFFERENTIATE
 from volseg.parallel.pipeline.recording import Edge, Loan, Loans, Part
 from volseg.parallel.pipeline.statistics import Statistics
 
 __all__ = ["CaptureRefusedError", "CaptureRun", "Survey"]
+
+VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class CaptureRefusedError(ParallelError):
@@ -105,6 +109,8 @@ class CaptureRun(PlacedRun):
             for tensor in runs.tensors_of((args, kwargs or {}))
             if id(tensor) in self.placement.owners
         ]
+        if function in DIFFERENTIATE or torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             raise CaptureRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
@@ -138,11 +144,37 @@ class CaptureRun(PlacedRun):
         return leaf
 
 
+class _NoValues(TorchDispatchMode):
+    """Refuses functions whose result Python sees, or whose shape depends on values: a replay asks nobody."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        by_mask = function is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        # Indexing bears the tag for the sake of masks.
+        tags = set(function.tags) & VALUES if function is not torch.ops.aten.index.Tensor else set()
+        if by_mask or tags:
+            raise CaptureRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
+        return function(*args, **(kwargs or {}))
+
+
 class Survey(CaptureRun):
     """Run one micro-batch unrecorded and make the memory that its recording will receive into.
 
     Libraries also set themselves up here for the streams of the recording.
     """
+
+    def __enter__(self) -> "Survey":
+        self._values = _NoValues()
+        self._values.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._values.__exit__(*failure)
 
     def program(self, device: torch.device) -> Program:  # noqa: ARG002
         """Record nothing."""

@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.memory import Activation
+from volseg.parallel.pipeline.micro_batch import Call, private
 from volseg.parallel.pipeline.partition import LayerCost
-from volseg.parallel.pipeline.record import Recording, record
+from volseg.parallel.pipeline.record import DIFFERENTIATE, Recording, record
 from volseg.parallel.pipeline.trace import Segment, Trace, segments
+from volseg.parallel.random_state import own_random_numbers
 
-__all__ = ["Measured", "activations_of", "measure", "observe"]
+__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe"]
 
 REPEATS = 2
 """Timed passes after one to warm up; the quickest counts."""
@@ -47,7 +50,45 @@ class Measured:
 def observe(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, Trace, Recording]:
-    """Copy the network to ``device`` without the user's hooks, watch the copy, and record one forward of it."""
+    """Copy the network to ``device``, watch the copy, and record one forward of it.
+
+    Without the user's hooks, and without keeping what backward needs, if that will do: a hook may change shapes, and a
+    network may differentiate inside.
+    """
+    first: Exception | None = None
+    ways = ((False, True), (False, False), (True, True), (True, False))
+    for with_hooks, counts in ways if runs.is_hooked(net) else ways[:2]:
+        probe = copy_of(net, device, with_hooks)
+        own_args, own_kwargs = moved((args, kwargs), device)
+        try:
+            trace, recording = record(probe, own_args, own_kwargs, counts)
+        except Exception as failure:  # that of the first way is the network's own
+            first = first or failure
+            continue
+        return probe, trace, recording
+    assert first is not None
+    raise first
+
+
+def moved(call: Call, device: torch.device) -> Call:
+    """Copy the tensors of a call to ``device``."""
+
+    def brought(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, brought, private(call))
+
+
+def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
+    """Copy the network to ``device``, with the user's hooks or without.
+
+    Raises
+    ------
+    PartitionError
+        If it cannot be copied.
+    """
     try:
         probe = copy.deepcopy(net)
     except Exception as failure:
@@ -56,13 +97,13 @@ def observe(
             f"{failure}. "
             f"Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
-    runs.unwatch(probe)
+    if not with_hooks:
+        runs.unwatch(probe)
     for state in (*probe.parameters(), *probe.buffers()):
         state.data = state.data.to(device)
         state.grad = None
     runs.watch(probe)
-    trace, recording = record(probe, args, kwargs)
-    return probe, trace, recording
+    return probe
 
 
 def measure(
@@ -77,16 +118,17 @@ def measure(
     """
     on_gpu = device.type == "cuda"
     selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
-    with selected, torch.random.fork_rng(devices=[device.index] if on_gpu else []):
+    with selected, own_random_numbers([device]):
         probe, trace, recording = observe(net, args, kwargs, device)
         found = segments(trace)
         passes = []
         for _ in range(repeats + 1):
+            own_args, own_kwargs = moved((args, kwargs), device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
-                probe(*args, **kwargs)
+                probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
-        launch_ms = _launch_ms(probe, args, kwargs) if on_gpu else 0.0
+        launch_ms = _launch_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
     activations = activations_of(recording, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
@@ -205,7 +247,7 @@ class Stopwatch(runs.Run):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or runs.keeps_place(function):
+        if self._paused or (runs.keeps_place(function) and function not in DIFFERENTIATE):
             return function(*args, **kwargs)
         args, kwargs = runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
         result = function(*args, **kwargs)

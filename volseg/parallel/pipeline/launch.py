@@ -4,9 +4,12 @@ A recording repeats kernels, not Python. It may stand for ``forward`` only where
 
 * the first batches of each kind run eagerly, and a *signature* of every micro-batch (each function, what it reads,
   its plain arguments) must come out the same each time: a layer dropped at random, a drawn factor or a counter shows;
-* whatever Python could read is part of the key: shapes, plain arguments, modes, plain attributes of every module,
-  which parameters require grad and where they lie, autocast;
-* hooks of the user's are Python that must run: such networks stay eager.
+* whatever Python could read is part of the key: shapes, plain arguments, modes, autocast, and what ``Fingerprint``
+  finds in the network;
+* hooks of the user's are Python that must run, and what ``forward`` leaves behind (buffers, attributes, changed
+  arguments) would not be left by a replay: such networks stay eager.
+
+An attempt to record runs ``forward`` more often than the user did; whether it succeeds or is refused, nothing shows.
 
 Some steps are then timed in each way that there is (eagerly, recorded, recorded with two micro-batches beside one
 another), and the quickest is kept.
@@ -14,13 +17,14 @@ another), and the quickest is kept.
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from volseg.parallel.module_state import remember
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.capture import capture
 from volseg.parallel.pipeline.capture_run import CaptureRefusedError
@@ -29,6 +33,7 @@ from volseg.parallel.pipeline.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.rehearsal import rehearse
 from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.trial import EAGER, Trial, clock
+from volseg.parallel.random_state import own_random_numbers
 
 __all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
 
@@ -49,53 +54,40 @@ LONG = 200
 MOST_KINDS = 64
 """Kinds of batches watched at a time."""
 
+SHOWN = 3
+"""Changes named in a message."""
+
 PLAIN = (bool, int, float, str, type(None))
 
 
-def situation(net: nn.Module, call: Call, target: torch.device) -> Hashable | None:
-    """Return what a recording depends on, or ``None`` where nothing can be recorded."""
+def situation(condition: Hashable | None, call: Call, target: torch.device) -> Hashable | None:
+    """Return what a recording depends on, or ``None`` where nothing can be recorded.
+
+    Parameters
+    ----------
+    condition
+        Of the network (``Fingerprint``).
+    call
+        The batch.
+    target
+        Where its outputs go.
+    """
+    if condition is None or torch._C._len_torch_dispatch_stack():
+        return None
     leaves, structure = pytree.tree_flatten(call)
     described: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
         elif isinstance(leaf, PLAIN):
-            described.append((leaf,))
+            described.append((type(leaf), leaf))
         else:
             return None
-    condition = _condition(net)
-    if condition is None:
-        return None
     cast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, target)
-    return str(structure), tuple(described), modes, condition
-
-
-class _PlainTypes(dict[type, bool]):
-    """Whether values of a type are plain, found out once for each type."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, PLAIN)
-        return self[kind]
-
-
-_is_plain = _PlainTypes()
-
-
-def _condition(net: nn.Module) -> Hashable | None:
-    """Everything plain that ``forward`` could read from its modules; ``None`` if the user's hooks are to be called.
-
-    Asked before every batch, while the GPUs may be waiting: hence one pass, and types looked up.
-    """
-    found: list[Hashable] = []
-    for module in net.modules():
-        if runs.has_foreign_hooks(module):
-            return None
-        inside = vars(module)
-        found += [item for item in inside.items() if _is_plain[type(item[1])]]
-        for kind in ("_parameters", "_buffers"):
-            found += [(state.data_ptr(), state.requires_grad) for state in inside[kind].values() if state is not None]
-    return tuple(found)
+    precision = (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    repeats = torch.are_deterministic_algorithms_enabled()
+    return str(structure), tuple(described), modes, precision, repeats, condition
 
 
 class Watch:
@@ -106,11 +98,14 @@ class Watch:
 
     def __init__(self) -> None:
         self.batches = 0
+        self.changed: set[str] = set()
+        """Functions that changed parameters or buffers."""
         self._signatures: dict[int, set[int]] = {}
 
-    def note(self, samples: int, signature: int) -> None:
-        """Add that of one micro-batch."""
+    def note(self, samples: int, signature: int, changed: Iterable[str] = ()) -> None:
+        """Add that of one micro-batch, and the functions that changed parameters or buffers in it."""
         self._signatures.setdefault(samples, set()).add(signature)
+        self.changed.update(changed)
 
     @property
     def is_steady(self) -> bool:
@@ -173,10 +168,11 @@ class Recordings:
         calls: Sequence[Call],
         sizes: Sequence[int],
         target: torch.device,
+        is_batch: Sequence[bool],
     ) -> Replay | None:
         """Return a recording for batches of this kind that can be used now, made if it is time to.
 
-        ``call`` is the batch, ``calls`` its micro-batches.
+        ``call`` is the batch, ``calls`` its micro-batches; ``is_batch`` says which of its leaves were cut.
         """
         self._batches += 1
         if not self._is_time(key):
@@ -197,7 +193,7 @@ class Recordings:
         if key in self._made and self._made[key].lanes == trial.way:
             trial.begin(trial.way)
             return self._made[key]
-        return self._renew(key, placement, call, calls, sizes, target)
+        return self._renew(key, placement, call, calls, sizes, target, is_batch)
 
     def _renew(
         self,
@@ -207,6 +203,7 @@ class Recordings:
         calls: Sequence[Call],
         sizes: Sequence[int],
         target: torch.device,
+        is_batch: Sequence[bool],
     ) -> Replay | None:
         """Make the recording that is to be tried next; ``None`` where that is an eager step."""
         trial = self._trials[key]
@@ -215,7 +212,7 @@ class Recordings:
             _free_memory()
         while trial.way != EAGER:
             try:
-                self._made[key] = self._make(placement, call, calls, sizes, target, trial.way)
+                self._made[key] = self._make(placement, call, calls, sizes, target, is_batch, trial.way)
             except Exception as failure:  # a failed capture costs speed, not the run
                 level = logging.WARNING if trial.way == 1 else logging.INFO
                 logger.log(level, "recording micro-batches in %d lanes failed: %s", trial.way, failure)
@@ -235,20 +232,34 @@ class Recordings:
         calls: Sequence[Call],
         sizes: Sequence[int],
         target: torch.device,
+        is_batch: Sequence[bool],
         lanes: int,
     ) -> Replay:
-        """Record, and compare with an eager passage."""
-        rehearsal = rehearse(self._net, placement, calls, sizes)
-        # Recordings have memory of their own; what eager batches left behind is wanted there.
-        _free_memory()
-        if rehearsal is None and lanes > 1:
-            raise CaptureRefusedError("graphs that run beside one another would draw the same random numbers")
-        replay = Replay(capture(self._net, placement, calls, lanes), sizes, target)
-        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-        found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
-        if found is not None:
-            raise CaptureRefusedError(found)
-        return replay
+        """Record, and compare with an eager passage; nothing of it remains but the recording."""
+        hooked = [name for name, parameter in self._net.named_parameters() if parameter._backward_hooks]
+        if hooked:
+            raise CaptureRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
+        known = remember(self._net, placement.written)
+        try:
+            # What is recorded on GPUs draws from their generators, which a capture leaves alone.
+            with own_random_numbers([]):
+                rehearsal = rehearse(self._net, placement, calls, sizes)
+                if changed := known.changes():
+                    raise CaptureRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
+                # Recordings have memory of their own; what eager batches left behind is wanted there.
+                _free_memory()
+                if rehearsal is None and lanes > 1:
+                    raise CaptureRefusedError("graphs that run beside one another would draw the same random numbers")
+                leaves = pytree.tree_leaves(call)
+                is_cut = [is_cut for leaf, is_cut in zip(leaves, is_batch, strict=True) if isinstance(leaf, Tensor)]
+                replay = Replay(capture(self._net, placement, calls, lanes), sizes, target, is_cut)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
+                if found is not None:
+                    raise CaptureRefusedError(found)
+                return replay
+        finally:
+            known.put_back()
 
     def _is_time(self, key: Hashable) -> bool:
         """Whether batches of this kind have been watched, and may be recorded."""
@@ -256,6 +267,11 @@ class Recordings:
         if key in self._made:
             return True
         if watch is None or watch.batches < WARM_UP or watch.is_refused:
+            return False
+        if watch.changed:
+            names = ", ".join(sorted(watch.changed))
+            logger.warning("micro-batches are launched one by one, since forward changes its own state (%s)", names)
+            watch.is_refused = True
             return False
         if not watch.is_steady:
             logger.warning("micro-batches are launched one by one, since forward does not do the same for each")
@@ -267,6 +283,10 @@ class Recordings:
                 return False
             del self._made[oldest]
         return True
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
 
 
 def _worth_trying(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
@@ -297,12 +317,24 @@ class WatchedRun(PlacedRun):
     signature = 0
     _number = 0
 
+    def __enter__(self) -> "WatchedRun":
+        super().__enter__()
+        self.changed: set[str] = set()
+        # By memory, not identity: ``.data`` is another tensor, with versions of its own.
+        self._memory = {state.untyped_storage().data_ptr() for state in self.placement.states}
+        return self
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        plain = [runs.unwrapped(tensor) for tensor in runs.tensors_of((args, kwargs or {}))]
+        read = [(tensor, runs.version(tensor)) for tensor in plain]
         result = super().__torch_function__(function, types, args, kwargs)
+        name = getattr(function, "__name__", "")
+        for tensor in runs.changes_in_place(read):
+            if id(tensor) not in self.placement.counters and _address(tensor) in self._memory:
+                self.changed.add(name)
         if not runs.keeps_place(function):
-            name = getattr(function, "__name__", "")
             self.signature = hash(
                 (self.signature, name, *map(self._describe, pytree.tree_leaves((args, kwargs or {}))))
             )

@@ -1,9 +1,9 @@
 """Cut a call's arguments into micro-batches along the batch dimension, and join the outputs.
 
-Every tensor whose first dimension is the batch is cut; anything else (a scalar, a table, a string) goes whole to each
-micro-batch. The batch size is that of the first tensor argument. Outputs must have the batch as first dimension: a
-network that returns a mean over its batch cannot be run by micro-batches without changing its meaning, and is
-refused.
+Every tensor that holds one row per sample is cut; anything else (a scalar, a table, a string) goes whole to each
+micro-batch. Which tensors do is found out by ``batching``, since a length may be equal by accident. Outputs must have
+the batch as first dimension: a network that returns a mean over its batch cannot be run by micro-batches without
+changing its meaning, and is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,22 @@ from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
 
-__all__ = ["Call", "batch_size", "join", "split", "split_sizes"]
+__all__ = [
+    "Call",
+    "batch_size",
+    "candidates",
+    "check_length",
+    "copies_of",
+    "join",
+    "private",
+    "resized",
+    "split",
+    "split_sizes",
+    "with_pieces",
+]
+
+PLAIN = (bool, int, float, str, type(None))
+"""Outputs that are passed on where all micro-batches agree."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -51,20 +66,92 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
     return [min(split_size, batch - start) for start in range(0, batch, split_size)]
 
 
-def split(args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int) -> list[Call]:
-    """Cut every tensor of ``(B, ...)`` into pieces of ``split_size`` samples."""
+def candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+    """Return which leaves of a call are as long as the batch, and so may hold one row per sample."""
     batch = batch_size(args, kwargs)
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
+
+
+def split(
+    args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_batch: Sequence[bool] | None = None
+) -> list[Call]:
+    """Cut the leaves that hold one row per sample into pieces of ``split_size`` samples.
+
+    ``is_batch`` says which these are; by default all that are as long as the batch.
+    """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    pieces = [_pieces(leaf, batch, split_size) for leaf in leaves]
+    is_batch = candidates(args, kwargs) if is_batch is None else is_batch
+    batch = len(leaves[list(is_batch).index(True)])
+    sizes = split_sizes(batch, split_size)
+    starts = range(0, batch, split_size)
+    pieces: list[Sequence[Any]] = []
+    for leaf, is_cut in zip(leaves, is_batch, strict=True):
+        if is_cut:
+            # Plain tensors: subclasses such as MONAI's MetaTensor bring torch functions of their own. Narrowed one by
+            # one: what ``Tensor.split`` returns may not be changed in place.
+            plain = leaf.as_subclass(Tensor)
+            pieces.append([plain.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)])
+        else:
+            pieces.append([leaf] * len(sizes))
     return [pytree.tree_unflatten(list(row), structure) for row in zip(*pieces, strict=True)]
 
 
-def _pieces(leaf: Any, batch: int, split_size: int) -> Sequence[Any]:
-    count = len(split_sizes(batch, split_size))
-    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch:
-        # Plain tensors: subclasses such as MONAI's MetaTensor bring torch functions of their own.
-        return leaf.as_subclass(torch.Tensor).split(split_size)
-    return [leaf] * count
+def copies_of(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Return copies of the micro-batches' pieces of some leaves, one set for a tensor that is given twice.
+
+    Raises
+    ------
+    ParallelError
+        If two tensors share memory, which their copies would not.
+    """
+    made: dict[int, list[Tensor]] = {}
+    for place in places:
+        leaf = leaves[place].as_subclass(Tensor)
+        made.setdefault(id(leaves[place]), [piece.clone() for piece in leaf.split(list(sizes))])
+    memory = {id(leaf): leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(set(memory.values())) < len(memory):
+        raise ParallelError(
+            "two arguments share memory, and forward changes one that needs a gradient in place: give a copy of it"
+        )
+    return {place: made[id(leaves[place])] for place in places}
+
+
+def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -> list[Call]:
+    """Return the micro-batches with other pieces for some leaves."""
+    found = []
+    for index, call in enumerate(calls):
+        leaves, structure = pytree.tree_flatten(call)
+        for place, rows in pieces.items():
+            leaves[place] = rows[index]
+        found.append(pytree.tree_unflatten(leaves, structure))
+    return found
+
+
+def resized(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
+    """Return a call of ``samples`` samples, the first ones of ``call``, over and over if it has fewer."""
+    leaves, structure = pytree.tree_flatten(call)
+    with torch.no_grad():
+        chosen = [
+            leaf[torch.arange(samples, device=leaf.device) % len(leaf)] if is_cut else leaf
+            for leaf, is_cut in zip(leaves, is_batch, strict=True)
+        ]
+    return pytree.tree_unflatten(chosen, structure)
+
+
+def private(call: Call) -> Call:
+    """Copy the tensors of a call: a network may change its input in place, and a trial must not show.
+
+    The copy of a result is a result, which may be changed in place though it needs a gradient.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        own = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf or not torch.is_grad_enabled():
+            return own
+        return own.clone()
+
+    return pytree.tree_map_only(Tensor, copied, call)
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -89,8 +176,14 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
     first = column[0]
+    kinds = sorted({type(leaf).__name__ for leaf in column})
+    if len(kinds) > 1:
+        raise ParallelError(
+            f"output {number} of the network is {' or '.join(kinds)}, by micro-batch, which cannot be joined: return "
+            f"the same kind for every sample"
+        )
     if not isinstance(first, Tensor):
-        if first is None or (isinstance(first, bool | int | float | str) and all(leaf == first for leaf in column)):
+        if isinstance(first, PLAIN) and all(leaf == first for leaf in column):
             return first
         raise ParallelError(
             f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in "
@@ -98,10 +191,29 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
             f"dictionaries, and passes on values that are equal for all micro-batches"
         )
     for leaf, size in zip(column, sizes, strict=True):
-        if not leaf.dim() or len(leaf) != size:
-            raise ParallelError(
-                f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the "
-                f"pipeline needs the "
-                f"batch as dimension 0: return per-sample values and reduce them outside ModelParallel"
-            )
-    return first if len(column) == 1 else torch.cat(list(column))
+        check_length(leaf, size, number)
+    if len(column) == 1:
+        return first
+    if len({(leaf.shape[1:], leaf.dtype) for leaf in column}) > 1:
+        found = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in column)
+        raise ParallelError(
+            f"output {number} of the network has another shape or type for each micro-batch: {found}; return the "
+            f"same for every sample"
+        )
+    return torch.cat(list(column))
+
+
+def check_length(leaf: Tensor, size: int, number: int) -> None:
+    """Refuse an output that has not one row per sample.
+
+    Raises
+    ------
+    ParallelError
+        If it has not.
+    """
+    if not leaf.dim() or len(leaf) != size:
+        raise ParallelError(
+            f"output {number} of the network has shape {tuple(leaf.shape)} for a micro-batch of {size}; the "
+            f"pipeline needs the "
+            f"batch as dimension 0: return per-sample values and reduce them outside ModelParallel"
+        )

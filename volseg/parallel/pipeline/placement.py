@@ -14,15 +14,24 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
-from volseg.parallel.pipeline.statistics import FrozenStatistics, Statistics, batch_counters, norm_with
+from volseg.parallel.pipeline.statistics import (
+    NORMS,
+    FrozenStatistics,
+    Statistics,
+    batch_counters,
+    bound,
+    norm_with,
+)
 from volseg.parallel.pipeline.trace import Trace, segments, self_contained
 from volseg.parallel.pipeline.transfer import send
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
+
+MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
+"""Notes on tensors."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,14 +57,41 @@ class Placement:
     """Identities of the ``num_batches_tracked`` buffers."""
     quiet: frozenset[nn.Module] = frozenset()
     """Leaves inside of which nothing needs to be brought: their functions are not looked at."""
+    aliased: set[int] = field(default_factory=set)
+    """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
+    written: tuple[Tensor, ...] = ()
+    """Parameters and buffers that forward was seen to change."""
+    changes_arguments: bool = False
+    """Whether forward was seen to change its arguments in place."""
+    buffered: tuple[nn.Module, ...] = ()
+    """Modules with buffers."""
     devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
         self.devices = frozenset(location.device for location in self.locations)
 
+    def forget_marks(self, outputs: Any) -> None:
+        """Take off what ``forward`` hands out, or leaves in buffers, the notes of where it was made.
+
+        They would be saved with it.
+        """
+        for tensor in runs.tensors_of(outputs):
+            _unmark(tensor)
+        for module in self.buffered:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    _unmark(buffer)
+
     def late_run(self) -> "PlacedRun":
         """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
         return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
+
+
+def _unmark(tensor: Tensor) -> None:
+    notes = vars(tensor)
+    if notes:
+        for name in MARKS:
+            notes.pop(name, None)
 
 
 def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
@@ -89,7 +125,11 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
         state.data = state.data.to(owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
     quiet = frozenset(modules[path] for path in _quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
-    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet)
+    aliased = {id(states[name]) for name in trace.aliased}
+    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet, aliased)
+    placement.written = tuple(states[name] for name in sorted(trace.written))
+    placement.changes_arguments = trace.changes_arguments
+    placement.buffered = tuple(module for module in net.modules() if module._buffers)
     runs.watch(net)
     weak = ref(placement)
     for module in net.modules():
@@ -139,7 +179,7 @@ class PlacedRun(runs.Run):
         self,
         placement: Placement,
         statistics: Statistics | None = None,
-        borrowed: dict[tuple[int, Location, bool], Tensor] | None = None,
+        borrowed: dict[Any, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.placement = placement
@@ -214,8 +254,8 @@ class PlacedRun(runs.Run):
             result = function(*args, **kwargs)
             return self._inherit(result, args) if isinstance(result, Tensor) else result
         if self._statistics is not None:
-            if function is F.batch_norm or function is F.instance_norm:
-                result = norm_with(self._statistics, function, *self._without_running(args, kwargs))
+            if function in NORMS:
+                result = norm_with(self._statistics, function, (), self._without_running(function, args, kwargs))
                 if result is not None:
                     return self._settle(result)
             elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
@@ -256,14 +296,24 @@ class PlacedRun(runs.Run):
         with_grad = torch.is_grad_enabled()
         copies: dict[Any, Tensor]
         key: Any
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise PartitionError(
+                f"a function inside of torch.vmap or torch.func, on stage {self.here.stage}, meets a tensor of another "
+                f"stage: keep the transformed function inside the forward of one layer, or give the cuts by hand "
+                f"(cuts=[...]) so that both are on one device"
+            )
         if id(tensor) in self.placement.owners:
-            copies, key = self._borrowed, (id(tensor), self.here, with_grad)
+            # A buffer that forward has changed since is copied again.
+            number = runs.version(tensor)
+            copies, key = self._borrowed, (id(tensor), self.here, with_grad, number)
+            if id(tensor) in self.placement.aliased:
+                copies.pop(key, None)
         else:
             # Kept on the tensor itself, so that the copies live no longer than the original or this passage.
             if not hasattr(tensor, "_volseg_copies"):
                 tensor._volseg_copies = {}  # type: ignore[attr-defined]
                 self._senders.append(ref(tensor))
-            copies, key = tensor._volseg_copies, (self.here, with_grad)  # type: ignore[attr-defined]
+            copies, key = tensor._volseg_copies, (self.here, with_grad, runs.version(tensor))  # type: ignore[attr-defined]
         if key not in copies:
             copies[key] = self.receive(tensor)
             copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
@@ -273,6 +323,9 @@ class PlacedRun(runs.Run):
 
     def receive(self, tensor: Tensor) -> Tensor:
         """Send ``tensor`` to the current stage."""
+        if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
+            # The next micro-batch may change the buffer while this one's copy is on its way.
+            tensor = tensor.clone()
         copied, passage = send(tensor, self.here.device)
         return passage.wait(copied)
 
@@ -293,17 +346,19 @@ class PlacedRun(runs.Run):
             at = getattr(owner, "_volseg_location", None) or self.placement.owners.get(id(owner))
             if at is not None and result is not owner and id(result) not in self.placement.owners:
                 result._volseg_location = at  # type: ignore[attr-defined]
+                if id(owner) in self.placement.owners:
+                    self.placement.aliased.add(id(owner))
         return result
 
-    def _without_running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments:
+    def _without_running(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Bring a norm's arguments, except the running buffers, which it will not touch."""
-        kept = {"running_mean", "running_var"}
-        return (
-            tuple(
-                value if place in (1, 2) else runs.map_tensors(self.bring, value) for place, value in enumerate(args)
-            ),
-            {name: value if name in kept else runs.map_tensors(self.bring, value) for name, value in kwargs.items()},
-        )
+        kept = ("running_mean", "running_var")
+        return {
+            name: value if name in kept else runs.map_tensors(self.bring, value)
+            for name, value in bound(function, args, kwargs).items()
+        }
 
     def _check_received(self, function: Callable[..., Any]) -> None:
         """Refuse a change in place of a copy: the original, on its own stage, would keep the old value."""

@@ -6,15 +6,19 @@ right numbers. Networks that draw random numbers cannot be compared and are let 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from volseg.parallel.pipeline.micro_batch import Call, join
-from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement
+from volseg.parallel.pipeline import run as runs
+from volseg.parallel.pipeline.capture_run import CaptureRefusedError
+from volseg.parallel.pipeline.micro_batch import Call, join, private
+from volseg.parallel.pipeline.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.replay import Replay
 from volseg.parallel.pipeline.statistics import FrozenStatistics
+from volseg.parallel.random_state import RandomState
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -67,17 +71,32 @@ class Rehearsal:
 
 
 def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes: Sequence[int]) -> Rehearsal | None:
-    """Run the micro-batches eagerly, changing nothing; ``None`` where they draw random numbers."""
-    devices = sorted({at.device.index for at in placement.locations if at.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        before = _generators(devices)
-        borrowed: dict[tuple[int, Location, bool], Tensor] = {}
+    """Run copies of the micro-batches eagerly; ``None`` where they draw random numbers.
+
+    Raises
+    ------
+    CaptureRefusedError
+        If forward changes its arguments, or draws numbers that a replay would not.
+    """
+    devices = [at.device for at in placement.locations]
+    drawn, on_host = RandomState(devices), RandomState([], foreign=False)
+    try:
+        borrowed: dict[Any, Tensor] = {}
         results = []
-        for args, kwargs in calls:
+        for args, kwargs in map(private, calls):
+            read = [(tensor, runs.version(tensor)) for tensor in runs.tensors_of((args, kwargs))]
             with PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
-        if not all(map(torch.equal, before, _generators(devices))):
+            if runs.changes_in_place(read):
+                raise CaptureRefusedError("forward changes its arguments in place")
+        if drawn.foreign_moved():
+            raise CaptureRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+        if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
+            raise CaptureRefusedError("forward draws random numbers on the host, which a replay would not")
+        if drawn.torch_moved():
             return None
+    finally:
+        drawn.put_back()
     outputs = [leaf for leaf in pytree.tree_leaves(join(results, sizes)) if isinstance(leaf, Tensor)]
     rooted = [output for output in outputs if output.requires_grad]
     wanted = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -87,10 +106,6 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
         gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     return Rehearsal([output.detach() for output in outputs], gradients, names)
-
-
-def _generators(devices: Sequence[int]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 def _cotangent(output: Tensor) -> Tensor | None:

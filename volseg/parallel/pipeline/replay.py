@@ -44,12 +44,14 @@ class Replay:
         Samples of each micro-batch.
     target
         Where outputs go.
+    is_batch
+        Which tensors of the call were cut.
     """
 
-    def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device) -> None:
+    def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device, is_batch: Sequence[bool]) -> None:
         self.captured, self.sizes, self.target = captured, list(sizes), target
+        self._is_batch = list(is_batch)
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._cut_inputs: set[int] = set()
         self._copied = [loan for loan in captured.loans.values() if loan.is_copy]
         self._leaves: dict[Tensor, list[int]] = {}
         for loan in captured.loans.values():
@@ -87,7 +89,6 @@ class Replay:
     def forward(self, tensors: Sequence[Tensor], commits: bool = True) -> tuple[Tensor, ...]:
         """Launch every forward program; return new tensors, and update running statistics if it ``commits``."""
         captured = self.captured
-        self._cut_inputs = {number for number, tensor in enumerate(tensors) if self._is_batch(tensor)}
         # Made on the caller's stream, where they will be freed.
         rooms = [
             torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
@@ -100,8 +101,8 @@ class Replay:
                 _copy(loan.state.detach(), loan.leaf, free)
             # All at once: a copy leaves after what its device was given before, and must not wait for a micro-batch.
             for index, slot in enumerate(captured.slots):
-                for tensor, static in zip(tensors, slot.inputs, strict=True):
-                    _copy(self._piece(tensor, index), static, free)
+                for tensor, static, is_cut in zip(tensors, slot.inputs, self._is_batch, strict=True):
+                    _copy(self._piece(tensor, index) if is_cut else tensor, static, free)
             captured.recorder.fan_out(self.devices)
             for index, slot in enumerate(captured.slots):
                 captured.recorder.turn_to(slot.lane, self.devices)
@@ -201,15 +202,10 @@ class Replay:
                 parts.append(sum(landed[1:], landed[0]) if landed else torch.zeros_like(slot.inputs[number]))
         if not parts:
             return None
-        return torch.cat(parts) if number in self._cut_inputs else torch.stack(parts).sum(0)
-
-    def _is_batch(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and len(tensor) == sum(self.sizes)
+        return torch.cat(parts) if self._is_batch[number] else torch.stack(parts).sum(0)
 
     def _piece(self, tensor: Tensor, index: int) -> Tensor:
         """Return the part of a whole batch that micro-batch ``index`` has."""
-        if not self._is_batch(tensor):
-            return tensor
         return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ graph, so skips, reused modules and functional code need no special case.
 The hooks are plain functions without state: copying or saving a watched network copies nothing of a run.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -24,17 +25,24 @@ __all__ = [
     "adds_in_place",
     "changes_in_place",
     "has_foreign_hooks",
+    "hooks_aside",
     "in_backward",
+    "is_hooked",
     "keeps_place",
     "map_tensors",
     "tensors_of",
     "unwatch",
+    "unwrapped",
+    "version",
     "watch",
 ]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _active = threading.local()
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
 """What to run a placed module under when it is called outside of its network's forward: the recomputation of
@@ -47,7 +55,16 @@ _QUESTIONS = frozenset(
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
         *("is_tensor", "is_storage", "is_same_size", "is_set_to", "is_nonzero", "is_grad_enabled", "get_device"),
         *("data_ptr", "untyped_storage", "record_stream", "requires_grad_", "retain_grad", "register_hook"),
-        *("register_post_accumulate_grad_hook", "backward", "detach_", "result_type", "can_cast", "item", "tolist"),
+        *(
+            "register_post_accumulate_grad_hook",
+            "backward",
+            "grad",
+            "detach_",
+            "result_type",
+            "can_cast",
+            "item",
+            "tolist",
+        ),
         *("numpy", "get_default_dtype", "__len__", "__hash__", "__repr__", "__format__", "__bool__", "__int__"),
         *("__float__", "__index__", "__contains__", "__dir__", "__reduce_ex__", "__deepcopy__"),
     )
@@ -92,9 +109,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     return values
 
 
-def changes_in_place(before: list[tuple[Tensor, int]]) -> list[Tensor]:
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of what ``torch.func`` and ``torch.vmap`` wrap around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def version(tensor: Tensor) -> int:
+    """Return the number of changes in place that ``tensor`` has seen; those made in inference mode count none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def changes_in_place(read: list[tuple[Tensor, int]]) -> list[Tensor]:
     """Return the tensors whose version has moved on."""
-    return [tensor for tensor, version in before if tensor._version != version]
+    return [tensor for tensor, before in read if version(tensor) != before]
 
 
 class Run(TorchFunctionMode):
@@ -151,12 +180,37 @@ def watch(net: nn.Module) -> None:
 
 
 def unwatch(net: nn.Module) -> None:
-    """Remove every forward hook of ``net``, the user's too: for a copy that is measured and thrown away."""
+    """Remove every hook of ``net``, the user's too: for a copy that is measured and thrown away."""
     for module in net.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for name in (*HOOKS, *HOOK_FLAGS):
             getattr(module, name).clear()
-        for name in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"):
-            getattr(module, name).clear()
+
+
+def is_hooked(net: nn.Module) -> bool:
+    """Whether a module has hooks of the user's, watched or not."""
+    return any(
+        hook not in (_before, _after)
+        for module in net.modules()
+        for name in HOOKS
+        for hook in getattr(module, name).values()
+    )
+
+
+@contextlib.contextmanager
+def hooks_aside(net: nn.Module) -> Iterator[None]:
+    """Take the user's hooks off for a run that does not count."""
+    kept = [
+        (registry, dict(registry)) for module in net.modules() for name in HOOKS if (registry := getattr(module, name))
+    ]
+    try:
+        for registry, hooks in kept:
+            for key in [key for key, hook in hooks.items() if hook not in (_before, _after)]:
+                del registry[key]
+        yield
+    finally:
+        for registry, hooks in kept:
+            registry.clear()
+            registry.update(hooks)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
+    "NORMS",
     "FrozenStatistics",
     "NormSite",
     "Statistics",
     "WholeBatchStatistics",
     "batch_counters",
+    "bound",
     "combine",
     "norm_with",
 ]
@@ -196,20 +198,45 @@ class WholeBatchStatistics:
             torch._foreach_zero_(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """How a norm is called."""
+
+    names: tuple[str, ...]
+    """Of its arguments, in order."""
+    flag: str
+    """Of the one that asks for the batch's statistics."""
+    default: bool
+    by_instance: bool
+
+
+_PYTHON = ("input", "running_mean", "running_var", "weight", "bias")
+_NATIVE = ("input", "weight", "bias", "running_mean", "running_var")
+NORMS: dict[Any, _Norm] = {
+    F.batch_norm: _Norm((*_PYTHON, "training", "momentum", "eps"), "training", False, False),
+    F.instance_norm: _Norm((*_PYTHON, "use_input_stats", "momentum", "eps"), "use_input_stats", True, True),
+    torch.batch_norm: _Norm((*_NATIVE, "training", "momentum", "eps", "cudnn_enabled"), "training", False, False),
+    torch.instance_norm: _Norm(
+        (*_NATIVE, "use_input_stats", "momentum", "eps", "cudnn_enabled"), "use_input_stats", True, True
+    ),
+}
+"""Functions that update running statistics."""
+
+
+def bound(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a norm's arguments by name."""
+    return {**dict(zip(NORMS[function].names, args, strict=False)), **kwargs}
+
+
 def norm_with(statistics: Statistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Run ``F.batch_norm`` or ``F.instance_norm`` under ``statistics``; ``None`` where it updates nothing."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "use_batch", "momentum", "eps")
-    given = dict(zip(names, args, strict=False))
-    flag, default = ("use_input_stats", True) if function is F.instance_norm else ("training", False)
-    given.update((("use_batch" if name == flag else name), value) for name, value in kwargs.items())
+    """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing."""
+    form, given = NORMS[function], bound(function, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")
-    if mean is None or variance is None or not given.get("use_batch", default):
+    if mean is None or variance is None or not given.get(form.flag, form.default):
         return None
-    rest: dict[str, Any] = {name: given[name] for name in ("weight", "bias", "eps") if name in given}
 
     def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
-        return function(given["input"], blank_mean, blank_variance, momentum=momentum, **{flag: True}, **rest)
+        return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
 
     momentum = given.get("momentum", 0.1)
-    by_instance = function is F.instance_norm
-    return statistics.norm(NormSite((mean, variance), momentum, by_instance, given["input"].device, call))
+    return statistics.norm(NormSite((mean, variance), momentum, form.by_instance, given["input"].device, call))

@@ -1,7 +1,8 @@
 """``PipelineStrategy``: the layers of one network over several devices, in one process."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,16 +12,19 @@ from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.pipeline.balance import quickest, spans
+from volseg.parallel.pipeline.batching import Batching, Runner
+from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, start_of
 from volseg.parallel.pipeline.costs import activations_of, measure, observe
-from volseg.parallel.pipeline.launch import Recordings, Watch, WatchedRun, situation
+from volseg.parallel.pipeline.fingerprint import Fingerprint
+from volseg.parallel.pipeline.flow import run_batch, untraced
+from volseg.parallel.pipeline.launch import Recordings, situation
 from volseg.parallel.pipeline.memory import held_bytes
-from volseg.parallel.pipeline.micro_batch import Call, batch_size, join, split, split_sizes
+from volseg.parallel.pipeline.micro_batch import Call, batch_size, candidates, split, split_sizes
 from volseg.parallel.pipeline.partition import LayerCost, Partition
-from volseg.parallel.pipeline.placement import PlacedRun, Placement, place
+from volseg.parallel.pipeline.placement import Placement, place
 from volseg.parallel.pipeline.plan import Plan, make_plan, memory_limits
-from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.trace import Trace, segments
-from volseg.parallel.pipeline.transfer import Passage, send
+from volseg.parallel.random_state import own_random_numbers
 
 __all__ = ["PipelineStrategy"]
 
@@ -50,6 +54,9 @@ class PipelineStrategy:
         and where ``forward`` is found to do the same each time; it keeps the activations of one batch
         allocated for each kind. Micro-batches share a device by twos or fours where that is quicker in the steps that
         follow. ``"auto"`` does all this on GPUs, times eager steps as well, and keeps the quickest.
+    batched
+        Positions and names of the arguments that hold one row per sample; others go whole to each micro-batch. Found
+        out by default, by running the network with another number of samples; needed where that leaves a choice.
     mesh
         Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
@@ -72,6 +79,7 @@ class PipelineStrategy:
         devices: Sequence[str | int | torch.device] | None = None,
         cuts: Sequence[str] | None = None,
         launch: str = "auto",
+        batched: Sequence[int | str] | None = None,
         mesh: Any = None,
     ) -> None:
         if launch not in ("auto", "eager", "graphs"):
@@ -84,15 +92,22 @@ class PipelineStrategy:
         split_size = "auto" if split_size is None else split_size
         if split_size != "auto" and (not isinstance(split_size, int) or split_size < 1):
             raise ParallelError(f"split_size is a number of samples (1 or more) or 'auto', got {split_size!r}")
+        refuse_hidden(net)
         self.net = net
+        self._launch = launch
+        self._batched = batched
         self.split_size: int | str = split_size
-        self.devices = _devices(devices)
+        self.devices = chosen_devices(devices)
         if cuts is not None and len(cuts) >= len(self.devices):
             raise ParallelError(
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self.cuts = None if cuts is None else tuple(cuts)
         self._recordings = Recordings(net, launch, self.devices)
+        self._fingerprint = Fingerprint(net)
+        # Whether outputs hold a sample per row does not depend on the features that a network keeps of its last batch.
+        self._kind = Fingerprint(net, sees_tensors=False)
+        self._batching = Batching(batched)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
@@ -117,15 +132,47 @@ class PipelineStrategy:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
         target = self._output_device((args, kwargs))
         args, kwargs = self._on_first_stage((args, kwargs))
-        placement, split_size = self._prepare(args, kwargs)
-        calls, sizes = split(args, kwargs, split_size), split_sizes(batch_size(args, kwargs), split_size)
-        key = situation(self.net, (args, kwargs), target) if self._recordings.are_made else None
-        if key is None:
-            return join(self._flow(placement, calls, target), sizes)
-        replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target)
-        if replay is not None:
-            return replay((args, kwargs))
-        return join(self._flow(placement, calls, target, self._recordings.watch(key)), sizes)
+        batch, is_batch = self._batch((args, kwargs))
+        placement, split_size = self._prepare(args, kwargs, batch, is_batch)
+        calls, sizes = split(args, kwargs, split_size, is_batch), split_sizes(batch, split_size)
+        # Sizes that differ show by themselves whether outputs go with them, and a batch that is not cut asks nothing.
+        is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
+        if not is_open and not self._recordings.are_made:
+            return run_batch(self.net, placement, (args, kwargs), calls, is_batch, sizes, target)
+        proof = None
+        if is_open:
+            self._kind()
+            condition = self._kind.number, self.net.training
+            proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
+        key = situation(self._fingerprint(), (args, kwargs), target) if self._recordings.are_made else None
+        watch = None
+        if key is not None:
+            replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target, is_batch)
+            if replay is not None:
+                return replay((args, kwargs))
+            watch = self._recordings.watch(key)
+        output = run_batch(self.net, placement, (args, kwargs), calls, is_batch, sizes, target, watch)
+        if proof is not None:
+            self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A placement holds by identity what is another object after loading; it is measured anew.
+        return (
+            PipelineStrategy,
+            (self.net, self.split_size, self.devices, self.cuts, self._launch, self._batched),
+        )
+
+    def _batch(self, call: Call) -> tuple[int, list[bool]]:
+        """Return the number of samples, and which leaves of the call hold one row for each."""
+        if self._batched is None and batch_size(*call) <= (self.split_size if isinstance(self.split_size, int) else 1):
+            return batch_size(*call), candidates(*call)
+        is_batch = self._batching.arguments(call, self._runner)
+        return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
+
+    @property
+    def _runner(self) -> Runner:
+        return partial(untraced, self.net, self.placement, self.devices)
 
     @property
     def is_replaying(self) -> bool:
@@ -139,58 +186,38 @@ class PipelineStrategy:
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
-        self._prepare(*self._on_first_stage((args, kwargs)))
+        args, kwargs = self._on_first_stage((args, kwargs))
+        self._prepare(args, kwargs, *self._batch((args, kwargs)))
         return self.partition
 
-    def _flow(
-        self, placement: Placement, calls: Sequence[Call], target: torch.device, watch: Watch | None = None
-    ) -> list[Any]:
-        """Launch the micro-batches one after another.
-
-        Launching is asynchronous: while the second stage computes the first micro-batch, the first stage has been
-        given the second. Every device works through its own queue in the order of the micro-batches.
-        """
-        statistics = WholeBatchStatistics(len(calls))
-        borrowed: dict[Any, Tensor] = {}
-        outputs, passages = [], []
-        for index, (args, kwargs) in enumerate(calls):
-            statistics.begin(index)
-            run = (PlacedRun if watch is None else WatchedRun)(placement, statistics, borrowed)
-            with run:
-                output = self.net(*args, **kwargs)
-            if isinstance(run, WatchedRun) and watch is not None:
-                watch.note(batch_size(args, kwargs), run.signature)
-            output, sent = _send_home(output, target)
-            outputs.append(output)
-            passages += sent
-        # Only now: a wait in between would keep the target from its next micro-batch.
-        for copied, passage in passages:
-            passage.wait(copied)
-        statistics.commit()
-        return outputs
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, int]:
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, is_batch: Sequence[bool]
+    ) -> tuple[Placement, int]:
         """Return the placement and the split size, measured on the first call of each shape."""
-        batch = batch_size(args, kwargs)
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         split_size = self._splits.get(shapes)
         if split_size is None or self.placement is None:
             # Parameters that were moved under inference mode could never be trained again.
             with torch.inference_mode(False):
-                split_size = self._splits[shapes] = self._decide(args, kwargs, batch)
+                split_size = self._splits[shapes] = self._decide((args, kwargs), batch, is_batch)
         assert self.placement is not None
         return self.placement, split_size
 
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
+    def _decide(self, call: Call, batch: int, is_batch: Sequence[bool]) -> int:
         """Measure what is not known yet; place the network on the first call."""
+        refuse_hidden(self.net)
+
+        def micro_batch(samples: int) -> Call:
+            return split(*call, samples, is_batch)[0]
+
         if self.cuts is not None and self.placement is None:
-            self._place_by_hand(args, kwargs, batch)
+            self._place_by_hand(micro_batch, batch)
         if isinstance(self.split_size, int):
             if self.placement is None:
-                self._place_planned(self._plan(args, kwargs, batch, self.split_size), min(self.split_size, batch))
+                self._place_planned(self._plan(micro_batch, batch, self.split_size), min(self.split_size, batch))
             return self.split_size
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
-        plans = {size: self._plan(args, kwargs, batch, size) for size in sizes}
+        plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
         predicted = {size: plan.ms for size, plan in plans.items()}
         chosen = quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
@@ -198,10 +225,9 @@ class PipelineStrategy:
             self._place_planned(plans[chosen], chosen)
         return chosen
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, split_size: int) -> Plan:
+    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> Plan:
         """Measure a micro-batch and choose a cut, of those that are still free."""
-        own_args, own_kwargs = _private(split(args, kwargs, split_size)[0])
-        measured = measure(self.net, own_args, own_kwargs, self.devices[0])
+        measured = measure(self.net, *micro_batch(split_size), self.devices[0])
         micro_batches = len(split_sizes(batch, split_size))
         return make_plan(measured, self.devices, micro_batches, memory_limits(self.devices), self._recordings.are_made)
 
@@ -211,12 +237,12 @@ class PipelineStrategy:
         notes = [note for note in (plan.note, plan.memory_note) if note]
         self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.held, notes)
 
-    def _place_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
+    def _place_by_hand(self, micro_batch: Callable[[int], Call], batch: int) -> None:
         """Cut where the user said; nothing is timed."""
         assert self.cuts is not None
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
-        own_args, own_kwargs = _private(split(args, kwargs, samples)[0])
-        _, trace, recording = observe(self.net, own_args, own_kwargs, self.devices[0])
+        with own_random_numbers(self.devices[:1]):
+            _, trace, recording = observe(self.net, *micro_batch(samples), self.devices[0])
         found = segments(trace)
         activations = activations_of(recording, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
@@ -229,7 +255,7 @@ class PipelineStrategy:
             )
             for number, segment in enumerate(found)
         ]
-        starts = [_start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
+        starts = [start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
@@ -264,50 +290,3 @@ class PipelineStrategy:
         """Return the device of the first tensor argument, or the first stage's where that is none of ours."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]
-
-
-def _devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
-    if devices is None:
-        count = torch.cuda.device_count()
-        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    if isinstance(devices, str | int | torch.device) or not len(devices):
-        raise ParallelError(
-            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
-        )
-    chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-        for device in chosen
-    ]
-
-
-def _private(call: Call) -> Call:
-    """Copy the tensors of a call: a network may change its input in place, and measuring must not show."""
-    return pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), call
-    )
-
-
-def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:
-    """Start the outputs' way to the target device."""
-    sent: list[tuple[Tensor, Passage]] = []
-
-    def home(tensor: Tensor) -> Tensor:
-        if tensor.device == target or tensor.device.type != target.type:
-            return tensor
-        sent.append(send(tensor, target))
-        return sent[-1][0]
-
-    return pytree.tree_map_only(Tensor, home, output), sent
-
-
-def _start_of(cut: str, starts: Sequence[str]) -> int:
-    """Return the segment that begins with module ``cut`` or inside it."""
-    for number, path in enumerate(starts):
-        if path == cut or path.startswith(f"{cut}."):
-            return number
-    raise PartitionError(
-        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place "
-        f"of a tensor. "
-        f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
-    )

@@ -68,6 +68,13 @@ class Trace:
 
     events: tuple[Event, ...]
     outputs: tuple[int, ...] = ()
+    aliased: frozenset[str] = frozenset()
+    """Parameters and buffers that forward reaches under another name, such as ``.data``: a change of that leaves no
+    new version, so copies of them serve once."""
+    written: frozenset[str] = frozenset()
+    """Parameters and buffers that forward changes."""
+    changes_arguments: bool = False
+    """Whether forward changes its arguments in place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,538 @@
+"""What a pipeline once got wrong without a word, or failed at without a reason; each as a story of two lines."""
+
+import copy
+import pickle
+import random
+import types
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+from volseg.errors import ParallelError, PartitionError
+from volseg.parallel import ModelParallel
+from volseg.parallel.pipeline.launch import WARM_UP
+
+TWO = ["cpu", "cpu:1"]
+LAUNCHES = ["eager", "graphs"]
+# Sums over samples are taken in another order.
+ROUND_OFF = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Net(nn.Module):
+    """Does what ``how`` says with the layers it is given."""
+
+    def __init__(self, how: Callable[..., object], **layers: object) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.how = how
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
+        return self.how(self, *args, **kwargs)
+
+
+def conv(inputs: int = 2, outputs: int = 2) -> nn.Conv3d:
+    return nn.Conv3d(inputs, outputs, 3, padding=1)
+
+
+def chain(how: Callable[..., object], **more: object) -> Net:
+    return Net(how, a=conv(), b=conv(), **more).double()
+
+
+def volumes(batch: int = 4, channels: int = 2) -> Tensor:
+    return torch.randn(batch, channels, 4, 4, 4, dtype=torch.float64)
+
+
+def pipeline(net: nn.Module, split_size: int = 2, launch: str = "eager", **options: object) -> ModelParallel:
+    options = {"cuts": ["b"], **options}
+    return ModelParallel(net, strategy="pipeline", devices=TWO, split_size=split_size, launch=launch, **options)
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same_steps(
+    net: nn.Module,
+    batches: int = WARM_UP + 3,
+    split_size: int = 2,
+    before: Callable[[nn.Module, int], None] = lambda net, batch: None,
+    **options: object,
+) -> ModelParallel:
+    """Same outputs, gradients and buffers as the plain network on the same micro-batches, batch after batch."""
+    reference = copy.deepcopy(net)
+    model = pipeline(net, split_size, **options)
+    for batch in range(batches):
+        for each in (net, reference):
+            before(each, batch)
+        x = volumes()
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = torch.cat([reference(piece) for piece in theirs.split(split_size)])
+        actual = model(mine)
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
+        (expected * x).sum().backward(), (actual * x).sum().backward()
+        torch.testing.assert_close(mine.grad, theirs.grad, **ROUND_OFF)
+        torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    return model
+
+
+def of_numpy() -> list[int]:
+    return np.random.get_state()[1].tolist()  # noqa: NPY002 (the global generator is what networks draw from)
+
+
+def counting(net: Net, x: Tensor) -> Tensor:
+    net.t.add_(1)
+    return net.b(net.a(x)) * net.t.clone()
+
+
+def moving_codebook(net: Net, x: Tensor) -> Tensor:
+    features = net.a(x)
+    with torch.no_grad():
+        net.book.data.lerp_(features.mean((0, 2, 3, 4)), 0.5)
+    return net.b(features) * net.book.clone().view(1, 2, 1, 1, 1)
+
+
+def replaced(net: Net, x: Tensor) -> Tensor:
+    net.t = net.t + x.detach().mean()
+    return net.b(net.a(x)) + net.t
+
+
+STATEFUL = {
+    "counter": (counting, {"t": torch.zeros(())}),
+    "codebook": (moving_codebook, {"book": torch.ones(2)}),
+    "replaced": (replaced, {"t": torch.zeros(())}),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_buffers_that_forward_changes(kind, launch):
+    """The attempt to record ran forward twice more and left buffers changed; a copy of a changed buffer on another
+    stage kept the value of the first micro-batch. Refused before it is tried, and copied anew."""
+    how, buffers = STATEFUL[kind]
+    net = chain(how)
+    for name, value in buffers.items():
+        net.register_buffer(name, value.double())
+    assert not assert_same_steps(net, launch=launch).strategy.is_replaying
+
+
+def test_codebook_that_is_a_parameter():
+    """MONAI's quantiser writes its codes through ``.data`` of a parameter, which has no versions and is no buffer."""
+    net = chain(moving_codebook, book=nn.Parameter(torch.ones(2), requires_grad=False))
+    reference = copy.deepcopy(net)
+    assert not assert_same_steps(net, launch="graphs").strategy.is_replaying
+    assert not torch.equal(net.book, reference.book)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_embedding_that_renormalises_itself(launch):
+    """``max_norm`` changes the parameter in forward; runs that do not count must not."""
+    table = nn.Embedding(2, 1, max_norm=0.5)
+    net = chain(lambda net, x: net.b(net.a(x)) + net.table(torch.tensor([0, 1])).view(1, 2, 1, 1, 1), table=table)
+    assert not assert_same_steps(net, launch=launch).strategy.is_replaying
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_spectral_norm(launch):
+    """Its power iteration was taken twice more by the attempt to record."""
+    net = chain(lambda net, x: net.b(net.a(x)))
+    spectral_norm(net.a)
+    assert_same_steps(net, launch=launch)
+
+
+def test_attempt_leaves_no_trace():
+    """A refused recording left lists, generators and counters of hooks as its own runs of forward had made them."""
+    net = chain(lambda net, x: (net.seen.append(1), net.b(net.a(x)) * float(x.new_ones(1)))[1])
+    net.seen, called = [], []
+    net.a.weight.register_hook(lambda gradient: called.append(1))
+    model = pipeline(net, launch="graphs")
+    x = volumes(3)
+    for _ in range(WARM_UP):
+        model(x).sum().backward()
+    before = torch.get_rng_state(), random.getstate(), of_numpy()
+    model(x).sum().backward()
+    assert not model.strategy.is_replaying
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), of_numpy())
+    assert len(net.seen) == 2 * (WARM_UP + 1)
+    assert len(called) == WARM_UP + 1
+
+
+def test_forward_that_keeps_something_is_not_replayed():
+    """A network that keeps its features for the caller kept those of the recording."""
+    net = chain(lambda net, x: (setattr(net, "features", net.a(x).detach()), net.b(net.a(x)))[1])
+    model = pipeline(net, split_size=4, launch="graphs")
+    for _ in range(WARM_UP + 2):
+        x = volumes()
+        model(x)
+        torch.testing.assert_close(net.features, net.a(x))
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_forward_that_changes_its_argument(launch):
+    """A replay changed its own copy of the argument; the caller's stayed."""
+    net = chain(lambda net, x: net.b(net.a(x.mul_(2))))
+    model = pipeline(net, launch=launch)
+    for _ in range(WARM_UP + 2):
+        x = volumes()
+        doubled = x * 2
+        model(x)
+        assert torch.equal(x, doubled)
+
+
+class Settings:
+    """Someone's configuration object."""
+
+    def __init__(self) -> None:
+        self.alpha = 1.0
+
+
+def patched(net: Net, batch: int) -> None:
+    if batch == WARM_UP + 2:
+        net.a.forward = types.MethodType(lambda self, x: nn.Conv3d.forward(self, x) * 3, net.a)
+
+
+def swapped(net: Net, batch: int) -> None:
+    if batch == WARM_UP + 2:
+        net.act = nn.Sigmoid()
+
+
+def set_to(where: Callable[[Net], object], name: str) -> Callable[[Net, int], None]:
+    def change(net: Net, batch: int) -> None:
+        inside, value = where(net), 1.0 if batch < WARM_UP + 2 else 3.0
+        inside.__setitem__(name, value) if isinstance(inside, dict | list) else setattr(inside, name, value)
+
+    return change
+
+
+def closing_over(settings: dict[str, float]) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * settings["alpha"]
+
+
+READS = {
+    "dictionary": (lambda net, x: net.b(net.a(x)) * net.cfg["alpha"], set_to(lambda net: net.cfg, "alpha")),
+    "nested": (
+        lambda net, x: net.b(net.a(x)) * net.deep["x"][0]["alpha"],
+        set_to(lambda net: net.deep["x"][0], "alpha"),
+    ),
+    "list": (lambda net, x: net.b(net.a(x)) * net.list[0], set_to(lambda net: net.list, 0)),
+    "object": (lambda net, x: net.b(net.a(x)) * net.object.alpha, set_to(lambda net: net.object, "alpha")),
+    "closure": (lambda net, x: net.b(net.scale(net.a(x))), set_to(lambda net: net.cell, "alpha")),
+    "tensor": (
+        lambda net, x: net.b(net.a(x)) * net.tensor,
+        lambda net, batch: setattr(net, "tensor", torch.tensor(1.0 if batch < WARM_UP + 2 else 3.0).double()),
+    ),
+    "patched forward": (lambda net, x: net.b(net.a(x)), patched),
+    "swapped module": (lambda net, x: net.b(net.act(net.a(x))), swapped),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_recording_notices_what_forward_reads(kind):
+    """A replay went on with dictionaries, lists, objects, tensors and forwards as they were when it was recorded."""
+    how, change = READS[kind]
+    net = chain(how, act=nn.Tanh())
+    net.cfg, net.deep, net.list, net.object, net.cell = {"alpha": 1.0}, {"x": [{"alpha": 1.0}]}, [1.0], Settings(), {}
+    net.cell["alpha"] = 1.0
+    net.scale, net.tensor = closing_over(net.cell), torch.tensor(1.0).double()
+    reference = copy.deepcopy(net)
+    reference.scale = closing_over(reference.cell)
+    model = pipeline(net, launch="graphs")
+    replayed = []
+    for batch in range(2 * WARM_UP + 5):
+        change(net, batch), change(reference, batch)
+        x = volumes()
+        torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+        replayed.append(model.strategy.is_replaying)
+    assert replayed[WARM_UP] or kind == "tensor"  # a new tensor each time
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_forward_that_asks_for_values_is_not_replayed(launch):
+    """A branch on a value was recorded as it went once (on hosts, and for tensors of the host beside a GPU)."""
+    net = chain(lambda net, x: net.b(net.a(x)) * (2 if x.mean() > 0 else 3))
+    reference = copy.deepcopy(net)
+    model = pipeline(net, launch=launch)
+    for batch in range(WARM_UP + 4):
+        x = volumes().abs() * (-1 if batch > WARM_UP else 1)
+        torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
+
+
+def test_loaded_state_has_no_notes_of_the_pipeline(tmp_path):
+    """A buffer that forward replaces carried a note of its stage, and its file could not be loaded safely."""
+    net = chain(replaced)
+    net.register_buffer("t", torch.zeros(()).double())
+    output = pipeline(net, split_size=4)(volumes())
+    torch.save({"state": net.state_dict(), "output": output.detach()}, tmp_path / "state.pt")
+    assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True)["state"]["t"], net.t)
+
+
+LENGTHS: list[int] = []
+
+
+def keeping(net: Net, x: Tensor) -> Tensor:
+    LENGTHS.append(len(x))
+    net.kept = [net.a(x)]
+    return net.b(net.kept[0])
+
+
+def test_kept_features_do_not_ask_again():
+    """Another number of samples is run once, not before every batch of a network that keeps what it computed."""
+    model = pipeline(chain(keeping))
+    for _ in range(4):
+        model(volumes())
+    assert LENGTHS.count(3) == 2  # before there is an attribute, and with it
+    assert LENGTHS[-4:] == [2] * 4
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("split_size", [1, 2])
+def test_output_as_long_as_a_micro_batch_by_accident(split_size, launch):
+    """The mean over a micro-batch of one, kept as ``(1, ...)``, was joined as if it were a sample."""
+    net = chain(lambda net, x: (net.b(net.a(x)), net.a.weight[:split_size].mean((3, 4))))
+    with pytest.raises(ParallelError, match=r"output 1 of the network has shape .* for a micro-batch of 3"):
+        pipeline(net, split_size, launch)(volumes())
+
+
+def test_output_that_counts_its_micro_batch():
+    """A number equal for all micro-batches was passed on, though it was their size."""
+    with pytest.raises(ParallelError, match="another number of samples than 2"):
+        pipeline(chain(lambda net, x: (net.b(net.a(x)), len(x))))(volumes())
+
+
+def test_output_of_another_mode_is_looked_at_again():
+    """Whether outputs are per sample may depend on the mode."""
+    net = chain(lambda net, x: net.b(net.a(x)) if net.training else net.b(net.a(x)).mean(0, keepdim=True))
+    model = pipeline(net, split_size=1)
+    model(volumes())
+    with pytest.raises(ParallelError, match="for a micro-batch of 3"):
+        model.eval()(volumes())
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_argument_as_long_as_the_batch_by_accident(launch):
+    """A factor per channel, as many as samples, was cut with them; labels and steps per sample still are."""
+    net = chain(lambda net, x, gain, bias: net.b(net.a(x) * gain) + bias.view(-1, 1, 1, 1, 1))
+    reference = copy.deepcopy(net)
+    model = pipeline(net, split_size=1, launch=launch)
+    for _ in range(WARM_UP + 2):
+        given = volumes(2), torch.randn(2, 1, 1, 1).double(), torch.randn(2).double()
+        mine = [value.clone().requires_grad_() for value in given]
+        theirs = [value.clone().requires_grad_() for value in given]
+        actual, expected = model(*mine), reference(*theirs)
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
+        actual.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close([x.grad for x in mine], [x.grad for x in theirs], **ROUND_OFF)
+    assert model.strategy.is_replaying == (launch == "graphs")
+
+
+def test_argument_that_could_be_either_is_refused_until_it_is_declared():
+    """Both ways of running it give outputs of the right length, so a length cannot tell."""
+    net = chain(lambda net, x, table: net.b(net.a(x)) * table.mean())
+    x, table = volumes(), torch.randn(4).double()
+    with pytest.raises(ParallelError, match=r"number 0 .*, number 1 \(4,\) are as long as the batch.*batched=\["):
+        pipeline(copy.deepcopy(net))(x, table)
+    expected = net(x, table)
+    torch.testing.assert_close(pipeline(copy.deepcopy(net), batched=[0])(x, table), expected, **ROUND_OFF)
+    with pytest.raises(ParallelError, match="must be of one length; found no tensor"):
+        pipeline(net, batched=["image"])(x, table)
+
+
+def test_error_of_the_network_itself_is_its_own():
+    """Looking for the batch must not hide what is wrong with the call."""
+    with pytest.raises(RuntimeError, match=r"expected input.* to have 2 channels"):
+        pipeline(chain(lambda net, x, y: net.b(net.a(x + y))))(volumes(4, 3), volumes(4, 3))
+
+
+def test_nothing_from_one_micro_batch_only():
+    """``None`` from the first micro-batch stood for all of them."""
+    net = chain(lambda net, x: (net.b(net.a(x)), x if x.mean() > 0 else None))
+    x = torch.cat([-volumes(2).abs(), volumes(2).abs()])
+    with pytest.raises(ParallelError, match="output 1 of the network is NoneType or Tensor, by micro-batch"):
+        pipeline(net)(x)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_batch_norm_without_its_module(launch):
+    """``torch.batch_norm``, called directly, updated its running statistics once per micro-batch."""
+
+    def how(net: Net, x: Tensor) -> Tensor:
+        native = torch.batch_norm(x, None, None, net.mean, net.var, True, 0.1, 1e-5, False)
+        own = F.batch_norm(x, net.mean2, net.var2, training=True)
+        return net.b(net.a(x)) + native * own
+
+    net = chain(how)
+    for name in ("mean", "var", "mean2", "var2"):
+        net.register_buffer(name, torch.ones(2).double())
+    reference = copy.deepcopy(net)
+    model = pipeline(net, launch=launch)
+    for _ in range(WARM_UP + 2):
+        x = volumes() * 3
+        model(x), reference(x)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
+    torch.testing.assert_close(net.mean, net.mean2, **ROUND_OFF)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("options", [{}, {"cuts": None}])
+def test_first_layer_in_place_on_a_result(options, launch):
+    """An activation in place, first of all, on a result that needs a gradient was taken for one on a parameter."""
+    net, before = chain(lambda net, x: net.b(net.a(F.relu(x, inplace=True)))), conv().double()
+    nets, stems = (net, copy.deepcopy(net)), (before, copy.deepcopy(before))
+    model = pipeline(net, launch=launch, **options)
+    for _ in range(WARM_UP + 2):
+        x = volumes()
+        features = [stem(x) for stem in stems]
+        outputs = [run(feature) for run, feature in zip((model, nets[1]), features, strict=True)]
+        torch.testing.assert_close(*outputs, **ROUND_OFF)
+        for output, feature in zip(outputs, features, strict=True):
+            ((output * x).sum() + feature.square().sum()).backward()
+        torch.testing.assert_close(*map(gradients, nets), **ROUND_OFF)
+        torch.testing.assert_close(*map(gradients, stems), **ROUND_OFF)
+
+
+def test_argument_that_is_given_twice_and_changed():
+    """Both are one tensor, of which the micro-batches have one copy."""
+    net, stem = chain(lambda net, x, y: net.b(net.a(F.relu(x, inplace=True))) + y), conv().double()
+    nets, stems, x = (net, copy.deepcopy(net)), (stem, copy.deepcopy(stem)), volumes()
+    features = [each(x) for each in stems]
+    outputs = [run(feature, feature) for run, feature in zip((pipeline(net), nets[1]), features, strict=True)]
+    torch.testing.assert_close(*outputs, **ROUND_OFF)
+    for output, feature in zip(outputs, features, strict=True):
+        (output.sum() + feature.square().sum()).backward()
+    torch.testing.assert_close(*map(gradients, stems), **ROUND_OFF)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.Sequential(conv(), torch.jit.script(nn.ReLU())),
+            "'1' .* is scripted: pass the module that torch.jit.script",
+        ),
+        (
+            lambda: nn.Sequential(conv(), torch.compile(nn.ReLU())),
+            "'1' .* is compiled: pass the module that torch.compile",
+        ),
+        (lambda: torch.compile(conv()), "the network itself .* is compiled"),
+        (
+            lambda: nn.Sequential(nn.LazyConv3d(2, 3)),
+            "0.weight, 0.bias of Sequential have no shape yet .lazy modules.",
+        ),
+    ],
+    ids=["scripted", "compiled", "compiled root", "lazy"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_modules_that_hide_what_they_do_are_refused(make, message):
+    """They failed somewhere inside, with messages about hooks or uninitialised parameters."""
+    with pytest.raises(ParallelError, match=message):
+        ModelParallel(make(), strategy="pipeline", devices=TWO, split_size=1)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_hook_that_changes_shapes(launch):
+    """The network was measured without the hooks that it cannot run without."""
+    net = Net(lambda net, x: net.b(net.a(x)), a=conv(4, 2), b=conv()).double()
+    net.a.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0] * 2], 1),))
+    assert_same_steps(net, launch=launch)
+    assert_same_steps(copy.deepcopy(net), batches=2, launch=launch, cuts=None)
+
+
+def steepest(net: Net, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        point = net.a(x).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net.b(point).square().sum(), point)
+    return net.b(point - slope) + net.c(x)
+
+
+INSIDE = {
+    "autograd.grad": steepest,
+    "vmap": lambda net, x: net.c(torch.vmap(lambda v: v * v.mean())(net.b(net.a(x)))),
+    "vmap of a layer": lambda net, x: net.c(net.b(torch.vmap(net.a)(x[:, None])[:, 0])),
+    "func.grad": lambda net, x: net.c(net.b(net.a(x)) + torch.func.grad(lambda v: v.square().sum())(x)),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("cuts", [None, ["b"], ["c"]])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_derivatives_and_maps_inside(kind, cuts, launch):
+    """Measuring dropped what they need, or asked a wrapped tensor for its memory."""
+    net = chain(INSIDE[kind], c=conv())
+    try:
+        model = assert_same_steps(net, launch=launch, cuts=cuts)
+    except PartitionError as refusal:
+        assert "no stage can begin at 'b'" in str(refusal)  # noqa: PT017 (what lies inside a derivative stays together)
+        assert (kind, cuts) in (("autograd.grad", ["b"]), ("func.grad", ["b"]))
+        return
+    assert not model.strategy.is_replaying or launch == "graphs"
+
+
+def test_pickled_and_copied_after_a_step():
+    """A placement holds parameters by identity, which a file does not keep: it is found anew."""
+    net = nn.Sequential(conv(), nn.BatchNorm3d(2), conv()).double()
+    model = ModelParallel(net, strategy="pipeline", devices=TWO, split_size=2, launch="graphs")
+    x = volumes()
+    for _ in range(WARM_UP + 1):
+        model(x).sum().backward()
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        other.eval(), model.eval()
+        torch.testing.assert_close(other(x), model(x), **ROUND_OFF)
+        other.zero_grad(), model.zero_grad()
+        other(x).sum().backward(), model(x).sum().backward()
+        torch.testing.assert_close(gradients(other.module), gradients(net), **ROUND_OFF)
+        assert other.module is not net
+        assert len(other.partition.stages) == 2
+        model.train()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_numbers_of_python_and_calls_count_once(strategy):
+    """Looking at the network first drew numbers and counted calls that the plain network has not."""
+
+    def how(net: Net, x: Tensor) -> Tensor:
+        net.calls += 1
+        net.count.add_(1)
+        drawn = random.random() * np.random.rand() * torch.rand(()).item()  # noqa: NPY002
+        return net.b(torch.fft.fftn(net.a(x), dim=(2, 3, 4)).real * drawn * net.calls)
+
+    net = chain(how)
+    net.calls = 0
+    net.register_buffer("count", torch.zeros(()))
+    reference = copy.deepcopy(net)
+    options = {} if strategy == "auto" else {"split_size": 4}
+    model = ModelParallel(net, strategy=strategy, devices=TWO, **options)
+    inputs, found = [volumes() for _ in range(WARM_UP + 2)], []
+    for each in (model, reference):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)  # noqa: NPY002
+        outputs = [each(x) for x in inputs]
+        sum(output.square().sum() for output in outputs).backward()
+        found.append((outputs, torch.rand(1), random.random(), of_numpy()))
+    assert model.chosen == "pipeline"
+    torch.testing.assert_close(found[0][:2], found[1][:2], **ROUND_OFF)
+    assert found[0][2:] == found[1][2:]
+    torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
+    assert (net.calls, net.count) == (reference.calls, reference.count)
+
+
+def array_drawn(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) * torch.from_numpy(np.random.rand(1))  # noqa: NPY002
+
+
+def test_array_that_is_drawn_is_not_recorded():
+    """No function shows what NumPy drew, so every batch did the same to look at, and a replay kept the first factor."""
+    net = chain(array_drawn)
+    reference = copy.deepcopy(net)
+    model = pipeline(net, split_size=4, launch="graphs")
+    inputs, found = [volumes() for _ in range(WARM_UP + 3)], []
+    for each in (model, reference):
+        np.random.seed(1)  # noqa: NPY002
+        found.append([each(x) for x in inputs])
+    torch.testing.assert_close(*found, **ROUND_OFF)
+    assert not model.strategy.is_replaying

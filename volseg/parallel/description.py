@@ -1,0 +1,249 @@
+"""Describe a value so that a change of it shows, also of what it holds: containers, configuration objects, closures.
+
+A description is a tuple of tokens, which can be hashed and compared. Plain values are compared by value, others by
+identity. Tensors are followed weakly, since they may be large.
+"""
+
+import contextlib
+import enum
+import functools
+import logging
+import random
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "leaves", "stays", "tensor_of"]
+
+PLAIN = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, type(None)),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, range, slice),
+    )
+)
+"""Types of values that never change, and are compared as such."""
+
+FIXED = (
+    *(nn.Module, type, types.BuiltinFunctionType, types.ModuleType, types.WrapperDescriptorType),
+    *(types.MethodDescriptorType, types.CodeType, staticmethod, classmethod, property, enum.Enum, logging.Logger),
+)
+"""Types of which nothing but the object itself counts: classes and modules are watched by themselves."""
+
+SINGLE = (Tensor, *FIXED)
+
+MOST_INSIDE = 4096
+"""Leaves of one value; more would take longer to look at than a recording saves."""
+
+Description = tuple[Hashable, ...]
+
+
+class See(Enum):
+    """What of a tensor counts."""
+
+    VALUES = "which it is, where it lies, and on a host, where Python may have read it, its version"
+    OBJECTS = "which it is"
+    KINDS = "its number of dimensions"
+
+
+class UnknownError(Exception):
+    """A value could change unnoticed."""
+
+
+class Same:
+    """An object by its identity, which no other can take over meanwhile."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class _Identity(NamedTuple):
+    """An object that is not to be followed further."""
+
+    value: Any
+
+
+class Weak:
+    """A tensor by its identity, as long as it lives."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref = ref(tensor)  # one for all that ask, and kept here
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor itself, if it is still there."""
+        return self._ref()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Weak) and self._ref is other._ref
+
+    def __hash__(self) -> int:
+        return id(self._ref)
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what a value consists of, flat, with the types and lengths of the containers.
+
+    Raises
+    ------
+    UnknownError
+        If it could change without a difference here: what gives another value each time, or holds very much.
+    """
+    found: list[Any] = []
+    _follow(value, found, {})
+    return found
+
+
+def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> None:
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, SINGLE):
+        found.append(value)
+        return
+    # Objects that hold one another are followed once.
+    if id(value) in seen:
+        found += "again", seen[id(value)][0]
+        return
+    seen[id(value)] = len(seen), value  # held: what is made on the way must not take over an identity
+    if len(found) > MOST_INSIDE:
+        raise UnknownError
+    found.append(kind)
+    for part in _parts(value):
+        if type(part) in PLAIN:
+            found.append(part)
+        elif isinstance(part, _Identity):
+            found.append(part.value)
+        else:
+            _follow(part, found, seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what an object holds."""
+    if type(value) is list or type(value) is tuple:
+        return [len(value), *value]
+    if _varies(value):
+        raise UnknownError
+    if isinstance(value, Mapping):
+        return [len(value), *(part for item in value.items() for part in item)]
+    if isinstance(value, list | tuple):
+        return [len(value), *value]
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=lambda item: (type(item).__name__, hash(item)))
+    if isinstance(value, types.FunctionType):
+        return [value.__code__, _cells(value), value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if hasattr(type(value), "tobytes") and hasattr(type(value), "dtype"):  # an array or number of NumPy's
+        if value.size > MOST_INSIDE:
+            raise UnknownError
+        return [torch.Size(value.shape), str(value.dtype), value.tobytes()]
+    return [_Identity(value), _inside(value)]
+
+
+def _varies(value: Any) -> bool:
+    """Say whether a value gives something else each time: iterators, generators of random numbers."""
+    return (
+        isinstance(value, torch.Generator | random.Random)
+        or hasattr(type(value), "__next__")
+        or type(value).__module__.startswith("numpy.random")
+    )
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    """Return what a function closes over."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            found.append(cell.cell_contents)
+    return found
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of an unknown class, in its dictionary and in slots."""
+    slots = {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        for name in _names(vars(kind).get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+    }
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def stays(value: Any) -> bool:
+    """Say whether nothing inside of ``value`` can change, as long as it is the same object."""
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, FIXED):
+        return True
+    if kind is tuple:
+        return all(map(stays, value))
+    if kind is types.FunctionType:
+        # The cell of ``super()`` holds the class.
+        own_class_only = value.__closure__ is None or value.__code__.co_freevars == ("__class__",)
+        return own_class_only and not value.__kwdefaults__ and all(map(stays, value.__defaults__ or ()))
+    return False
+
+
+def describe(found: Iterable[Any], see: See) -> Description:
+    """Return the tokens of leaves.
+
+    Examples
+    --------
+    >>> config = {"alpha": [1.0, 2.0]}
+    >>> before = describe(leaves(config), See.VALUES)
+    >>> config["alpha"][1] = 3.0
+    >>> describe(leaves(config), See.VALUES) == before
+    False
+    """
+    return tuple([_token(leaf, see) for leaf in found])
+
+
+def _token(leaf: Any, see: See) -> Hashable:
+    if type(leaf) in PLAIN:
+        return (type(leaf), str(leaf)) if type(leaf) is slice else (type(leaf), leaf)
+    if isinstance(leaf, Tensor):
+        return _of_tensor(leaf, see)
+    return leaf if isinstance(leaf, Same) else Same(leaf)
+
+
+def tensor_of(token: Hashable) -> Weak | None:
+    """Return which tensor a token describes, or None where it is something else."""
+    first = token[0] if isinstance(token, tuple) and token else token
+    return first if isinstance(first, Weak) else None
+
+
+def _of_tensor(tensor: Tensor, see: See) -> Hashable:
+    if see is See.KINDS:
+        return Tensor, tensor.dim()
+    # Parameters are looked at where they are registered; what a subclass holds has no one place.
+    if see is See.OBJECTS or type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return Weak(tensor)
+    version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else tensor._version
+    return (
+        *(Weak(tensor), tensor.data_ptr(), version, tensor.requires_grad),
+        *(tensor.shape, tensor.stride(), tensor.dtype),
+    )

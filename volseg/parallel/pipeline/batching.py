@@ -1,0 +1,263 @@
+"""Find out which tensors of a call, and of what it returns, hold one row per sample; never guess it from a length.
+
+A factor per channel may be as long as the batch, and a mean over the batch ``(1, ...)`` as a micro-batch of one. So
+the network is run with a number of samples that occurs nowhere else in the call, with each choice of the arguments that
+come into question cut to it and the others whole: where exactly one choice runs, and gives outputs of so many rows,
+that is the answer. Where none or several do, the call is refused with the names in question: ``batched=`` says which.
+
+Runs of this kind count nowhere: they keep nothing for backward, and what they leave behind is put back. Arguments are
+looked at once for each structure of the call, outputs once for each condition of the network.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from volseg.errors import ParallelError
+from volseg.parallel.pipeline.micro_batch import PLAIN, Call, candidates, check_length, private, resized
+
+__all__ = ["Batching", "Runner"]
+
+Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
+"""Lends a function that runs the network without a trace; the flag says whether the user's hooks take part."""
+
+MOST_CANDIDATES = 5
+"""Arguments as long as the batch that are told apart; each doubles the number of runs."""
+
+MOST_KNOWN = 64
+"""Conditions of the network for which outputs are remembered."""
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """What a run returned, leaf by leaf: the number of dimensions of a tensor, or a plain value."""
+
+    structure: str
+    leaves: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, output: Any) -> "_Returned":
+        leaves, structure = pytree.tree_flatten(output)
+        return cls(str(structure), tuple(map(_described, leaves)))
+
+    def covers(self, other: "_Returned") -> bool:
+        """Whether ``other`` returns nothing that was not seen here; nothing is nothing, whoever looks."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return self.structure == other.structure and all(
+            mine == theirs or theirs == (type(None), None) for mine, theirs in pairs
+        )
+
+
+def _described(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return Tensor, leaf.dim()
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else (type(leaf), "another object")
+
+
+class Batching:
+    """Which tensors hold one row per sample.
+
+    Parameters
+    ----------
+    declared
+        Positions and names of the arguments that do; ``None`` to find out.
+    """
+
+    def __init__(self, declared: Sequence[int | str] | None = None) -> None:
+        self._declared = None if declared is None else tuple(declared)
+        self._arguments: dict[Hashable, list[bool]] = {}
+        self._returned: dict[Hashable, list[_Returned]] = {}
+
+    def arguments(self, call: Call, runner: Runner) -> list[bool]:
+        """Return which leaves of ``call`` are to be cut.
+
+        Raises
+        ------
+        ParallelError
+            If that cannot be told, or is not as declared.
+        """
+        if self._declared is not None:
+            return _declared_leaves(call, self._declared)
+        possible = candidates(*call)
+        if sum(possible) == 1:
+            return possible
+        key = _form(call), tuple(possible)
+        if key not in self._arguments:
+            self._arguments[key] = self._find(call, possible, runner)
+        return self._arguments[key]
+
+    def _find(self, call: Call, possible: list[bool], runner: Runner) -> list[bool]:
+        places = [place for place, is_candidate in enumerate(possible) if is_candidate]
+        names = _names(call)
+        asked = ", ".join(names[place] for place in places)
+        if len(places) > MOST_CANDIDATES:
+            raise ParallelError(
+                f"{len(places)} arguments are as long as the batch ({asked}); say which hold one row per sample: "
+                f"ModelParallel(..., batched=[...]) with their positions or names"
+            )
+        choices = [
+            [place in chosen for place in range(len(possible))]
+            for count in range(len(places), 0, -1)
+            for chosen in combinations(places, count)
+        ]
+        samples = _unusual_number(call, 0)
+        found, failures = _try_all(call, choices, samples, runner)
+        if len(found) != 1:
+            told = (
+                "; ".join(", ".join(names[place] for place in places if choice[place]) for choice, _ in found)
+                or "none of them"
+            )
+            raise ParallelError(
+                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples where "
+                f"these are cut: {told}; say which hold one row per sample: ModelParallel(..., batched=[...]) with "
+                f"their positions or names"
+            ) from (failures[0] if failures else None)
+        return found[0][0]
+
+    def check(self, condition: Hashable, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Hashable:
+        """Make sure that the network's outputs grow with the number of samples; return a key for ``confirm``.
+
+        Parameters
+        ----------
+        condition
+            What the outputs' kind may depend on, besides the form of the call.
+        call, is_batch
+            The batch, and which of its leaves are cut.
+        size
+            Samples of each micro-batch.
+        runner
+            Runs the network without a trace.
+
+        Raises
+        ------
+        ParallelError
+            If an output has not as many rows as there are samples.
+        """
+        key = condition, _form(call), tuple(is_batch), size
+        if key not in self._returned:
+            if len(self._returned) >= MOST_KNOWN:
+                self._returned.clear()
+            self._returned[key] = [self._look(call, is_batch, size, runner)]
+        return key
+
+    def confirm(self, key: Hashable, output: Any, call: Call, is_batch: Sequence[bool], runner: Runner) -> None:
+        """Make sure that ``output`` is of a kind that was looked at.
+
+        Raises
+        ------
+        ParallelError
+            If another number of samples gives another kind of output.
+        """
+        returned = _Returned.of(output)
+        if any(known.covers(returned) for known in self._returned[key]):
+            return
+        size = key[3]  # type: ignore[index]
+        again = self._look(call, is_batch, size, runner)
+        if not again.covers(returned):
+            raise ParallelError(
+                f"the network returns {again.leaves} for another number of samples than {size}, for which it returns "
+                f"{returned.leaves}: values that depend on the size of a micro-batch would not be those of the batch"
+            )
+        self._returned[key].append(again)
+
+    def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> _Returned:
+        samples = _unusual_number(call, size)
+        found, failures = _try_all(call, [list(is_batch)], samples, runner)
+        if found:
+            return _Returned.of(found[0][1])
+        raise ParallelError(
+            f"to tell outputs with one row per sample from others, the pipeline runs {samples} samples instead of "
+            f"{size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the whole batch"
+        ) from failures[0]
+
+
+def _try_all(
+    call: Call, choices: Sequence[list[bool]], samples: int, runner: Runner
+) -> tuple[list[tuple[list[bool], Any]], list[Exception]]:
+    """Run every choice; return those that give ``samples`` rows, with their outputs, and why others fail.
+
+    Without gradients and hooks if that will do: a network may differentiate inside, or need a hook that changes shapes.
+    """
+    failures: list[Exception] = []
+    for with_grad, with_hooks in _ways():
+        found = []
+        with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
+            for choice in choices:
+                try:
+                    output = run(private(resized(call, choice, samples)))
+                    for number, leaf in enumerate(pytree.tree_leaves(output)):
+                        if isinstance(leaf, Tensor):
+                            check_length(leaf, samples, number)
+                except Exception as failure:  # an answer: this choice is not the one
+                    failures.append(failure)
+                else:
+                    found.append((choice, output))
+        if found:
+            return found, failures
+    unlike = [failure for failure in failures if isinstance(failure, ParallelError)]
+    if unlike and len(choices) == 1:
+        raise unlike[0]
+    # A network that cannot run the batch itself has an error of its own to tell.
+    for with_grad, with_hooks in _ways():
+        with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
+            try:
+                run(private(call))
+            except Exception as failure:  # told below, if the last way fails as well
+                last: Exception | None = failure
+            else:
+                last = None
+                break
+    if last is not None:
+        raise last
+    return [], failures
+
+
+def _ways() -> Iterator[tuple[bool, bool]]:
+    yield False, False
+    if torch.is_grad_enabled():
+        yield True, False
+    yield torch.is_grad_enabled(), True
+
+
+def _unusual_number(call: Call, size: int) -> int:
+    """Return a number of samples that is no length of the call's tensors, and not ``size``."""
+    lengths = {size, *(n for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) for n in leaf.shape)}
+    return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
+
+
+def _form(call: Call) -> Hashable:
+    """Describe a call but for its sizes."""
+    leaves, structure = pytree.tree_flatten(call)
+    return str(structure), tuple(map(_described, leaves))
+
+
+def _declared_leaves(call: Call, declared: Sequence[int | str]) -> list[bool]:
+    args, kwargs = call
+    chosen: list[bool] = []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        leaves = pytree.tree_leaves(value)
+        chosen += [name in declared and isinstance(leaf, Tensor) for leaf in leaves]
+    leaves = pytree.tree_leaves(call)
+    lengths = {len(leaf) if leaf.dim() else 0 for leaf, is_cut in zip(leaves, chosen, strict=True) if is_cut}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ParallelError(
+            f"batched={list(declared)} names the arguments that hold one row per sample, so their tensors must be of "
+            f"one length; found {sorted(lengths) or 'no tensor'}"
+        )
+    return chosen
+
+
+def _names(call: Call) -> list[str]:
+    """Return what to call each leaf in a message."""
+    args, kwargs = call
+    return [
+        f"{name if isinstance(name, str) else f'number {name}'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else ''}"
+        for name, value in (*enumerate(args), *kwargs.items())
+        for leaf in pytree.tree_leaves(value)
+    ]

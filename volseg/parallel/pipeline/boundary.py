@@ -1,0 +1,73 @@
+"""What is refused before anything runs: devices, modules and cuts that a pipeline cannot take."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from volseg.errors import ParallelError, PartitionError
+
+__all__ = ["chosen_devices", "refuse_hidden", "start_of"]
+
+
+def refuse_hidden(net: nn.Module) -> None:
+    """Refuse modules whose functions cannot be followed.
+
+    Raises
+    ------
+    PartitionError
+        If there is one.
+    """
+    for path, module in net.named_modules():
+        where = repr(path) if path else "the network itself"
+        if isinstance(module, torch.jit.ScriptModule):
+            kind, remedy = "scripted", "pass the module that torch.jit.script was given"
+        elif hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            kind, remedy = "compiled", "pass the module that torch.compile was given (its ._orig_mod)"
+        else:
+            continue
+        raise PartitionError(
+            f"the pipeline follows what a network does, and {where} ({type(module).__name__}) is {kind}: {remedy}"
+        )
+
+
+def chosen_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+    """Return the devices of the stages; all GPUs by default.
+
+    Raises
+    ------
+    ParallelError
+        If there is none.
+    """
+    if devices is None:
+        count = torch.cuda.device_count()
+        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+    if isinstance(devices, str | int | torch.device) or not len(devices):
+        raise ParallelError(
+            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
+        )
+    chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
+    # Tensors of the host do not remember a number ("cpu:1").
+    chosen = [torch.device("cpu") if device.type == "cpu" else device for device in chosen]
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+        for device in chosen
+    ]
+
+
+def start_of(cut: str, starts: Sequence[str]) -> int:
+    """Return the segment that begins with module ``cut`` or inside it.
+
+    Raises
+    ------
+    PartitionError
+        If there is none; says where stages can begin.
+    """
+    for number, path in enumerate(starts):
+        if path == cut or path.startswith(f"{cut}."):
+            return number
+    raise PartitionError(
+        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place "
+        f"of a tensor. "
+        f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
+    )
