@@ -53,5 +53,6 @@ def test_how_often_to_repeat_is_read_off_a_tensor() -> None:
     net = Net(lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 1))
     with pytest.raises(UnsupportedOperatorError, match="one count"):
         spatial(net)(volume())
-    found = spatial(net, on_unsupported="gather")(volume()).full_tensor()
+    with pytest.warns(UserWarning, match="runs on the gathered volume"):
+        found = spatial(net, on_unsupported="gather")(volume()).full_tensor()
     torch.testing.assert_close(found, net(volume()), rtol=0, atol=0)
