@@ -31,7 +31,8 @@ def rehearsed(func: Callable, args: tuple, kwargs: dict[str, Any], like: Sharded
         What torch raises for such a call.
     """
     autocast = torch.is_autocast_enabled(like.device.type)
-    key = (func, autocast, _described(args), _described(kwargs) if kwargs else None)
+    # The default dtype is that of ``integers / 2`` and ``where(mask, 1.0, 0.0)``.
+    key = (func, autocast, torch.get_default_dtype(), _described(args), _described(kwargs) if kwargs else None)
     try:
         found: list[Outline] | None = like.context.planned(key, lambda: _on_meta(func, args, kwargs, autocast))
     except TypeError as fault:
@@ -84,7 +85,7 @@ def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool
     except NotImplementedError:  # no kernel for the meta device, or a result that depends on values
         return None
     except RuntimeError as fault:  # numbers that are read off a tensor: an index, or where to split
-        if "on meta" in str(fault):
+        if "on meta" in str(fault) or "meta tensor" in str(fault):
             return None
         raise
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

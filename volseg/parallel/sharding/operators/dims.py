@@ -265,6 +265,8 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
 def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims; ``T`` is for matrices."""
     volume = args[0]
+    if volume.ndim < 2:
+        refuse("it transposes matrices, and this is a vector: leave it out")
     if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
         refuse("it reverses all dims of what is no matrix: use permute")
     return permute(torch.transpose, (volume, -2, -1), {})

@@ -25,9 +25,9 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         stop = start + (count - 1) * step + 1 if count else start
         index = (slice(None),) * dim + (slice(start, stop, step),)
         return wrap(volume, [slab[index] for slab in volume.slabs])
-    volume = in_planes(volume)
     if (start, count, step) == (0, volume.shape[dim], 1):
         return volume
+    volume = in_planes(volume)
     plans = [
         AxisPlan(Strided(start, step), count) if cut == dim else AxisPlan(Strided(), size)
         for cut, size in zip(volume.dims, volume.sizes, strict=True)
