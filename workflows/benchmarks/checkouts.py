@@ -4,7 +4,7 @@ python workflows/benchmarks/checkouts.py before=DIR after=. --result checkouts.j
 
 Each round measures every checkout once, in a process of its own. ``host`` is the shortest time in which Python launched
 a step: what other programs on the machine do can only make it longer. ``step`` is the mean time of a step in a row of
-them, as in training.
+them, as in training. With ``--operators`` it is the host time of single operators on slabs of 32 voxels, on the CPU.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 WARM_UP, MEASURED = 8, 30
@@ -36,6 +37,23 @@ ROWS = [
 """Network, side of the cube (voxels), and whether the step is recorded."""
 
 
+KERNEL, WIDE = torch.randn(2, 2, 3, 3, 3), torch.randn(2, 2, 2, 2, 2)
+OPERATORS: dict[str, Callable[[Any], Any]] = {
+    "convolution": lambda x: F.conv3d(x, KERNEL, None, 1, 1),
+    "transposed convolution": lambda x: F.conv_transpose3d(x, WIDE, None, 2),
+    "instance norm": lambda x: F.instance_norm(x)._slabs,
+    "leaky ReLU": lambda x: F.leaky_relu(x, 0.01),
+    "ReLU in place": lambda x: F.relu(x, inplace=True),
+    "sum": lambda x: x + x,
+    "join of channels": lambda x: torch.cat([x, x], 1).slabs,
+    "max pooling": lambda x: F.max_pool3d(x, 2),
+    "interpolation": lambda x: F.interpolate(x, scale_factor=2),
+    "mean": lambda x: x.mean((2, 3, 4)),
+    "softmax": lambda x: x.softmax(1),
+    "slice": lambda x: x[:, 0],
+}
+
+
 def main() -> None:
     """Measure all checkouts in turns and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,41 +61,68 @@ def main() -> None:
     parser.add_argument("--result", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--operators", action="store_true")
     parser.add_argument("--worker", action="store_true", help="measure the volseg that is imported; for this script")
     chosen = parser.parse_args()
     if chosen.worker:
-        print(json.dumps([measure(*row, torch.device(chosen.device)) for row in ROWS]))
+        found = operators() if chosen.operators else [measure(*row, torch.device(chosen.device)) for row in ROWS]
+        print(json.dumps(found))
         return
     folders = dict(checkout.split("=", 1) for checkout in chosen.checkouts)
     rounds: dict[str, list[list[dict[str, float]]]] = {name: [] for name in folders}
     for number in range(chosen.rounds):
         for name, folder in folders.items():
-            rounds[name].append(run(folder, chosen.device))
+            rounds[name].append(run(folder, ["--operators"] if chosen.operators else ["--device", chosen.device]))
             print(f"round {number + 1}, {name}: {rounds[name][-1]}", flush=True)
     first = next(iter(folders))
     rows = []
-    for index, (network, side, mode) in enumerate(ROWS):
-        row: dict[str, Any] = {"network": network, "side": side, "mode": mode}
-        for kind in ("host", "step"):
+    labels = (
+        [{"operator": name} for name in OPERATORS]
+        if chosen.operators
+        else [{"network": network, "side": side, "mode": mode} for network, side, mode in ROWS]
+    )
+    for index, label in enumerate(labels):
+        row: dict[str, Any] = dict(label)
+        for kind in rounds[first][0][index]:
             middle = min if kind == "host" else statistics.median
             found = {name: middle(r[index][kind] for r in rounds[name]) for name in folders}
             row[kind] = found | {f"{name} / {first}": value / found[first] for name, value in found.items()}
         rows.append(row)
     from volseg.monitoring.environment import environment
 
-    report = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "milliseconds": rows}
+    report = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "rows": rows}
     report["rounds"] = rounds
     chosen.result.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def run(folder: str, device: str) -> list[dict[str, float]]:
+def run(folder: str, options: list[str]) -> list[dict[str, float]]:
     """Measure one checkout in a process of its own."""
     paths = os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, "--worker", "--device", device]
+    command = [sys.executable, __file__, "--worker", *options]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"measuring {folder} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def operators() -> list[dict[str, float]]:
+    """Return the shortest host time of operators (microseconds), of 600 rows of five calls."""
+    from volseg.parallel.sharding.context import Context
+    from volseg.parallel.sharding.local import LocalDevices
+    from volseg.parallel.sharding.volume import from_whole
+
+    torch.set_num_threads(1)
+    volume = from_whole(torch.randn(1, 2, 8, 2, 2), [2], Context(LocalDevices(["cpu"])))
+    found = []
+    for call in OPERATORS.values():
+        shortest = float("inf")
+        for _ in range(600):
+            begin = time.perf_counter()
+            for _ in range(5):
+                call(volume)
+            shortest = min(shortest, (time.perf_counter() - begin) / 5)
+        found.append({"host": 1e6 * shortest})
+    return found
 
 
 def build(name: str) -> nn.Module:

@@ -282,7 +282,7 @@ def _brief(value: Any) -> str:
     return repr(value)[:80]
 
 
-REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, AssertionError)
 """How torch refuses a call: one by another of these on the meta device, where we ask it, than on a CPU."""
 
 
