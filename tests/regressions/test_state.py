@@ -562,3 +562,26 @@ def test_a_block_that_draws_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
         begin(drawing.train())
     with pytest.raises(ParallelError, match="or has not run before"):
         begin(nn.Conv3d(1, 1, 1))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_hook_that_a_recomputed_block_registers_is_called_once(devices: list[str]) -> None:
+    # The recomputation registered it again: the gradient was doubled twice.
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = convolution(1, 2), convolution(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            handle = self.first.weight.register_hook(lambda gradient: 2 * gradient)
+            self.handles = [*getattr(self, "handles", []), handle]
+            return self.second(self.first(x).sigmoid())
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(convolution(), Block(), convolution()).double()
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices, checkpoint="all")
+    volume = torch.randn(1, 1, 8, 4, 4, dtype=torch.float64)
+    for net in (plain, model):
+        net(volume).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(dict(model.module.named_parameters())[name].grad, parameter.grad)

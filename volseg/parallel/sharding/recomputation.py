@@ -190,7 +190,7 @@ class _Repetition:
     """The state in which a block ran, for the recomputation to run in."""
 
     def __init__(self, block: nn.Module, draws: _Draws, context: Context, lock: RLock) -> None:
-        self._context, self._lock = context, lock
+        self._context, self._lock, self._block = context, lock, block
         self._state: Remembered = remember(block)
         self._copies = context.parameters.current
         self._draws, self._key = draws, (block, self._state.modes)
@@ -213,12 +213,27 @@ class _Repetition:
             self._done.add(task)
             with ExitStack() as then:
                 if due:
+                    then.enter_context(_no_new_hooks(self._block))
                     then.enter_context(self._state.lent())
                     if self._random is not None:
                         then.enter_context(self._random.lent())
                     if self._copies is not None:
                         then.enter_context(self._context.parameters.used(self._copies))
                 yield due
+
+
+@contextmanager
+def _no_new_hooks(block: nn.Module) -> Iterator[None]:
+    """Drop the hooks that a block's ``forward`` registers on its parameters: the first run has done so."""
+    registries = "_backward_hooks", "_post_accumulate_grad_hooks"
+    known = [(p, name, set(getattr(p, name) or ())) for p in block.parameters() for name in registries]
+    try:
+        yield
+    finally:
+        for parameter, name, before in known:
+            hooks = getattr(parameter, name) or {}
+            for key in [key for key in hooks if key not in before]:
+                del hooks[key]
 
 
 class _Held:
