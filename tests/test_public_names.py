@@ -1,5 +1,7 @@
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +36,8 @@ def test_every_error_is_documented_in_the_tree_and_is_a_builtin_too(name):
     assert issubclass(kind, errors.VolsegError)
     builtin = (ValueError, KeyError, RuntimeError, ArithmeticError)
     assert kind is errors.VolsegError or issubclass(kind, builtin)
+
+
+def test_the_parallel_package_is_reached_without_a_second_import() -> None:
+    call = "import volseg; volseg.parallel.verify, volseg.parallel.whole, volseg.parallel.pointwise_function"
+    subprocess.run([sys.executable, "-c", call], check=True)

@@ -30,6 +30,8 @@ _HOMES = {"ModelParallel": "volseg.parallel", "Predictor": "volseg.inference.pre
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parallel":  # volseg.parallel.verify, whole, pointwise_function
+        return import_module("volseg.parallel")
     if name not in __all__:
         raise AttributeError(f"module 'volseg' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "volseg.workflow")), name)
