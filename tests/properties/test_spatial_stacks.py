@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import Apply
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
@@ -14,17 +15,6 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.verify import TOLERANCE, compare
 
 CHANNELS = 4
-
-
-class Apply(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Beside(nn.Module):
@@ -165,8 +155,9 @@ def test_a_stack_on_slabs_equals_the_stack(
     try:
         errors = compare(plain, model, [volume])
     except UnsupportedOperatorError as refused:
-        # The one thing here that has no sharded form: padding a volume that stays thinner than the shards.
-        if "thinner than the number of shards" not in str(refused):
+        # What has no sharded form here: padding a volume that stays thinner than the shards, and an activation in place
+        # behind a slice, reshape or contiguous(), where torch may have a view and slabs a copy.
+        if not any(reason in str(refused) for reason in ("thinner than the number of shards", "(or another view)")):
             raise
         return
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE * 1e2}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,19 +23,8 @@ VOLUME = torch.randn(2, 3, 12, 4, 6, dtype=torch.float64, generator=torch.Genera
 OTHER = torch.rand(VOLUME.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-class Net(nn.Module):
-    """A function of the input."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 def spatial(function: Callable[[Tensor], Any], **settings: Any) -> ModelParallel:
-    return ModelParallel(Net(function), strategy="spatial", devices=DEVICES, **settings)
+    return ModelParallel(Apply(function), strategy="spatial", devices=DEVICES, **settings)
 
 
 def step(run: Callable[[Tensor], Any], volume: Tensor) -> list[Tensor]:

@@ -1,26 +1,15 @@
 """What was wrong with the rehearsal of a call on shapes: what its result depends on, and what it cannot tell."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from networks import Apply
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-
-
-class Net(nn.Module):
-    """A function of a volume."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 def spatial(net: nn.Module, **options: Any) -> ModelParallel:
@@ -43,14 +32,14 @@ def test_the_default_dtype_changes_between_two_calls() -> None:
         finally:
             torch.set_default_dtype(before)
 
-    net = Net(forward)
+    net = Apply(forward)
     for expected, found in zip(net(volume()), spatial(net)(volume()), strict=True):
         torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
 
 
 def test_how_often_to_repeat_is_read_off_a_tensor() -> None:
     """The sizes cannot be told without values: torch's RuntimeError about meta tensors."""
-    net = Net(lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 1))
+    net = Apply(lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 1))
     with pytest.raises(UnsupportedOperatorError, match="one count"):
         spatial(net)(volume())
     with pytest.warns(UserWarning, match="runs on the gathered volume"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import WithLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,18 +19,6 @@ from volseg.parallel.sharding.verify import compare
 
 DEVICES = [["cpu"], ["cpu", "cpu:1"]]
 TOLERANCE = 1e-9
-
-
-class Net(nn.Module):
-    """Layers by name, and a function of them as ``forward``."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self.layers, *inputs)
 
 
 class Counter(nn.Module):
@@ -77,7 +66,7 @@ def test_a_checkpointed_block_that_ends_in_a_norm(end: str, devices: list[str], 
         return layers["last"](checkpoint(layers["block"], x, use_reentrant=False))
 
     block = nn.Sequential(convolution(), nn.LeakyReLU(), convolution(), *ENDS[end]())
-    assert_same(Net(forward, block=block, last=convolution()).double(), devices, **options)
+    assert_same(WithLayers(forward, block=block, last=convolution()).double(), devices, **options)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=len)
@@ -91,7 +80,7 @@ def test_a_checkpoint_in_a_checkpoint(devices: list[str]) -> None:
         return layers["last"](checkpoint(outer, x, use_reentrant=False))
 
     block = nn.Sequential(convolution(), nn.BatchNorm3d(2), nn.ReLU())
-    assert_same(Net(forward, block=block, last=convolution()).double(), devices)
+    assert_same(WithLayers(forward, block=block, last=convolution()).double(), devices)
 
 
 # --- copied views -------------------------------------------------------------------------------------------------
@@ -106,7 +95,7 @@ def test_the_shape_of_a_copied_view(devices: list[str]) -> None:
         assert isinstance(plane.shape, torch.Size)
         return layers["a"](x) * plane.mean() / plane.shape.numel()
 
-    assert_same(Net(forward, a=convolution()).double(), devices)
+    assert_same(WithLayers(forward, a=convolution()).double(), devices)
 
 
 # --- the backward pass from a volume ------------------------------------------------------------------------------
@@ -145,7 +134,7 @@ def test_contiguous_without_gradients() -> None:
             same = y.contiguous()
         return layers["a"](same * y)
 
-    net = Net(forward, a=convolution()).double()
+    net = WithLayers(forward, a=convolution()).double()
     assert_same(net, ["cpu"])
     with pytest.raises(UnsupportedOperatorError, match=r"detach\(\)"):
         assert_same(net, ["cpu"], channels_last=True)
@@ -161,7 +150,7 @@ def test_a_copied_view_of_what_has_changed_since(read: Callable[[Tensor], Tensor
         y.mul_(2)
         return read(plane)
 
-    model = ModelParallel(Net(forward, a=convolution()), strategy="spatial", devices=["cpu", "cpu:1"], axes="D")
+    model = ModelParallel(WithLayers(forward, a=convolution()), strategy="spatial", devices=["cpu", "cpu:1"], axes="D")
     with pytest.raises(UnsupportedOperatorError, match="changed in place after a slice"):
         model(torch.randn(1, 2, 9, 4, 4))
 

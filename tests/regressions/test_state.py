@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import WithLayers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
@@ -26,18 +27,6 @@ from volseg.parallel.module_state import remember
 
 COPIES = ["cpu", "cpu:1"]
 DEVICES = [["cpu"], COPIES, ["cpu", "cpu:1", "cpu:1"]]
-
-
-class Net(nn.Module):
-    """Layers by name, and a function of them as ``forward``."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self.layers, *inputs)
 
 
 def convolution(inputs: int = 1, outputs: int = 1, size: int = 3) -> nn.Conv3d:
@@ -96,7 +85,7 @@ def conditioned(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("devices", DEVICES, ids=len)
 def test_a_parameter_that_is_used_without_gradients_first(devices: list[str]) -> None:
     """Self-conditioning: the copies made under no_grad served the later uses, and their gradients were missing."""
-    plain = Net(conditioned, a=convolution(), b=convolution()).double()
+    plain = WithLayers(conditioned, a=convolution(), b=convolution()).double()
     assert_same_training(plain, spatial(plain, devices), volume())
 
 
@@ -110,13 +99,13 @@ def test_a_parameter_that_is_used_without_gradients_last() -> None:
             assert not gate.requires_grad
         return layers["a"](y * gate)
 
-    plain = Net(forward, a=convolution()).double()
+    plain = WithLayers(forward, a=convolution()).double()
     assert_same_training(plain, spatial(plain), volume())
 
 
 def test_a_parameter_cast_without_gradients_first() -> None:
     """The same under autocast, whose converted copies are kept, too."""
-    plain = Net(conditioned, a=convolution(), b=convolution())
+    plain = WithLayers(conditioned, a=convolution(), b=convolution())
     model, x = spatial(plain, ["cpu"]), volume().float()
     for net in (plain, model):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -135,9 +124,11 @@ def test_a_parameter_that_is_frozen_and_freed_within_a_pass() -> None:
         layers["a"].requires_grad_(True)
         return layers["a"](y)
 
-    plain = Net(forward, a=convolution()).double()
+    plain = WithLayers(forward, a=convolution()).double()
     assert_same_training(plain, spatial(plain), volume())
-    frozen = Net(lambda layers, x: layers["a"].requires_grad_()(x), a=convolution().requires_grad_(False)).double()
+    frozen = WithLayers(
+        lambda layers, x: layers["a"].requires_grad_()(x), a=convolution().requires_grad_(False)
+    ).double()
     assert_same_training(frozen, spatial(frozen), volume(), steps=1)
 
 
@@ -151,7 +142,7 @@ def test_a_parameter_that_forward_changes() -> None:
             layers["a"].bias.data = layers["a"].bias.data * 2
         return layers["b"](layers["a"](x) + y)
 
-    plain = Net(forward, a=convolution(), b=convolution()).double()
+    plain = WithLayers(forward, a=convolution(), b=convolution()).double()
     assert_same_training(plain, spatial(plain), volume())
 
 
@@ -178,7 +169,7 @@ def test_modes_alternate() -> None:
 @pytest.mark.parametrize("how", ["step", "load", "data", "none"])
 def test_a_head_called_outside_of_forward(how: str) -> None:
     """It used the last forward's copies of its parameters, whatever had been done to them since."""
-    plain = Net(lambda layers, x: layers["a"](x), a=convolution(1, 2), head=convolution(2, 1)).double()
+    plain = WithLayers(lambda layers, x: layers["a"](x), a=convolution(1, 2), head=convolution(2, 1)).double()
     model, x = spatial(plain), volume()
     heads = [net.layers["head"] for net in (plain, model.module)]
     for _ in range(2):
@@ -202,10 +193,10 @@ def test_a_head_called_outside_of_forward(how: str) -> None:
 
 def test_parameters_that_are_replaced() -> None:
     """assign=True, half(), and layers put in after construction are what the next pass runs."""
-    plain = Net(lambda layers, x: layers["b"](layers["a"](x)), a=convolution(1, 2), b=convolution(2, 1)).double()
+    plain = WithLayers(lambda layers, x: layers["b"](layers["a"](x)), a=convolution(1, 2), b=convolution(2, 1)).double()
     model, x = spatial(plain), volume()
     full(model(x)).sum().backward()
-    other = Net(plain.function, a=convolution(1, 2), b=convolution(2, 1)).double()
+    other = WithLayers(plain.function, a=convolution(1, 2), b=convolution(2, 1)).double()
     for net in (plain, model):
         net.zero_grad()
         net.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
@@ -332,7 +323,7 @@ class Counting(nn.Module):
 
 def test_what_a_recomputed_block_counts() -> None:
     """Counted once, and recomputed with the count of then, also where one block is called twice in a pass."""
-    plain = Net(lambda layers, x: layers["a"](layers["a"](x)) + x, a=Counting()).double()
+    plain = WithLayers(lambda layers, x: layers["a"](layers["a"](x)) + x, a=Counting()).double()
     model = spatial(plain, checkpoint="all")
     assert_same_training(plain, model, volume())
     assert model.module.layers["a"].calls == plain.layers["a"].calls == 4
@@ -355,7 +346,7 @@ def test_two_passes_before_one_backward_and_a_second_backward() -> None:
 
 def test_a_recomputed_block_that_changes_its_input_is_refused() -> None:
     """It was computed again from the changed input."""
-    plain = Net(
+    plain = WithLayers(
         lambda layers, x: layers["a"](layers["first"](x)),
         first=convolution(),
         a=nn.Sequential(nn.LeakyReLU(0.5, inplace=True), convolution(1, 2), convolution(2, 1)),
@@ -375,7 +366,7 @@ def test_an_input_changed_behind_a_recomputed_block_is_refused() -> None:
         y.mul_(2)
         return z
 
-    plain = Net(forward, first=convolution(), a=block(nn.Identity())).double()
+    plain = WithLayers(forward, first=convolution(), a=block(nn.Identity())).double()
     with pytest.raises(RuntimeError, match="was changed in place after the block ran"):
         spatial(plain, checkpoint="all")(volume()).sum().backward()
 
@@ -404,7 +395,7 @@ def test_a_forward_patched_on_a_block_stays() -> None:
 def test_torchs_own_checkpoint_has_torchs_semantics() -> None:
     """A network that calls torch.utils.checkpoint itself: outputs, gradients and buffers as on one device."""
     inner = block(nn.BatchNorm3d(4))
-    plain = Net(
+    plain = WithLayers(
         lambda layers, x: checkpoint(layers["a"], layers["first"](x), use_reentrant=False), first=convolution(), a=inner
     )
     plain = plain.double()
@@ -434,7 +425,7 @@ def test_torchs_own_checkpoint_has_torchs_semantics() -> None:
 )
 def test_random_volumes(draw: Callable[[Tensor], Tensor], mean: float, deviation: float, shards: int) -> None:
     """rrelu drew alike on all shards; the others had no sharded form."""
-    model = spatial(Net(lambda layers, x: draw(x)), ["cpu", "cpu:1", "cpu"][:shards])
+    model = spatial(WithLayers(lambda layers, x: draw(x)), ["cpu", "cpu:1", "cpu"][:shards])
     ones = torch.zeros(1, 8, 12, 16, 16, dtype=torch.float64)
     torch.manual_seed(1)
     first = full(model(ones))
@@ -450,13 +441,13 @@ def test_random_volumes(draw: Callable[[Tensor], Tensor], mean: float, deviation
 
 
 def test_rrelu_has_one_slope_where_it_is_evaluated() -> None:
-    plain = Net(lambda layers, x: F.rrelu(x) + torch.rrelu(x, 0.1, 0.3) + F.rrelu(x * 1, inplace=True))
+    plain = WithLayers(lambda layers, x: F.rrelu(x) + torch.rrelu(x, 0.1, 0.3) + F.rrelu(x * 1, inplace=True))
     x = volume()
     torch.testing.assert_close(full(spatial(plain)(x)), plain(x))
 
 
 def test_a_generator_is_refused() -> None:
-    net = Net(lambda layers, x: (x * 1).normal_(generator=torch.Generator()))
+    net = WithLayers(lambda layers, x: (x * 1).normal_(generator=torch.Generator()))
     with pytest.raises(UnsupportedOperatorError, match="seed torch with"):
         spatial(net)(volume())
 
@@ -495,7 +486,7 @@ def unshardable(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 
 def test_an_attempt_that_is_given_up_leaves_no_trace() -> None:
     """The first forward ran twice on the caller's tensor, and Python counted twice."""
-    net = Net(unshardable, a=convolution(), norm=nn.BatchNorm3d(1)).double()
+    net = WithLayers(unshardable, a=convolution(), norm=nn.BatchNorm3d(1)).double()
     x, found = volume()[:1], []  # one micro-batch
     for strategy in ("pipeline", "auto"):
         model, given = ModelParallel(copy.deepcopy(net), strategy=strategy, devices=["cpu"] * 2), x.clone()
@@ -509,7 +500,7 @@ def test_an_attempt_that_is_given_up_leaves_no_trace() -> None:
 
 
 def test_an_attempt_that_cannot_be_undone_is_refused() -> None:
-    net = Net(lambda layers, x: torch.fft.fft(x.mul_(2), dim=2).real)
+    net = WithLayers(lambda layers, x: torch.fft.fft(x.mul_(2), dim=2).real)
     with pytest.raises(ParallelError, match="choose strategy='pipeline'"):
         ModelParallel(net, devices=["cpu"] * 2)(volume().requires_grad_() * 1)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from in_group import Found, assert_well, run_in_group
+from networks import WithLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
@@ -21,18 +22,6 @@ from torch.nn.utils import parametrizations
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.sharding.verify import TOLERANCE, compare
-
-
-class Net(nn.Module):
-    """Layers by name, and a function of them as ``forward``."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self.layers, *inputs)
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
@@ -66,7 +55,7 @@ def conditioned(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def no_grad_first() -> str | None:
-    return errors(lambda: Net(conditioned, a=convolution(), b=convolution()))
+    return errors(lambda: WithLayers(conditioned, a=convolution(), b=convolution()))
 
 
 def recomputed() -> str | None:
@@ -117,7 +106,7 @@ def dropped_in_evaluation() -> str | None:
         coarse = F.dropout(F.adaptive_avg_pool3d(x, 1), 0.5)
         return F.dropout3d(x, 0.5), coarse, F.dropout(x, 0.5), x * random.random()
 
-    model = spatial(Net(forward)).eval()
+    model = spatial(WithLayers(forward)).eval()
     ones = torch.ones(1, 64, 8, 4, 4, dtype=torch.float64)
     channels, coarse, voxels, factor = model(ones)
     outside = F.dropout3d(voxels, 0.5, True).full_tensor() - voxels.full_tensor() * 2

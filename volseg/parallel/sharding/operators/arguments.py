@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from volseg.parallel.sharding.volume import ShardedVolume
 
-__all__ = ["dims_of", "is_plain", "per_dim", "spatial_only"]
+__all__ = ["dims_of", "per_dim", "spatial_only"]
 
 
 def per_dim(value: int | float | Sequence, count: int) -> list:
@@ -26,8 +24,3 @@ def dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
 def spatial_only(volume: Any, count: int) -> bool:
     """Say whether only the last ``count`` dims of the volume are cut."""
     return isinstance(volume, ShardedVolume) and all(dim >= volume.ndim - count for dim in volume.dims)
-
-
-def is_plain(value: Any) -> bool:
-    """Say whether a value is an ordinary tensor."""
-    return isinstance(value, Tensor) and not isinstance(value, ShardedVolume)

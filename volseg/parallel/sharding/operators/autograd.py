@@ -193,13 +193,6 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
-def _cut_as(gradient: Tensor, volume: ShardedVolume) -> ShardedVolume:
-    """Return a gradient cut as the volume is."""
-    if isinstance(gradient, ShardedVolume) and gradient.dims == volume.dims:
-        return relaid(gradient, volume.merged)
-    return cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, volume)
-
-
 @handles("Metadata and autograd", "Tensor.register_hook", rehearse=False)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
