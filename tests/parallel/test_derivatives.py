@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import volseg.parallel
+from volseg.device.first_order import first_order
 from volseg.errors import UnsupportedOperatorError
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import ModelParallel
-from volseg.parallel.derivatives import first_order
-from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
 
 LOSSES = {
     "linear": lambda output: output.sum(),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.module_state import remember
+from volseg.parallel.state.module import remember
 
 
 class Counting(nn.Module):

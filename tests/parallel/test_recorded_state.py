@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from volseg.device.graph import Captured, signature
+from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
-from volseg.parallel.capture import Captured, signature
-from volseg.parallel.recorded_state import RecordedState
-from volseg.parallel.recorder import Recorder
-from volseg.parallel.watch import Watch
+from volseg.parallel.state.recorded import RecordedState
+from volseg.parallel.state.watch import Watch
 
 
 def closing_over(cell: dict[str, float]) -> Callable[[], float]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from volseg.device.record_policy import Recorder
 from volseg.parallel import launch
-from volseg.parallel.recorder import Recorder
 
 
 class Played:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from volseg.errors import GridError, ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel, Report, verify
-from volseg.parallel.comparison import compare, differences
+from volseg.parallel.verification.comparison import compare, differences
 
 SHAPE = (2, 1, 8, 4, 4)
 CPU = ["cpu"] * 2
@@ -175,8 +175,8 @@ def verify_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     """Return `verify` with a fake in the place of ``ModelParallel``."""
 
     def run(fake: type, net: nn.Module | None = None, **options: Any) -> Report:
-        monkeypatch.setattr(sys.modules["volseg.parallel.verify_modes"], "ModelParallel", fake)
-        monkeypatch.setattr(sys.modules["volseg.parallel.comparison"], "ModelParallel", fake)
+        monkeypatch.setattr(sys.modules["volseg.parallel.verification.modes"], "ModelParallel", fake)
+        monkeypatch.setattr(sys.modules["volseg.parallel.verification.comparison"], "ModelParallel", fake)
         return verify(net or Net(), SHAPE, CPU, **options)
 
     return run
@@ -495,8 +495,8 @@ def test_the_report_of_errors_alone_still_prints():
 
 
 def test_the_old_place_still_gives_the_names():
-    from volseg.parallel.sharding.verify import TOLERANCE, compare, default_objective
-    from volseg.parallel.sharding.verify import verify as old
+    from volseg.parallel.spatial.verify import TOLERANCE, compare, default_objective
+    from volseg.parallel.spatial.verify import verify as old
 
     assert old is verify
     assert compare is not None

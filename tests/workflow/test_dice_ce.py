@@ -11,9 +11,9 @@ from monai.networks import one_hot
 from torch import Tensor
 
 from volseg.errors import DataError
-from volseg.parallel.sharding import dice_kernels
+from volseg.losses.dice import reference
+from volseg.losses.monai import DiceCELoss
 from volseg.workflow.components import build_loss
-from volseg.workflow.dice_ce import DiceCELoss
 
 MAPS = {"softmax": True, "to_onehot_y": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_monais(variant: str, classes: int, dtype: torc
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "slice"])
 def test_any_layout_and_more_voxels_than_a_chunk(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dice_kernels, "CHUNK", 64)
+    monkeypatch.setattr(reference, "CHUNK", 64)
     logits, label = volumes(3)
     given = logits.contiguous(memory_format=torch.channels_last_3d) if layout == "channels last" else logits
     given = torch.cat([given, given], 2)[:, :, 3:8] if layout == "slice" else given

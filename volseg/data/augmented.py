@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from volseg.data.patches import PatchBatches
-from volseg.parallel.capture import Captured
+from volseg.device.graph import Captured
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]

@@ -28,7 +28,7 @@ from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
-from volseg.parallel.launch import is_worker
+from volseg.parallel.launcher import is_worker
 
 __all__ = ["cross_validate"]
 

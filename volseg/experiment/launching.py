@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.experiment.building import check_components
-from volseg.parallel.launch import launch
+from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
 __all__ = ["train_on"]

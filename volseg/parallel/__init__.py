@@ -3,9 +3,9 @@
 It imports nothing of volseg but the errors, and works in any PyTorch loop.
 """
 
-from volseg.parallel.launch import is_worker, launch
+from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.sharding import (
+from volseg.parallel.spatial import (
     CapturedStep,
     ShardedVolume,
     from_slab,
@@ -15,7 +15,7 @@ from volseg.parallel.sharding import (
     slab_shape,
     whole,
 )
-from volseg.parallel.verify import Report, verify
+from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
     "CapturedStep",

@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.module_state import remember
-from volseg.parallel.random_state import RandomState
+from volseg.parallel.state.module import remember
+from volseg.parallel.state.random import RandomState
 
 __all__ = ["ModelParallel", "Strategy"]
 
@@ -126,7 +126,7 @@ class ModelParallel(nn.Module):
         object.__setattr__(self, "strategy", None)
         common = {"devices": devices, "mesh": mesh, **options}
         if chosen == "spatial":
-            from volseg.parallel.sharding import SpatialStrategy
+            from volseg.parallel.spatial import SpatialStrategy
 
             common |= {"on_unsupported": on_unsupported, "checkpoint": checkpoint, "replicated": replicated}
             built: Strategy = SpatialStrategy(net, **common)
@@ -244,8 +244,8 @@ def _choose(strategy: str, split_size: int | str | None) -> tuple[str, str]:
 
 
 def _is_in_one_process(strategy: Strategy) -> bool:
-    from volseg.parallel.sharding import SpatialStrategy
-    from volseg.parallel.sharding.local import LocalDevices
+    from volseg.parallel.spatial import SpatialStrategy
+    from volseg.parallel.spatial.transport.one_process import LocalDevices
 
     return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding import SpatialStrategy
+from volseg.parallel.spatial import SpatialStrategy
 from volseg.workflow.processes import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 

@@ -36,10 +36,10 @@ from spatial_peers import Stack, shard_tensor_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.parallel.sharding.graphs import CapturedStep
-from volseg.parallel.sharding.scatter import from_slab, slab_shape
+from volseg.parallel.batches import from_slab, slab_shape
+from volseg.parallel.recorded_step import CapturedStep
 
 CLASSES = 3
 

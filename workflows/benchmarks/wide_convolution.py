@@ -1,6 +1,6 @@
 """Convolutions of 5 x 5 x 5 voxels and many channels: cuDNN's choices beside ``volseg``'s.
 
-    python workflows/benchmarks/wide_convolution.py --output results.json
+    python workflows/benchmarks/many_taps.py --output results.json
 
 TFLOP/s in bf16 with channels last, the best of several calls: forward, the input's gradient and the weights' by cuDNN,
 with and without its trials (``cudnn.benchmark``), and forward and the weights' gradient as ``volseg`` computes them.
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding import wide_convolution
+from volseg.device.convolution import many_taps
 
 CASES = [
     (128, (32, 32, 32)),
@@ -62,10 +62,10 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
         return found[0 if of_input else 1]
 
     def own_forward() -> Tensor:
-        return wide_convolution.forward(x, weight, None, (2, 2, 2))
+        return many_taps.forward(x, weight, None, (2, 2, 2))
 
     def own_weight() -> Tensor:
-        return wide_convolution.weight_gradient(gradient, x, weight, (2, 2, 2))
+        return many_taps.weight_gradient(gradient, x, weight, (2, 2, 2))
 
     work = 2 * 125 * channels**2 * prod(sides) / 1e9
     found = {}
@@ -86,7 +86,7 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
 def main() -> None:
     """Measure all cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/wide_convolution.json"))
+    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/many_taps.json"))
     arguments = parser.parse_args()
     report = {
         "command": " ".join(sys.argv),

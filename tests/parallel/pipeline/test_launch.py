@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
 from volseg.parallel.pipeline.fingerprint import Fingerprint
-from volseg.parallel.pipeline.launch import LONG, MOST_RECORDINGS, WARM_UP, Watch, situation
+from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Watch, situation
 
 
 class Net(nn.Module):

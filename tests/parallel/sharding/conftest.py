@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.direct import Settings
+from volseg.parallel.spatial.convolution.slab import Settings
 
 collect_ignore = [
     # A script and its parts, which import each other: test_operator_database.py runs it in a process of its own.

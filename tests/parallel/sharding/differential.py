@@ -20,10 +20,10 @@ from torch.testing._comparison import default_tolerances
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding import ShardedVolume
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.volume import from_whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
 
 __all__ = [
     "Call",

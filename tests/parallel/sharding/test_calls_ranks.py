@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from volseg.parallel import launch
-from volseg.parallel.sharding import ShardedVolume
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.volume import from_whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.volume import from_whole
 
 
 def test_calls_on_processes_equal_those_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel, pointwise_function
-from volseg.parallel.sharding import ShardedVolume
+from volseg.parallel.spatial import ShardedVolume
 
 DEVICES = ["cpu", "cpu:1"]
 VOLUME = torch.randn(2, 3, 8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

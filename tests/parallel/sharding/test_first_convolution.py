@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel.sharding import first_convolution
-from volseg.parallel.sharding.direct import Settings
+from volseg.device.convolution import few_taps
+from volseg.parallel.spatial.convolution.slab import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
     "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),
@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]]
 
 def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 1, 4, 4, 4).bfloat16(), torch.zeros(32, 1, 3, 3, 3).bfloat16()
-    assert not first_convolution.suits(slab, weight, None, settings((1, 1, 1)))  # on the CPU
+    assert not few_taps.suits(slab, weight, None, settings((1, 1, 1)))  # on the CPU
 
 
 @pytest.mark.gpu
@@ -28,13 +28,11 @@ def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> N
     slab = torch.zeros(1, 1, 4, 4, 4, device="cuda").bfloat16()
     weight = torch.zeros(32, 1, 3, 3, 3, device="cuda").bfloat16()
     padding = (1, 1, 1)
-    assert first_convolution.suits(slab, weight, None, settings(padding))
-    assert not first_convolution.suits(slab.float(), weight.float(), None, settings(padding))
-    assert not first_convolution.suits(slab, weight, weight[:, 0, 0, 0, 0], settings(padding))
-    assert not first_convolution.suits(slab, weight, None, settings(padding, stride=(2, 2, 2)))
-    assert not first_convolution.suits(
-        slab.repeat(1, 8, 1, 1, 1), weight.repeat(1, 8, 1, 1, 1), None, settings(padding)
-    )
+    assert few_taps.suits(slab, weight, None, settings(padding))
+    assert not few_taps.suits(slab.float(), weight.float(), None, settings(padding))
+    assert not few_taps.suits(slab, weight, weight[:, 0, 0, 0, 0], settings(padding))
+    assert not few_taps.suits(slab, weight, None, settings(padding, stride=(2, 2, 2)))
+    assert not few_taps.suits(slab.repeat(1, 8, 1, 1, 1), weight.repeat(1, 8, 1, 1, 1), None, settings(padding))
 
 
 @pytest.mark.gpu
@@ -50,12 +48,12 @@ def test_kernels_equal_float64(name: str, channels_last: bool, dtype: torch.dtyp
     expected = F.conv3d(x.double(), exact, padding=padding)
     gradient = torch.randn_like(expected).to(dtype).contiguous(memory_format=torch.channels_last_3d)
     (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
-    got = first_convolution.forward(x, weight, padding)
+    got = few_taps.forward(x, weight, padding)
     assert got.is_contiguous(memory_format=torch.channels_last_3d)
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32
     torch.testing.assert_close(got.double(), expected.detach(), rtol=rounding, atol=1e-4)
-    derived = first_convolution.weight_gradient(gradient, x, weight, padding)
-    assert derived.equal(first_convolution.weight_gradient(gradient, x, weight, padding))
+    derived = few_taps.weight_gradient(gradient, x, weight, padding)
+    assert derived.equal(few_taps.weight_gradient(gradient, x, weight, padding))
     error = (derived.double() - wanted).abs().max() / wanted.abs().max()
     assert float(error) < 2 * rounding  # of the largest, and of the sums
 
@@ -75,11 +73,11 @@ def test_weight_gradient_of_few_channels_out_equals_float64(
     exact = weight.double().requires_grad_()
     expected = F.conv3d(x.double(), exact, padding=padding)
     gradient = half(*expected.shape)
-    assert first_convolution.few_out_suits(gradient, x, weight, settings(padding))
-    assert not first_convolution.few_out_suits(gradient, x, weight, settings(padding, dilation=(2, 2, 2)))
-    assert not first_convolution.few_out_suits(gradient, x.contiguous(), weight, settings(padding))
+    assert few_taps.few_out_suits(gradient, x, weight, settings(padding))
+    assert not few_taps.few_out_suits(gradient, x, weight, settings(padding, dilation=(2, 2, 2)))
+    assert not few_taps.few_out_suits(gradient, x.contiguous(), weight, settings(padding))
     (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
-    got = first_convolution.weight_gradient_of_few_out(gradient, x, weight, padding)
+    got = few_taps.weight_gradient_of_few_out(gradient, x, weight, padding)
     assert got.shape == wanted.shape
     assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < 2**-7
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.sharding.processes import start_group
+from volseg.parallel.spatial.transport.mesh import start_group
 
 
 class ChangedAroundAConvolution(nn.Module):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding import kernels, triton_statistics, triton_tiles
-from volseg.parallel.sharding.halo import roomy
-from volseg.parallel.sharding.kernels import Activation
+from volseg.device import triton_tiles
+from volseg.device.norm import choice, statistics
+from volseg.device.norm.choice import Activation
+from volseg.parallel.spatial.transport.halo import roomy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -26,8 +27,8 @@ def test_derivative_is_that_of_the_activation(activation: Activation) -> None:
 
 def test_only_the_ends_are_written() -> None:
     x, scale, shift = torch.randn(2, 3, 5, 2, 2), torch.rand(2, 3), torch.rand(2, 3)
-    whole, ends = kernels.affine(x, scale, shift), torch.zeros_like(x)
-    kernels.affine(x, scale, shift, out=ends, ends=(1, 2))
+    whole, ends = choice.affine(x, scale, shift), torch.zeros_like(x)
+    choice.affine(x, scale, shift, out=ends, ends=(1, 2))
     assert torch.equal(ends[:, :, [0, 3, 4]], whole[:, :, [0, 3, 4]])
     assert (ends[:, :, 1:3] == 0).all()
 
@@ -60,18 +61,18 @@ def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activa
     wide = [value.double() for value in (scale, shift, mean, slope, offset)]
     # One rounding to the slab's dtype at the end, and float32 sums over 495 voxels before.
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(kernels.moments(x).double(), kernels.moments(exact), rtol=1e-4, atol=1e-4)
-    got = kernels.affine(x, scale, shift, activation)
-    torch.testing.assert_close(got.double(), kernels.affine(exact, *wide[:2], activation), **close)
+    torch.testing.assert_close(choice.moments(x).double(), choice.moments(exact), rtol=1e-4, atol=1e-4)
+    got = choice.affine(x, scale, shift, activation)
+    torch.testing.assert_close(got.double(), choice.affine(exact, *wide[:2], activation), **close)
     ends = torch.zeros_like(x)
-    kernels.affine(x, scale, shift, activation, out=ends, ends=(1, 2))
+    choice.affine(x, scale, shift, activation, out=ends, ends=(1, 2))
     assert torch.equal(ends[:, :, [0, 3, 4]], got[:, :, [0, 3, 4]])
     assert (ends[:, :, 1:3] == 0).all()
-    sums = kernels.gradient_sums(gradient, x, mean, scale, shift, activation)
-    wanted = kernels.gradient_sums(exact_gradient, exact, wide[2], *wide[:2], activation)
+    sums = choice.gradient_sums(gradient, x, mean, scale, shift, activation)
+    wanted = choice.gradient_sums(exact_gradient, exact, wide[2], *wide[:2], activation)
     torch.testing.assert_close(sums.double(), wanted, rtol=1e-3, atol=2e-1)
-    inputs = kernels.gradient_input(gradient, x, scale, shift, slope, offset, activation)
-    wanted = kernels.gradient_input(exact_gradient, exact, *wide[:2], *wide[3:], activation)
+    inputs = choice.gradient_input(gradient, x, scale, shift, slope, offset, activation)
+    wanted = choice.gradient_input(exact_gradient, exact, *wide[:2], *wide[3:], activation)
     torch.testing.assert_close(inputs.double(), wanted, **close)
 
 
@@ -83,11 +84,11 @@ def test_triton_combines_shards_like_plain(shards: int, affine: bool) -> None:
     shares = torch.full((shards, 1, 1), 1 / shards, device="cuda")
     weight, bias = (torch.rand(40, device="cuda") if affine else None for _ in range(2))
     wide = [None if t is None else t.double() for t in (stacked, shares, weight, bias)]
-    got = kernels.coefficients(stacked, shares, weight, bias, 1e-5, None)
-    torch.testing.assert_close(got.double(), kernels.coefficients(*wide, 1e-5, None), rtol=1e-4, atol=1e-5)
+    got = choice.coefficients(stacked, shares, weight, bias, 1e-5, None)
+    torch.testing.assert_close(got.double(), choice.coefficients(*wide, 1e-5, None), rtol=1e-4, atol=1e-5)
     mean, rstd = torch.rand(2, 2, 40, device="cuda")
-    got = kernels.backward_coefficients(stacked, mean, rstd, weight, 77, None)
-    wanted = kernels.backward_coefficients(wide[0], mean.double(), rstd.double(), wide[2], 77, None)
+    got = choice.backward_coefficients(stacked, mean, rstd, weight, 77, None)
+    wanted = choice.backward_coefficients(wide[0], mean.double(), rstd.double(), wide[2], 77, None)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -98,10 +99,10 @@ def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
     x = slabs(torch.bfloat16, layout, 3)
     target = torch.full((2, 8, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
     target = target.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
-    kernels.copy(x, target[:, 4:7])
+    choice.copy(x, target[:, 4:7])
     assert target[:, 4:7].equal(x)
     assert bool(target[:, :4].isnan().all())
-    assert kernels.in_layout(x, channels_last=last).equal(x)
+    assert choice.in_layout(x, channels_last=last).equal(x)
 
 
 @with_kernels
@@ -113,10 +114,10 @@ def test_weights_need_not_be_dense() -> None:
     for weight, bias in ((every_second, one), (one, every_second)):
         results = [
             (
-                triton_statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
-                triton_statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
-                triton_statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
-                triton_statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
+                statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
+                statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
             )
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
         ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.parallel.sharding.large import convolution, convolution_backward
+from volseg.device.convolution.stacks import convolution, convolution_backward
 
 
 @pytest.mark.parametrize("batch", [1, 2])

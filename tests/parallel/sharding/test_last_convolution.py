@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel.sharding import last_convolution
-from volseg.parallel.sharding.direct import Settings
+from volseg.device.convolution import one_voxel
+from volseg.parallel.spatial.convolution.slab import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "U-Net": ((9, 32, 20, 28, 20), 3),
@@ -20,20 +20,20 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 
 def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 32, 4, 4, 4).bfloat16(), torch.zeros(3, 32, 1, 1, 1).bfloat16()
-    assert not last_convolution.suits(slab, weight, settings())  # on the CPU
+    assert not one_voxel.suits(slab, weight, settings())  # on the CPU
 
 
 @pytest.mark.gpu
 def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
     slab = torch.zeros(1, 32, 4, 4, 4, device="cuda").bfloat16()
     weight = torch.zeros(3, 32, 1, 1, 1, device="cuda").bfloat16()
-    assert last_convolution.suits(slab, weight, settings())
-    assert not last_convolution.suits(slab.float(), weight.float(), settings())
-    assert not last_convolution.suits(slab, weight, settings(stride=(2, 2, 2)))
-    assert not last_convolution.suits(slab, weight, settings(padding=(1, 0, 0)))
-    assert not last_convolution.suits(slab, weight, settings(transposed=True))
-    assert not last_convolution.suits(slab, weight.repeat(6, 1, 1, 1, 1), settings())
-    assert not last_convolution.suits(slab, weight.repeat(1, 1, 3, 3, 3), settings())
+    assert one_voxel.suits(slab, weight, settings())
+    assert not one_voxel.suits(slab.float(), weight.float(), settings())
+    assert not one_voxel.suits(slab, weight, settings(stride=(2, 2, 2)))
+    assert not one_voxel.suits(slab, weight, settings(padding=(1, 0, 0)))
+    assert not one_voxel.suits(slab, weight, settings(transposed=True))
+    assert not one_voxel.suits(slab, weight.repeat(6, 1, 1, 1, 1), settings())
+    assert not one_voxel.suits(slab, weight.repeat(1, 1, 3, 3, 3), settings())
 
 
 @pytest.mark.gpu
@@ -51,12 +51,12 @@ def test_kernels_equal_float64(name: str, with_bias: bool, channels_last: bool, 
     expected = F.conv3d(exact[0], exact[1], exact[2] if with_bias else 0 * exact[2])
     gradient = torch.randn_like(expected).to(dtype).contiguous(memory_format=layout)
     wanted = torch.autograd.grad(expected, exact, gradient.double())
-    got = last_convolution.forward(x, weight, bias if with_bias else None)
+    got = one_voxel.forward(x, weight, bias if with_bias else None)
     assert got.is_contiguous()
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32
     torch.testing.assert_close(got.double(), expected.detach(), rtol=rounding, atol=1e-4)
-    derived = last_convolution.backward(gradient, x, weight, needs_input=True)
-    again = last_convolution.backward(gradient, x, weight, needs_input=False)
+    derived = one_voxel.backward(gradient, x, weight, needs_input=True)
+    again = one_voxel.backward(gradient, x, weight, needs_input=False)
     assert again[0] is None
     assert again[1].equal(derived[1])
     for one, other in zip(derived, wanted if with_bias else wanted[:2], strict=False):
@@ -69,8 +69,8 @@ def test_part_of_a_wider_tensor_is_read_where_it_lies() -> None:
     wide = torch.randn(2, 64, 6, 5, 7, device="cuda").half().contiguous(memory_format=torch.channels_last_3d)
     weight = torch.randn(3, 24, 1, 1, 1, device="cuda").half()
     part = wide[:, 8:32, 1:4]
-    assert last_convolution.forward(part, weight, None).equal(
-        last_convolution.forward(part.contiguous(memory_format=torch.channels_last_3d), weight, None)
+    assert one_voxel.forward(part, weight, None).equal(
+        one_voxel.forward(part.contiguous(memory_format=torch.channels_last_3d), weight, None)
     )
 
 
@@ -79,11 +79,11 @@ def test_permuted_gradients_and_inputs() -> None:
     x = torch.randn(2, 32, 6, 5, 7, device="cuda").half().contiguous(memory_format=torch.channels_last_3d)
     weight = torch.randn(3, 32, 1, 1, 1, device="cuda").half()
     gradient = torch.randn(2, 3, 6, 5, 7, device="cuda").half()
-    expected = last_convolution.backward(gradient, x, weight, needs_input=True)
+    expected = one_voxel.backward(gradient, x, weight, needs_input=True)
     for dims in ((2, 4), (3, 4)):
         permuted = [tensor.transpose(*dims).contiguous().transpose(*dims) for tensor in (gradient, x)]
-        assert last_convolution.forward(permuted[1], weight, None).equal(last_convolution.forward(x, weight, None))
-        for one, other in zip(last_convolution.backward(*permuted, weight, needs_input=True), expected, strict=True):
+        assert one_voxel.forward(permuted[1], weight, None).equal(one_voxel.forward(x, weight, None))
+        for one, other in zip(one_voxel.backward(*permuted, weight, needs_input=True), expected, strict=True):
             torch.testing.assert_close(one, other)
 
 

@@ -53,10 +53,10 @@ from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel, whole
-from volseg.parallel.sharding import ShardedVolume
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.volume import from_whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
 
 SHAPE = (2, 3, 7, 5, 4)
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.norm import choice
+from volseg.device.norm.choice import Activation
+from volseg.device.peer.values import CAPACITY, Mailbox
 from volseg.parallel import launch
-from volseg.parallel.sharding import kernels
-from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.kernels import Activation
-from volseg.parallel.sharding.mailbox import CAPACITY, Mailbox
-from volseg.parallel.sharding.processes import start_group
+from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 
 def test_what_can_be_sent() -> None:
@@ -72,27 +72,27 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     slabs = [torch.randn(2, 20, 3 + rank, 5, 4, device=device) * 3 + 7 for rank in range(shards)]
     gradients = [torch.randn_like(slab) for slab in slabs]
     weight, bias, activation = torch.rand(20, device=device), torch.rand(20, device=device), Activation("leaky", 0.1)
-    shares = kernels.shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
+    shares = choice.shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
     voxels = sum(slab[0, 0].numel() for slab in slabs)
-    moments = torch.stack([kernels.moments(slab) for slab in slabs])
-    wanted = kernels.coefficients(moments, shares, weight, bias, 1e-5, None)
+    moments = torch.stack([choice.moments(slab) for slab in slabs])
+    wanted = choice.coefficients(moments, shares, weight, bias, 1e-5, None)
     mean, _, rstd, scale, shift = wanted
     rows = zip(gradients, slabs, strict=True)
-    sums = torch.stack([kernels.gradient_sums(*row, mean, scale, shift, activation) for row in rows])
-    wanted_back = kernels.backward_coefficients(sums, mean, rstd, weight, voxels, None)
+    sums = torch.stack([choice.gradient_sums(*row, mean, scale, shift, activation) for row in rows])
+    wanted_back = choice.backward_coefficients(sums, mean, rstd, weight, voxels, None)
 
     def exchanged() -> tuple[list[Tensor], list[Tensor]]:
         got, back = [], []
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                got.append(kernels.direct_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
+                got.append(choice.direct_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             box, known = sides[rank] if shards > 1 else None, (mean, rstd, scale, shift)
             given = gradients[rank], slabs[rank], known, activation, weight, voxels, box
             with torch.cuda.stream(stream):
-                back.append(kernels.direct_backward_coefficients(*given))
+                back.append(choice.direct_backward_coefficients(*given))
         torch.cuda.synchronize()
         return got, back
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import volseg
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding import ShardedVolume
+from volseg.parallel.spatial import ShardedVolume
 
 FOLDER = Path(__file__).parent
 UNAVAILABLE = 77

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding import ShardedVolume
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.table import TABLE
-from volseg.parallel.sharding.volume import from_whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.table import TABLE
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
 
 SHAPE = (2, 4, 9, 6, 5)
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.sharding import edges
-from volseg.parallel.sharding.group import ProcessGroupShards
-from volseg.parallel.sharding.halo import Halo, add_returned, extended, fill, inner, roomy
-from volseg.parallel.sharding.plane_mailbox import LIMIT, PlaneMailbox, small_enough
-from volseg.parallel.sharding.processes import start_group
+from volseg.parallel.spatial.convolution import kept_halo
+from volseg.parallel.spatial.transport.halo import Halo, add_returned, extended, fill, inner, roomy
+from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -265,7 +265,7 @@ class Rounds:
             assert kept is not None
             restored = torch.full_like(buffer, 99)
             inner(restored, halo.own).copy_(inner(buffer, halo.own))
-            edges.restore(restored, halo.own, kept)
+            kept_halo.restore(restored, halo.own, kept)
             results.append(restored)
             results.append(add_returned(buffer.clone(), halo)())
         return results

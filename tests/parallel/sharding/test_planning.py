@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding import SpatialStrategy
-from volseg.parallel.sharding.layout import bounds, overlap, spans, transfers
-from volseg.parallel.sharding.windows import AdaptivePool, Convolution, Resize, TransposedConvolution, nearest_planes
+from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
+from volseg.parallel.spatial.plan.windows import (
+    AdaptivePool,
+    Convolution,
+    Resize,
+    TransposedConvolution,
+    nearest_planes,
+)
 
 
 @given(size=st.integers(1, 200), shards=st.integers(1, 16))

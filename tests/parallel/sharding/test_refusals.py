@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding import ShardedVolume
+from volseg.parallel.spatial import ShardedVolume
 
 VOLUME = torch.randn(1, 2, 8, 6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import whole
-from volseg.parallel.sharding import ShardedVolume
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.volume import from_whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
 
 SHAPE = (2, 3, 8, 6, 8)
 CUTS = {"D": ((2,), None), "H": ((3,), (3,)), "grid": ((2, 4), (2, 2))}

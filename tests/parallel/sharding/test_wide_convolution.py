@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.parallel.sharding import wide_convolution
-from volseg.parallel.sharding.direct import Settings
+from volseg.device.convolution import many_taps
+from volseg.parallel.spatial.convolution.slab import Settings
 
 SHAPES = {
     "even": ((1, 128, 8, 8, 8), 128, (2, 2, 2)),
@@ -25,13 +25,13 @@ def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize("padding", [(2, 2, 2), (0, 1, 4)])
 def test_forward_is_the_input_gradient_of_the_flipped_kernel(padding: tuple[int, ...]) -> None:
     x, weight, bias = torch.randn(2, 3, 6, 7, 5).double(), torch.randn(4, 3, 5, 5, 5).double(), torch.randn(4).double()
-    got = wide_convolution.forward(x, weight, bias, padding)
+    got = many_taps.forward(x, weight, bias, padding)
     torch.testing.assert_close(got, F.conv3d(x, weight, bias, padding=padding))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 10, 127, 128, 129, 160, 1000, 2**20 + 7])
 def test_divider(n: int) -> None:
-    multiplier, shift = wide_convolution.divider(n)
+    multiplier, shift = many_taps.divider(n)
     assert -(2**31) <= multiplier < 2**31
     for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
         assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
@@ -39,21 +39,21 @@ def test_divider(n: int) -> None:
 
 def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
     slab, weight = torch.zeros(1, 128, 4, 4, 4).bfloat16(), torch.zeros(128, 128, 5, 5, 5).bfloat16()
-    assert not wide_convolution.suits(slab, weight, settings((2, 2, 2)))  # on the CPU
+    assert not many_taps.suits(slab, weight, settings((2, 2, 2)))  # on the CPU
 
 
 @pytest.mark.gpu
 def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
     slab, weight, padding = half(1, 128, 4, 4, 4), half(128, 128, 5, 5, 5), (2, 2, 2)
-    assert wide_convolution.suits(slab, weight, settings(padding))
-    assert not wide_convolution.suits(slab.float(), weight.float(), settings(padding))
-    assert not wide_convolution.suits(slab, weight, settings(padding, stride=(2, 2, 2)))
-    assert not wide_convolution.suits(slab, weight, settings((5, 2, 2)))
-    assert not wide_convolution.suits(slab, weight[:64], settings(padding))
-    assert not wide_convolution.suits(slab, weight[..., :3, :3, :3], settings(padding))
-    assert not wide_convolution.suits(slab.contiguous(), weight, settings(padding))
-    assert not wide_convolution.forward_suits(slab, weight, settings(padding))
-    assert wide_convolution.forward_suits(half(1, 128, 16, 16, 16), weight, settings(padding))
+    assert many_taps.suits(slab, weight, settings(padding))
+    assert not many_taps.suits(slab.float(), weight.float(), settings(padding))
+    assert not many_taps.suits(slab, weight, settings(padding, stride=(2, 2, 2)))
+    assert not many_taps.suits(slab, weight, settings((5, 2, 2)))
+    assert not many_taps.suits(slab, weight[:64], settings(padding))
+    assert not many_taps.suits(slab, weight[..., :3, :3, :3], settings(padding))
+    assert not many_taps.suits(slab.contiguous(), weight, settings(padding))
+    assert not many_taps.forward_suits(slab, weight, settings(padding))
+    assert many_taps.forward_suits(half(1, 128, 16, 16, 16), weight, settings(padding))
 
 
 @pytest.mark.gpu
@@ -67,9 +67,9 @@ def test_kernels_equal_float64(name: str, dtype: torch.dtype) -> None:
     gradient = half(*expected.shape, dtype=dtype)
     (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32
-    got = wide_convolution.forward(x, weight, None, padding)
-    derived = wide_convolution.weight_gradient(gradient, x, weight, padding)
-    assert derived.equal(wide_convolution.weight_gradient(gradient, x, weight, padding))
+    got = many_taps.forward(x, weight, None, padding)
+    derived = many_taps.weight_gradient(gradient, x, weight, padding)
+    assert derived.equal(many_taps.weight_gradient(gradient, x, weight, padding))
     assert derived.is_contiguous(memory_format=torch.channels_last_3d)
     for value, other in ((got, expected.detach()), (derived, wanted)):
         assert value.shape == other.shape

@@ -1,0 +1,1 @@
+"""Losses about label maps, and the form that sharded volumes take."""
