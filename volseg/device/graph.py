@@ -5,36 +5,54 @@ takes longer than they run. A recorded function must do the same on every call: 
 device, the same shapes. Its collectives (NCCL) are recorded with it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from volseg.errors import ParallelError
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["Captured", "signature"]
+__all__ = ["Composed", "RecordedFunction", "modes", "signature"]
 
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, Enum)
 """Types of arguments, besides tensors, whose value says all."""
 
 
+class Composed(Protocol):
+    """A tensor to whoever looks that is made of others, such as a volume of slabs."""
+
+    @property
+    def arrangement(self) -> Hashable:
+        """How it is made of them: what must be the same for a recording to serve."""
+
+    def pieces(self) -> Sequence[Tensor]:
+        """Return the tensors that it is made of."""
+
+    def with_pieces(self, pieces: Sequence[Tensor]) -> Self:
+        """Return one of the same arrangement, made of others."""
+
+
+def is_composed(leaf: Any) -> TypeGuard[Composed]:
+    """Say whether a tensor is made of others."""
+    return hasattr(type(leaf), "with_pieces")
+
+
 def signature(inputs: Any) -> tuple[Any, ...] | None:
     """Return what must be the same for a recording to serve: structure, shapes, types, devices, plain values.
 
-    Of a sharded volume the whole shape counts, so that all processes that share it come to the same answer. None where
+    Of a composed tensor the whole shape counts, so that all processes that share it come to the same answer. None where
     an argument is of another type, which may hold something else in the next call.
     """
     leaves, structure = tree_flatten(inputs)
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            cut = leaf.dims if isinstance(leaf, ShardedVolume) else None
-            found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, cut))
+            made = leaf.arrangement if is_composed(leaf) else None
+            found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, made))
         elif isinstance(leaf, PLAIN):
             found.append((type(leaf), leaf))  # True == 1 == 1.0
         else:
@@ -42,7 +60,19 @@ def signature(inputs: Any) -> tuple[Any, ...] | None:
     return str(structure), *found
 
 
-class Captured:
+def modes() -> tuple[Any, ...]:
+    """Return the modes of torch under which a function would be recorded."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class RecordedFunction:
     """A function whose kernels were recorded.
 
     Call the function itself some times first, on ``stream``: libraries allocate and choose kernels on first use, which
@@ -53,13 +83,13 @@ class Captured:
     function : callable
         Takes the inputs by keyword and returns tensors; it may change other tensors in place (weights).
     inputs : mapping
-        Tensors and sharded volumes on a GPU by name, nested as you like; only their signature matters.
+        Tensors on a GPU by name, nested as you like; only their signature matters.
     generators : iterable of torch.Generator
         Generators that the function draws from, beside the device's default one. Each replay goes on from where they
         stand, so seeding one before a call has its effect.
     stream : torch.cuda.Stream, optional
         Where to record.
-    shares : Captured, optional
+    shares : RecordedFunction, optional
         A recording whose memory this one uses too: the results of each hold until the next call of either.
     """
 
@@ -70,7 +100,7 @@ class Captured:
         *,
         generators: Iterable[torch.Generator] = (),
         stream: torch.cuda.Stream | None = None,
-        shares: "Captured | None" = None,
+        shares: "RecordedFunction | None" = None,
     ) -> None:
         self.signature = signature(inputs)
         if any(tensor.requires_grad for tensor in _tensors(dict(inputs))):
@@ -107,7 +137,7 @@ class Captured:
 def _tensors(inputs: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in tree_flatten(inputs)[0]:
-        found += leaf.slabs if isinstance(leaf, ShardedVolume) else [leaf] if isinstance(leaf, Tensor) else []
+        found += leaf.pieces() if is_composed(leaf) else [leaf] if isinstance(leaf, Tensor) else []
     return found
 
 
@@ -116,6 +146,6 @@ def _versions(inputs: Any) -> list[int]:
 
 
 def _cloned(leaf: Any) -> Any:
-    if isinstance(leaf, ShardedVolume):
-        return wrap(leaf, [slab.clone() for slab in leaf.slabs])
+    if is_composed(leaf):
+        return leaf.with_pieces([piece.clone() for piece in leaf.pieces()])
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -9,8 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from volseg.device.graph import signature
-from volseg.parallel.state.recorded import modes
+from volseg.device.graph import modes, signature
 
 __all__ = ["Recorder", "Recording"]
 
@@ -167,6 +166,6 @@ class Recorder:
         self.refused = reason
         logger.warning(
             "the training step cannot be recorded as a CUDA graph and runs kernel by kernel (%s); to skip the attempt, "
-            "set training.capture to false, or call the step without CapturedStep",
+            "set training.capture to false, or call the step without RecordedStep",
             reason,
         )

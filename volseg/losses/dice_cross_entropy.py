@@ -7,7 +7,7 @@ own dtype, and the label map::
                                                                                        <-- slope of each sum
     gradient of the logits <-- softmax again, from the logits
 
-Between the two arrows shards add their sums (see ``operators.dice_cross_entropy``). A deep supervision head's label is
+Between the two arrows shards add their sums (see ``sharded``). A deep supervision head's label is
 the full one, read at a stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
 
 A label that is no class makes the loss NaN, and an error where the host may look at it without waiting (the CPU).

@@ -11,12 +11,13 @@ from volseg.losses.dice_cross_entropy import at_grid, check_shapes, class_sums, 
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.operators.resize import interpolate
 from volseg.parallel.spatial.plan.shards import bounds
-from volseg.parallel.spatial.table import TABLE, Entry
+from volseg.parallel.spatial.table import sharded_form
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["of_slabs"]
 
 
+@sharded_form(dice_cross_entropy)
 def of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the loss, a whole value; what the shards exchange is four numbers per sample and class."""
     del func, kwargs  # dice_cross_entropy hands its arguments over by position
@@ -37,18 +38,6 @@ def of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         pairs = zip(logits.slabs, labels, strict=True)
         sums = communicator.collect([class_sums(slab, own, terms).sum(0) for slab, own in pairs])
     return loss_of(sums, labels, terms, logits.shape)
-
-
-TABLE[dice_cross_entropy] = Entry(
-    "volseg.dice_cross_entropy",
-    "Losses",
-    of_slabs,
-    treated=None,
-    rehearsed=False,
-    broadcasts=False,
-    views=False,
-    perhaps=False,
-)
 
 
 def _coarser(label: ShardedVolume, size: Sequence[int]) -> Any:

@@ -22,6 +22,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
+from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
 
@@ -126,13 +129,9 @@ class ModelParallel(nn.Module):
         object.__setattr__(self, "strategy", None)
         common = {"devices": devices, "mesh": mesh, **options}
         if chosen == "spatial":
-            from volseg.parallel.spatial import SpatialStrategy
-
             common |= {"on_unsupported": on_unsupported, "checkpoint": checkpoint, "replicated": replicated}
             built: Strategy = SpatialStrategy(net, **common)
         else:
-            from volseg.parallel.pipeline import PipelineStrategy
-
             if on_unsupported != "raise" or checkpoint is not None:
                 raise ParallelError(
                     f"on_unsupported={on_unsupported!r} and checkpoint={checkpoint!r} belong to strategy='spatial'; "
@@ -171,8 +170,6 @@ class ModelParallel(nn.Module):
         return result
 
     def _take_layers(self, reason: str) -> None:
-        from volseg.parallel.pipeline import PipelineStrategy
-
         pipeline = PipelineStrategy(self.module, devices=self._arguments["devices"])
         object.__setattr__(self, "strategy", pipeline)
         self._tries, self.chosen = False, "pipeline"
@@ -244,9 +241,6 @@ def _choose(strategy: str, split_size: int | str | None) -> tuple[str, str]:
 
 
 def _is_in_one_process(strategy: Strategy) -> bool:
-    from volseg.parallel.spatial import SpatialStrategy
-    from volseg.parallel.spatial.transport.one_process import LocalDevices
-
     return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from volseg.device.graph import Captured
+from volseg.device.graph import RecordedFunction
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import ModelParallel
@@ -25,10 +25,10 @@ from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.state.recorded import RecordedState
 
-__all__ = ["CapturedStep"]
+__all__ = ["RecordedStep"]
 
 
-class CapturedStep:
+class RecordedStep:
     """A step function that is captured per input shape and then replayed.
 
     Drop or ``release`` it before ``destroy_process_group()``, which waits for recordings that are alive.
@@ -62,7 +62,7 @@ class CapturedStep:
         self.device = _one_gpu(model)
         self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
-        self._first: Captured | None = None
+        self._first: RecordedFunction | None = None
         network = model.module if isinstance(model, ModelParallel) else model
         # Where the attempt fails, the rates of all processes go back: a tensor rounds to float32, a number does not.
         state = RecordedState(network, optimizer, partial(_move_rates, optimizer, self.device))
@@ -133,7 +133,7 @@ class _RecordedStep:
         step: Callable[..., Any],
         inputs: tuple[Any, ...],
         stream: torch.cuda.Stream,
-        shares: Captured | None,
+        shares: RecordedFunction | None,
     ) -> None:
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
@@ -147,7 +147,7 @@ class _RecordedStep:
             if isinstance(self._group.communicator, ProcessGroupShards) and self._group.communicator.plane_mailbox:
                 self._group.communicator.plane_mailbox.settle()
         own = [] if self._own is None else [self._own]
-        self.captured = Captured(
+        self.captured = RecordedFunction(
             lambda inputs: step(*inputs), {"inputs": inputs}, generators=own, stream=stream, shares=shares
         )
         self._gradients = [parameter.grad for parameter in self._parameters]

@@ -145,7 +145,7 @@ def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, 
     """Return milliseconds of a step: forward in bfloat16, loss, backward, optimizer."""
     from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
     from volseg.parallel import ModelParallel
-    from volseg.parallel.spatial import CapturedStep
+    from volseg.parallel.spatial import RecordedStep
 
     model = ModelParallel(build(name), strategy="spatial", devices=[device])
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=device.type == "cuda")
@@ -160,7 +160,7 @@ def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, 
         optimizer.step()
         return loss.detach()
 
-    run_step: Callable[..., Any] = CapturedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
+    run_step: Callable[..., Any] = RecordedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
     host = []
     for _ in range(WARM_UP + MEASURED):
         begin = now(device)

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
-from volseg.parallel.recorded_step import CapturedStep
+from volseg.parallel.recorded_step import RecordedStep
 
 CLASSES = 3
 
@@ -120,7 +120,7 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    run: Any = CapturedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
+    run: Any = RecordedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
     for number in range(row.get("warm", 5)):
         if cuda and row.get("graph") and number == run.warm_up:  # this call records
             torch.cuda.reset_peak_memory_stats()

@@ -12,15 +12,13 @@ is one of these for each of them: the output's gradient takes the input's place,
 """
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.triton_tiles import tl, triton
-
-if TYPE_CHECKING:
-    from volseg.parallel.spatial.convolution.slab import Settings
 
 __all__ = ["few_out_suits", "forward", "suits", "weight_gradient", "weight_gradient_of_few_out"]
 
@@ -30,13 +28,13 @@ MOST_TAPS = 128
 MOST_OUT = 4
 
 
-def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: "Settings") -> bool:
+def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> bool:
     """Say whether the kernels take this convolution."""
     taps = weight.shape[1] * prod(weight.shape[2:])
     return bias is None and taps <= MOST_TAPS and _simple(slab, weight.shape[0], weight, settings)
 
 
-def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether the weight's gradient of this convolution is such a one: a wide kernel and few channels out."""
     taps = prod(weight.shape[2:])
     if (
@@ -49,7 +47,7 @@ def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: "Set
     return inside and slab.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def _simple(slab: Tensor, channels: int, weight: Tensor, settings: "Settings") -> bool:
+def _simple(slab: Tensor, channels: int, weight: Tensor, settings: Settings) -> bool:
     ones = (1,) * (slab.ndim - 2)
     simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
     half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype

@@ -14,16 +14,13 @@ product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each ta
 
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.convolution.stacks import LIMIT
 from volseg.device.triton_tiles import launch_on, processors, tl, triton
-
-if TYPE_CHECKING:
-    from volseg.parallel.spatial.convolution.slab import Settings
 
 __all__ = ["divider", "forward", "forward_suits", "suits", "weight_gradient"]
 
@@ -37,7 +34,7 @@ BV, BI, BO = 64, 128, 128
 """Voxels, channels in and channels out of a tile."""
 
 
-def suits(slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+def suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether the convolution is one of these."""
     ones = (1, 1, 1)
     if min(weight.shape[:2]) < FEWEST_CHANNELS or prod(weight.shape[2:]) < FEWEST_TAPS:
@@ -50,7 +47,7 @@ def suits(slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
     return here and half and simple and inside and small and slab.stride(1) == 1
 
 
-def forward_suits(slab: Tensor, weight: Tensor, settings: "Settings") -> bool:
+def forward_suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether ``forward`` is the faster way."""
     return suits(slab, weight, settings) and slab.shape[0] * slab.shape[2:].numel() >= FEWEST_VOXELS
 

@@ -7,23 +7,19 @@ outside of the matrix units and copies between layouts. Features are read with c
 contiguously, as losses read them.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from volseg.device import triton_tiles
+from volseg.device.convolution.settings import Settings
 from volseg.device.triton_tiles import even, launch_on, processors, spaced, tl, triton, voxel_count
-
-if TYPE_CHECKING:
-    from volseg.parallel.spatial.convolution.slab import Settings
 
 __all__ = ["backward", "forward", "suits"]
 
 MOST_CLASSES, MOST_FEATURES = 16, 256
 
 
-def suits(tensor: Tensor, weight: Tensor, settings: "Settings") -> bool:
+def suits(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether the kernels take this convolution; ``tensor`` is its input, or the gradient of its output."""
     dims = weight.ndim - 2
     ones, zeros = (1,) * dims, (0,) * dims

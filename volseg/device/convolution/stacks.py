@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.spatial.plan.shards import DIM
+from volseg.device.dims import DIM
 
 __all__ = ["LIMIT", "convolution", "convolution_backward"]
 

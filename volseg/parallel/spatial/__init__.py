@@ -37,21 +37,14 @@ written again, in Python, and both return wrong or no results for stock medical 
 backward pass is torch's own. Why not tracing: shapes and control flow stay the network's.
 """
 
-from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
-from volseg.parallel.recorded_step import CapturedStep
 from volseg.parallel.spatial.custom_function import pointwise_function
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.spatial.whole import whole
 
 __all__ = [
-    "CapturedStep",
     "ShardedVolume",
     "SpatialStrategy",
-    "from_slab",
-    "loads_batches",
     "pointwise_function",
-    "scatter_batch",
-    "slab_shape",
     "whole",
 ]

@@ -6,7 +6,7 @@ The steps are those of ``table``; each refuses what it does not know.
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,17 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
+from volseg.parallel.spatial.history import HISTORY, refuse_custom
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of
 from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
-__all__ = ["Copied", "check_history", "dispatch", "in_planes"]
+__all__ = ["Copied", "dispatch", "in_planes"]
 
 PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
 """Most arguments of most functions: told by one look at the type."""
 
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
-
-HISTORY: Any = Tensor.grad_fn
-"""The property itself: asked of the shell, where ``volume.grad_fn`` would go through the table."""
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -50,7 +48,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             merged = merged or volume.merged is not None
             by_sample = by_sample or volume.dims[0] == 0
             if HISTORY.__get__(volume) is not None:
-                _refuse_custom(volume)
+                refuse_custom(volume)
             if volume.origin is not None:
                 volume.origin.check()
         if entry is None:
@@ -181,23 +179,4 @@ def _check_layouts(func: Callable, result: Any) -> None:
                     )
 
 
-def check_history(volume: ShardedVolume) -> None:
-    """Refuse a volume that came through a custom function, before its slabs are read past the table."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if HISTORY.__get__(volume) is not None:
-            _refuse_custom(volume)
-
-
-def _refuse_custom(volume: ShardedVolume) -> NoReturn:
-    node = HISTORY.__get__(volume)
-    if node.name() == "BackwardHookFunctionBackward":
-        raise UnsupportedOperatorError(
-            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
-            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
-            f"output.register_hook(...)"
-        )
-    raise UnsupportedOperatorError(
-        f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
-        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
-        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
-    )
+ShardedVolume.run_function = staticmethod(dispatch)

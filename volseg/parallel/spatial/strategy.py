@@ -13,16 +13,17 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
+from volseg.device.dims import DIM
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.copied_view import plain
 from volseg.parallel.spatial.custom_function import no_script
-from volseg.parallel.spatial.dispatch import check_history
 from volseg.parallel.spatial.gathered import volumes
+from volseg.parallel.spatial.history import check_history
 from volseg.parallel.spatial.inputs import CutInput
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
-from volseg.parallel.spatial.plan.shards import DIM, can_split
+from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.mesh import Processes, join, own_device

@@ -35,6 +35,7 @@ __all__ = [
     "handles_samples",
     "honour_merged",
     "refuse",
+    "sharded_form",
 ]
 
 Handler = Callable[..., Any]
@@ -65,6 +66,8 @@ class Entry:
 
     Attributes
     ----------
+    family
+        Where the documentation lists it; None for functions that are not torch's.
     treated
         The arguments that the handler treats; None for all of them.
     rehearsed
@@ -81,7 +84,7 @@ class Entry:
     """
 
     name: str
-    family: str
+    family: str | None
     handler: Handler
     treated: frozenset[str] | None
     rehearsed: bool
@@ -141,6 +144,36 @@ def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = 
     return register
 
 
+def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
+    """Register what runs in the place of a function of one's own where one of its arguments is a sharded volume.
+
+    The handler gets ``(function, args, kwargs)`` as they come. The function must ask for it, as torch's own do:
+    ``torch.overrides.handle_torch_function(function, tensors, *args, **kwargs)``.
+
+    Raises
+    ------
+    ValueError
+        If the function has a form already.
+    """
+
+    def register(handler: Handler) -> Handler:
+        if function in TABLE or function in COMPOSITES:
+            raise ValueError(f"{function.__qualname__} has a sharded form already")
+        TABLE[function] = Entry(
+            function.__qualname__,
+            family=None,
+            handler=handler,
+            treated=None,
+            rehearsed=False,
+            broadcasts=False,
+            views=False,
+            perhaps=False,
+        )
+        return handler
+
+    return register
+
+
 def handles_samples(*names: str) -> Callable[[Handler], Handler]:
     """Register the form of entries for volumes that are cut along dim 0; it takes the entry's arguments by name."""
 
@@ -186,9 +219,11 @@ def _find(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def documented() -> dict[str, list[str]]:
-    """Return the names of the supported functions by family."""
+    """Return the names of torch's supported functions by family."""
     families: dict[str, set[str]] = {}
     listed: list[Entry | Composite] = [*TABLE.values(), *COMPOSITES.values()]
     for entry in listed:
+        if entry.family is None:
+            continue
         families.setdefault(entry.family, set()).add(entry.name)
     return {family: sorted(names) for family, names in families.items()}

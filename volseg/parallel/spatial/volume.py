@@ -6,13 +6,14 @@ function without a sharded form raises; none is ever run on the empty shell.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.history import check_history
 from volseg.parallel.spatial.plan.shards import Merged, Span, spans
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class ShardedVolume(Tensor):
         Communicator and settings.
     """
 
+    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
+    """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
     dims: tuple[int, ...]
     context: Context
     recipe: "Recipe | None" = None
@@ -97,10 +100,7 @@ class ShardedVolume(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # The table's modules import this one.
-        from volseg.parallel.spatial.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return cls.run_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -263,6 +263,19 @@ class ShardedVolume(Tensor):
         """Number of planes along each of ``dims``."""
         return [self._shape[dim] for dim in self.dims]
 
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """What a recording depends on besides the slabs (see ``device.graph``)."""
+        return self.dims
+
+    def pieces(self) -> list[Tensor]:
+        """Return the slabs, as a recording copies them."""
+        return self.slabs
+
+    def with_pieces(self, pieces: Sequence[Tensor]) -> "ShardedVolume":
+        """Return a volume of other slabs that is cut alike."""
+        return wrap(self, pieces)
+
     def to_local(self) -> Tensor:
         """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
         if self.origin is not None:
@@ -271,14 +284,14 @@ class ShardedVolume(Tensor):
             raise UnsupportedOperatorError(
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
             )
-        _check_history(self)
+        check_history(self)
         if self.origin is not None:
             self.origin.check()
         return self.slabs[0]
 
     def full_tensor(self) -> Tensor:
         """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
-        _check_history(self)
+        check_history(self)
         if self.origin is not None:
             self.origin.check()
         if self.merged is not None:
@@ -336,12 +349,6 @@ class ShardedVolume(Tensor):
 
     def __hash__(self) -> int:
         return id(self)
-
-
-def _check_history(volume: ShardedVolume) -> None:
-    from volseg.parallel.spatial.dispatch import check_history  # which imports this module
-
-    check_history(volume)
 
 
 def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:

@@ -22,19 +22,7 @@ from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
 from volseg.parallel.state.watch import Watch
 
-__all__ = ["RecordedState", "modes"]
-
-
-def modes() -> tuple[Any, ...]:
-    """Return the modes of torch under which a function would be recorded."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+__all__ = ["RecordedState"]
 
 
 class _Reads(TorchFunctionMode):

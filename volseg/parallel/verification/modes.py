@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map
 
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.pipeline.observe.costs import observe as watch_calls
+from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
@@ -258,7 +261,6 @@ class Comparison:
         return seen, ""
 
     def _run_captured(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
-        from volseg.parallel.recorded_step import CapturedStep
 
         def step(*arguments: Any) -> Any:
             model.zero_grad(set_to_none=True)
@@ -266,7 +268,7 @@ class Comparison:
             self.objective(outputs).backward()
             return tree_map(whole, outputs)
 
-        captured = CapturedStep(model, step, warm_up=RECORDED_AFTER)
+        captured = RecordedStep(model, step, warm_up=RECORDED_AFTER)
         try:
             seen = observe(model, self.subjects[True].inputs, lambda given: captured(*given), steps, leaves=False)
         finally:
@@ -333,9 +335,6 @@ def _must_differ(found: Difference) -> Difference:
 
 def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
-    from volseg.parallel.pipeline.observe.costs import observe as watch_calls
-    from volseg.parallel.pipeline.observe.trace import segments
-
     arguments = tuple(pieces(subject.inputs, split_size)[0])
     with seeded(0), torch.no_grad():
         _, trace, _ = watch_calls(subject.net, arguments, {}, subject.inputs[0].device)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.plan.shards import DIM
+from volseg.device.dims import DIM
 
 __all__ = ["copied", "count", "outer", "restore", "uninitialized"]
 

@@ -13,18 +13,19 @@ travels back.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution.settings import Settings
+from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.device.norm import choice
 from volseg.parallel.spatial.convolution import kept_halo
 from volseg.parallel.spatial.lazy.recipes import Join, Recipe, Write
-from volseg.parallel.spatial.plan.shards import DIM
 from volseg.parallel.spatial.plan.windows import Window
 from volseg.parallel.spatial.transport.halo import (
     Halo,
@@ -39,31 +40,7 @@ from volseg.parallel.spatial.transport.halo import (
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["Settings", "convolve", "plan"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of ``torch.ops.aten.convolution`` besides the tensors."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
-
-    @cached_property
-    def arguments(self) -> tuple[Any, ...]:
-        """In torch's order."""
-        return (
-            list(self.stride),
-            list(self.padding),
-            list(self.dilation),
-            self.transposed,
-            list(self.output_padding),
-            self.groups,
-        )
+__all__ = ["convolve", "plan"]
 
 
 @dataclass(frozen=True, slots=True)

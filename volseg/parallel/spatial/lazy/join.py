@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.lazy.norm import Moment
 from volseg.parallel.spatial.lazy.recipes import Recipe, joined, kept
 from volseg.parallel.spatial.lazy.recomputed import Again
-from volseg.parallel.spatial.plan.shards import DIM
 from volseg.parallel.spatial.transport.halo import Halo, Wait, roomy, write_outer_first
 from volseg.parallel.spatial.volume import ShardedVolume
 

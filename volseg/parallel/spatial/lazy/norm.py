@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.device.norm import choice
 from volseg.device.peer.values import CAPACITY
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.lazy.recipes import Recipe, normalized
-from volseg.parallel.spatial.plan.shards import DIM, spans
+from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait, roomy, write_outer_first
 from volseg.parallel.spatial.volume import ShardedVolume
 

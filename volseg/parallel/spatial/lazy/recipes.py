@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from volseg.device.dims import DIM
 from volseg.device.norm import choice
-from volseg.parallel.spatial.plan.shards import DIM
 
 __all__ = ["Copy", "Join", "Normalize", "Recipe", "Write", "joined", "kept", "normalized"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from volseg.device.dims import DIM
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.lazy.recipes import Recipe
-from volseg.parallel.spatial.plan.shards import DIM
 from volseg.parallel.spatial.transport.halo import Halo, Wait, roomy, write_outer_first
 
 __all__ = ["Again"]

@@ -1,6 +1,5 @@
 """The sharded operators, one family per module; importing this package fills the table."""
 
-from volseg.losses import sharded
 from volseg.parallel.spatial.operators import (
     activations,
     autograd,
@@ -38,7 +37,6 @@ __all__ = [
     "conversions",
     "convolution",
     "counting",
-    "dice_cross_entropy",
     "dims",
     "distances",
     "dropout",

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.operators.pointwise import elementwise, rewrap, run_local
-from volseg.parallel.spatial.operators.reductions import HALF, norm, over_dims
+from volseg.parallel.spatial.operators.pointwise import elementwise, pointwise, rewrap, run_local
+from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["along_dim"]
+__all__ = ["along_dim", "extremum"]
 
 ALONG_ONE = [
     "softmax",
@@ -57,6 +57,19 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     rest = args[1:] if args else ()
     settings = {name: value for name, value in kwargs.items() if value is not volume}
     return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
+
+
+@handles("Reductions", "max", "min")
+def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
+    named = bind(func, args, kwargs)
+    if "other" in named:
+        larger = torch.maximum if func.__name__ == "max" else torch.minimum
+        return pointwise(larger, (named["input"], named["other"]), {})
+    if "dim" not in named:
+        kind = "amax" if func.__name__ == "max" else "amin"
+        return extremes(kind, named["input"], list(range(named["input"].ndim)))
+    return along_dim(func, args, kwargs)
 
 
 def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.settings import Settings
 from volseg.device.convolution.stacks import LIMIT
 from volseg.parallel.spatial.contract import rehearsed
-from volseg.parallel.spatial.convolution.slab import Plan, Settings, convolve
+from volseg.parallel.spatial.convolution.slab import Plan, convolve
 from volseg.parallel.spatial.convolution.slab import plan as direct_plan
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (

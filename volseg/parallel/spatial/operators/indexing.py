@@ -14,6 +14,7 @@ from torch import Tensor
 from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
+from volseg.parallel.spatial.operators.joins import cat
 from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
@@ -267,8 +268,6 @@ def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
 @handles("Slices and joins", "diff")
 def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Subtract neighbouring planes, along the cut too."""
-    from volseg.parallel.spatial.operators.joins import cat
-
     parts = [part for part in (prepend, input, append) if part is not None]
     volume = cat(torch.cat, parts, dim) if len(parts) > 1 else input
     if n == 0:

@@ -46,7 +46,7 @@ honour_merged(
     *(products.einsum, products.reversed_matmul, products.matmul, products.dot, products.outer, products.inner),
     *(products.tensordot, products.added_product, products.linear, products.attention),
     *(reductions.reduce, reductions.logsumexp, reductions.any_or_all, reductions.product, reductions.count_nonzero),
-    *(reductions.extreme, reductions.aminmax, reductions.extremum, reductions.variance, reductions.norm),
+    *(reductions.extreme, reductions.aminmax, channels.extremum, reductions.variance, reductions.norm),
     *(reductions.matrix_or_vector_norm, reductions.equal, reductions.allclose, reductions.masked_select),
     *(reductions.nanmean, reductions.trapezoid),
     *(

@@ -11,7 +11,6 @@ from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.arguments import dims_of
 from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, pointwise, run_local
-from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -213,21 +212,6 @@ class _Value(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (count,) = ctx.saved_tensors
         return gradient / count, None, None
-
-
-@handles("Reductions", "max", "min")
-def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
-    from volseg.parallel.spatial.operators.channels import along_dim  # which imports this module
-
-    named = bind(func, args, kwargs)
-    if "other" in named:
-        larger = torch.maximum if func.__name__ == "max" else torch.minimum
-        return pointwise(larger, (named["input"], named["other"]), {})
-    if "dim" not in named:
-        kind = "amax" if func.__name__ == "max" else "amin"
-        return extremes(kind, named["input"], list(range(named["input"].ndim)))
-    return along_dim(func, args, kwargs)
 
 
 @handles("Reductions", "var", "std", "var_mean", "std_mean")

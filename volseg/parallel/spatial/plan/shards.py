@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["DIM", "Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
-
-DIM = 2
-"""The dim (D) whose planes lie one behind the other in memory: only cuts along it take the fast ways."""
+__all__ = ["Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
 
 Span = tuple[int, int]
 """First plane and one past the last."""

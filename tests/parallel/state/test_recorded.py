@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.device.graph import Captured, signature
+from volseg.device.graph import RecordedFunction, signature
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.state.recorded import RecordedState
@@ -300,7 +300,7 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
 def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:
     """Its gradient would have gone to the recording's copy."""
     with pytest.raises(ParallelError, match=r"pass input.detach\(\)"):
-        Captured(lambda x: x, {"x": X.clone().requires_grad_()})
+        RecordedFunction(lambda x: x, {"x": X.clone().requires_grad_()})
 
 
 def test_an_argument_that_cannot_be_known_is_never_recorded(made: SimpleNamespace) -> None:

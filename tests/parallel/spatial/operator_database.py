@@ -1,9 +1,9 @@
 """Every operator of torch's own test database on volumes, beside torch: equal or refused, never wrong.
 
-    python tests/parallel/sharding/operator_database.py            # every case, compared with the committed table
-    python tests/parallel/sharding/operator_database.py --thin     # the cases of ``make test``
-    python tests/parallel/sharding/operator_database.py --only nn.functional.conv3d "volumes.*"
-    python tests/parallel/sharding/operator_database.py --write    # the committed table, anew; with --thin its half
+    python tests/parallel/spatial/operator_database.py            # every case, compared with the committed table
+    python tests/parallel/spatial/operator_database.py --thin     # the cases of ``make test``
+    python tests/parallel/spatial/operator_database.py --only nn.functional.conv3d "volumes.*"
+    python tests/parallel/spatial/operator_database.py --write    # the committed table, anew; with --thin its half
 
 The database is private to torch: importing it changes global settings (cuDNN's flags, Hypothesis' profile). The tests
 therefore run this file in a process of its own. The table holds, for each operator, how many cases are equal and how

@@ -7,17 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from volseg.device.convolution.settings import Settings
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial.convolution.slab import Settings
-
-collect_ignore = [
-    # A script and its parts, which import each other: test_operator_database.py runs it in a process of its own.
-    "database_calls.py",
-    "differential.py",
-    "module_database.py",
-    "operator_database.py",
-    "volume_samples.py",
-]
 
 
 @pytest.fixture

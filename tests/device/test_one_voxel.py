@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import one_voxel
-from volseg.parallel.spatial.convolution.slab import Settings
+from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "U-Net": ((9, 32, 20, 28, 20), 3),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import few_taps
-from volseg.parallel.spatial.convolution.slab import Settings
+from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
     "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),

@@ -494,16 +494,6 @@ def test_the_report_of_errors_alone_still_prints():
     assert "5.0e-01  gradient of weight" in str(report)
 
 
-def test_the_old_place_still_gives_the_names():
-    from volseg.parallel.spatial.verify import TOLERANCE, compare, default_objective
-    from volseg.parallel.spatial.verify import verify as old
-
-    assert old is verify
-    assert compare is not None
-    assert default_objective([]).item() == 0
-    assert TOLERANCE == 1e-9
-
-
 @pytest.mark.gpu
 def test_a_recorded_step_is_compared_on_a_gpu():
     net = nn.Sequential(conv(1, 3), nn.InstanceNorm3d(3, affine=True), nn.ReLU(), conv(3, 2))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import many_taps
-from volseg.parallel.spatial.convolution.slab import Settings
+from volseg.device.convolution.settings import Settings
 
 SHAPES = {
     "even": ((1, 128, 8, 8, 8), 128, (2, 2, 2)),
