@@ -86,8 +86,9 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
 def main() -> None:
     """Measure all cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/wide_convolution.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/wide_convolution.json"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
