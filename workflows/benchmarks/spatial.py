@@ -298,8 +298,9 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="GiB that each process may use; the searches find what then fits")
     parser.add_argument("--multiple", type=int, default=64, help="sides that the searches try are multiples of this")
     parser.add_argument("--total", type=float, default=500, help="seconds after which no row is started")
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/spatial.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/scaling.json"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     wanted = json.loads(arguments.rows) if arguments.rows else rows(arguments.gpus, set(arguments.parts))
     for row in wanted:
         if row["kind"] == "largest":

@@ -1,6 +1,6 @@
 """Convolutions of 5 x 5 x 5 voxels and many channels: cuDNN's choices beside ``volseg``'s.
 
-    python workflows/benchmarks/many_taps.py --output results.json
+    python workflows/benchmarks/wide_convolution.py --output results.json
 
 TFLOP/s in bf16 with channels last, the best of several calls: forward, the input's gradient and the weights' by cuDNN,
 with and without its trials (``cudnn.benchmark``), and forward and the weights' gradient as ``volseg`` computes them.
@@ -86,8 +86,9 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
 def main() -> None:
     """Measure all cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/many_taps.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/wide_convolution.json"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
