@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from volseg.parallel.pipeline.flow import transfer
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
-from volseg.parallel.pipeline.observe.costs import observe
+from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import segments
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 
@@ -55,7 +55,7 @@ def on_fake_devices(net: nn.Module, placement: Placement, fake: FakeTensorMode) 
 def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
     net = Net()
     x, weight = torch.randn(2, 2, 4, 4, 4), torch.randn(())
-    _, trace, _ = observe(net, (x, weight), {}, torch.device("cpu"))
+    _, trace, _ = observe_copy(net, (x, weight), {}, torch.device("cpu"))
     found = segments(trace)
     placement = place(net, trace, [1] * len(found), [torch.device("cpu")] * len(found))
     # Selecting a device and its streams needs a driver.

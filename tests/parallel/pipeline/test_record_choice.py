@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
 from volseg.parallel.pipeline.fingerprint import Fingerprint
-from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Watch, situation
+from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Behaviour, situation
 
 
 class Net(nn.Module):
@@ -34,7 +34,7 @@ def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
 
 
 def test_watch_tells_a_forward_that_changes_from_sizes_that_differ():
-    watch = Watch()
+    watch = Behaviour()
     watch.note(2, 11)
     watch.note(1, 12)
     assert watch.is_steady

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
 from volseg.parallel.pipeline.micro_batch import split
-from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.rehearsal import rehearse
 from volseg.parallel.pipeline.record.replay import Replay
 
@@ -26,7 +26,7 @@ def recorded(net: nn.Module, x: Tensor, lanes: int = 1):
     strategy.plan(x)
     calls = split((x,), {}, 2)
     rehearsal = rehearse(net, strategy.placement, calls, [2, 2])
-    return rehearsal, Replay(capture(net, strategy.placement, calls, lanes), [2, 2], CPU, [True])
+    return rehearsal, Replay(record_batch(net, strategy.placement, calls, lanes), [2, 2], CPU, [True])
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -41,17 +41,17 @@ def test_right_recording_passes_and_nothing_is_changed(lanes):
 
 
 def spoil_output(replay: Replay) -> None:
-    replay.captured.slots[1].parts[1].edges[0].source = torch.zeros_like(
-        replay.captured.slots[1].parts[1].edges[0].source
+    replay.recorded.slots[1].parts[1].edges[0].source = torch.zeros_like(
+        replay.recorded.slots[1].parts[1].edges[0].source
     )
 
 
 def spoil_gradient(replay: Replay) -> None:
-    replay.captured.slots[0].parts[0].sends.clear()
+    replay.recorded.slots[0].parts[0].sends.clear()
 
 
 def spoil_reach(replay: Replay) -> None:
-    for slot in replay.captured.slots:
+    for slot in replay.recorded.slots:
         slot.outputs[0].reaches = frozenset()
 
 

@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
 from volseg.parallel.pipeline.micro_batch import split
-from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.replay import Replay
 
 CPU = torch.device("cpu")
@@ -17,10 +17,10 @@ def test_all_gradients_leave_before_any_backward_begins():
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(6, 2)
     strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["1"])
     strategy.plan(x)
-    replay = Replay(capture(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU, [True])
-    landings = [slot.outputs[0].landing for slot in replay.captured.slots]
+    replay = Replay(record_batch(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU, [True])
+    landings = [slot.outputs[0].landing for slot in replay.recorded.slots]
     seen: list[list[Tensor]] = []
-    for slot in replay.captured.slots:
+    for slot in replay.recorded.slots:
         for part in slot.parts:
             launch = part.backward.replay
 

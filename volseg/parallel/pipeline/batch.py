@@ -15,7 +15,7 @@ from volseg.parallel.pipeline.flow.transfer import Passage, send
 from volseg.parallel.pipeline.micro_batch import Call, copies_of, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.costs import copy_of, moved
-from volseg.parallel.pipeline.record.choice import Watch, WatchedRun
+from volseg.parallel.pipeline.record.choice import Behaviour, ObservedRun
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
 
@@ -30,7 +30,7 @@ def run_batch(
     is_batch: Sequence[bool],
     sizes: Sequence[int],
     target: torch.device,
-    watch: Watch | None = None,
+    watch: Behaviour | None = None,
 ) -> Any:
     """Run the micro-batches; give back to the caller's tensors what forward changes in them.
 
@@ -68,11 +68,11 @@ def _flow(
     calls: Sequence[Call],
     sizes: Sequence[int],
     target: torch.device,
-    watch: Watch | None = None,
+    watch: Behaviour | None = None,
 ) -> list[Any]:
-    """Launch the micro-batches one after another.
+    """Start the micro-batches one after another.
 
-    Launching is asynchronous: while the second stage computes the first micro-batch, the first stage has been
+    Kernels run behind the host: while the second stage computes the first micro-batch, the first stage has been
     given the second. Every device works through its own queue in the order of the micro-batches.
     """
     statistics = WholeBatchStatistics(len(calls))
@@ -80,10 +80,10 @@ def _flow(
     outputs, passages = [], []
     for index, (args, kwargs) in enumerate(calls):
         statistics.begin(index)
-        run = (PlacedRun if watch is None else WatchedRun)(placement, statistics, borrowed)
+        run = (PlacedRun if watch is None else ObservedRun)(placement, statistics, borrowed)
         with run:
             output = net(*args, **kwargs)
-        if isinstance(run, WatchedRun) and watch is not None:
+        if isinstance(run, ObservedRun) and watch is not None:
             watch.note(sizes[index], run.signature, run.changed)
         output, sent = _send_home(output, target)
         outputs.append(output)

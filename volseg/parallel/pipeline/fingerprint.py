@@ -19,7 +19,7 @@ class Fingerprint:
     Parameters
     ----------
     net
-        The network, whose hooks are installed (``run.watch``).
+        The network, whose hooks are installed (``run.install_hooks``).
     sees_tensors
         Whether one tensor in the place of another is a difference.
     """

@@ -17,12 +17,12 @@ from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, sta
 from volseg.parallel.pipeline.fingerprint import Fingerprint
 from volseg.parallel.pipeline.flow.placement import Placement, place
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, candidates, split, split_sizes
-from volseg.parallel.pipeline.observe.costs import activations_of, measure, observe
+from volseg.parallel.pipeline.observe.costs import activations_of, measure, observe_copy
 from volseg.parallel.pipeline.observe.trace import Trace, segments
 from volseg.parallel.pipeline.plan.balance import quickest, spans
 from volseg.parallel.pipeline.plan.memory import held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
-from volseg.parallel.pipeline.plan.stages import Plan, make_plan, memory_limits
+from volseg.parallel.pipeline.plan.stages import StagePlan, memory_limits, plan_stages
 from volseg.parallel.pipeline.record.choice import Recordings, situation
 from volseg.parallel.state.random import own_random_numbers
 
@@ -225,13 +225,15 @@ class PipelineStrategy:
             self._place_planned(plans[chosen], chosen)
         return chosen
 
-    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> Plan:
+    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
         """Measure a micro-batch and choose a cut, of those that are still free."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
         micro_batches = len(split_sizes(batch, split_size))
-        return make_plan(measured, self.devices, micro_batches, memory_limits(self.devices), self._recordings.are_made)
+        return plan_stages(
+            measured, self.devices, micro_batches, memory_limits(self.devices), self._recordings.are_made
+        )
 
-    def _place_planned(self, plan: Plan, samples: int) -> None:
+    def _place_planned(self, plan: StagePlan, samples: int) -> None:
         if plan.note:
             logger.warning("%s: %s", type(self.net).__name__, plan.note)
         notes = [note for note in (plan.note, plan.memory_note) if note]
@@ -242,9 +244,9 @@ class PipelineStrategy:
         assert self.cuts is not None
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
-            _, trace, recording = observe(self.net, *micro_batch(samples), self.devices[0])
+            _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
         found = segments(trace)
-        activations = activations_of(recording, found)
+        activations = activations_of(observer, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
         layers = [
             LayerCost(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.pipeline.observe.costs import observe as watch_calls
+from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.verification.comparison import (
@@ -337,7 +337,7 @@ def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
     arguments = tuple(pieces(subject.inputs, split_size)[0])
     with seeded(0), torch.no_grad():
-        _, trace, _ = watch_calls(subject.net, arguments, {}, subject.inputs[0].device)
+        _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
     starts = [segment.calls[0].path for segment in segments(trace)]
     known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))
     if not known:

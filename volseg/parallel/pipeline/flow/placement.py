@@ -19,7 +19,7 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.statistics import (
     NORMS,
     FrozenStatistics,
-    Statistics,
+    RunningStatistics,
     batch_counters,
     bound,
     norm_with,
@@ -130,7 +130,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     placement.written = tuple(states[name] for name in sorted(trace.written))
     placement.changes_arguments = trace.changes_arguments
     placement.buffered = tuple(module for module in net.modules() if module._buffers)
-    runs.watch(net)
+    runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():
         runs.latecomers[module] = weak
@@ -161,7 +161,7 @@ class PlacedRun(runs.Run):
     """One micro-batch's passage over the stages.
 
     Inside of leaves that the trace found self-contained, functions run unseen: looking at each costs several
-    microseconds, which launching kernels cannot spare.
+    microseconds, which the queueing of kernels cannot spare.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class PlacedRun(runs.Run):
     def __init__(
         self,
         placement: Placement,
-        statistics: Statistics | None = None,
+        statistics: RunningStatistics | None = None,
         borrowed: dict[Any, Tensor] | None = None,
     ) -> None:
         super().__init__()

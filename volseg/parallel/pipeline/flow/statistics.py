@@ -29,7 +29,7 @@ __all__ = [
     "NORMS",
     "FrozenStatistics",
     "NormSite",
-    "Statistics",
+    "RunningStatistics",
     "WholeBatchStatistics",
     "batch_counters",
     "bound",
@@ -47,7 +47,7 @@ def batch_counters(net: nn.Module) -> frozenset[int]:
     return frozenset(id(counter) for counter in found if counter is not None)
 
 
-class Statistics(Protocol):
+class RunningStatistics(Protocol):
     """What a run does where a norm would update its running statistics."""
 
     def norm(self, site: "NormSite") -> Tensor:
@@ -83,7 +83,7 @@ class FrozenStatistics:
 
 
 class _Gathered:
-    """Statistics of one norm call, one row per micro-batch."""
+    """RunningStatistics of one norm call, one row per micro-batch."""
 
     def __init__(self, site: NormSite, rows: int) -> None:
         self.running, self.momentum, self.by_instance = site.running, site.momentum, site.by_instance
@@ -135,7 +135,7 @@ def combine(
 def _commit(calls: Sequence[_Gathered]) -> None:
     """Move the running statistics of some norms of one device towards those of all micro-batches together.
 
-    All at once: a network of fifty norms would otherwise launch hundreds of tiny kernels between forward and loss.
+    All at once: a network of fifty norms would otherwise queue hundreds of tiny kernels between forward and loss.
     """
     first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
     means, variances = torch.cat([kept.rows for kept in calls], 2)
@@ -228,7 +228,9 @@ def bound(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     return {**dict(zip(NORMS[function].names, args, strict=False)), **kwargs}
 
 
-def norm_with(statistics: Statistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def norm_with(
+    statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing."""
     form, given = NORMS[function], bound(function, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")

@@ -20,18 +20,18 @@ from torch.utils import _pytree as pytree
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.micro_batch import Call, private
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Recording, record
+from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
 from volseg.parallel.pipeline.observe.trace import Segment, Trace, segments
 from volseg.parallel.pipeline.plan.memory import Activation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe"]
+__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe_copy"]
 
 REPEATS = 2
 """Timed passes after one to warm up; the quickest counts."""
 
-# Long enough for the host to queue a part before the device starts on it, else launching would be timed.
+# Long enough for the host to queue a part before the device starts on it, else the host would be timed.
 SLEEP_CYCLES = 2_000_000
 
 
@@ -43,13 +43,13 @@ class Measured:
     segments: tuple[Segment, ...]
     layers: tuple[LayerCost, ...]
     activations: tuple[Activation, ...]
-    launch_ms: float
-    """Host time in which one micro-batch's forward is launched; 0 where functions run on the host anyway."""
+    host_ms: float
+    """Host time in which one micro-batch's forward is queued; 0 where functions run on the host anyway."""
 
 
-def observe(
+def observe_copy(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[nn.Module, Trace, Recording]:
+) -> tuple[nn.Module, Trace, Observer]:
     """Copy the network to ``device``, watch the copy, and record one forward of it.
 
     Without the user's hooks, and without keeping what backward needs, if that will do: a hook may change shapes, and a
@@ -61,11 +61,11 @@ def observe(
         probe = copy_of(net, device, with_hooks)
         own_args, own_kwargs = moved((args, kwargs), device)
         try:
-            trace, recording = record(probe, own_args, own_kwargs, counts)
+            trace, observer = observe(probe, own_args, own_kwargs, counts)
         except Exception as failure:  # that of the first way is the network's own
             first = first or failure
             continue
-        return probe, trace, recording
+        return probe, trace, observer
     assert first is not None
     raise first
 
@@ -98,11 +98,11 @@ def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module
             f"Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
     if not with_hooks:
-        runs.unwatch(probe)
+        runs.remove_hooks(probe)
     for state in (*probe.parameters(), *probe.buffers()):
         state.data = state.data.to(device)
         state.grad = None
-    runs.watch(probe)
+    runs.install_hooks(probe)
     return probe
 
 
@@ -119,7 +119,7 @@ def measure(
     on_gpu = device.type == "cuda"
     selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
     with selected, own_random_numbers([device]):
-        probe, trace, recording = observe(net, args, kwargs, device)
+        probe, trace, observer = observe_copy(net, args, kwargs, device)
         found = segments(trace)
         passes = []
         for _ in range(repeats + 1):
@@ -128,9 +128,9 @@ def measure(
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
-        launch_ms = _launch_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
+        host_ms = _host_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
-    activations = activations_of(recording, found)
+    activations = activations_of(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
         LayerCost(
@@ -139,14 +139,14 @@ def measure(
             backward_ms=backward,
             parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
             activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
-            sent_bytes=sum(recording.made_bytes[number] for number in segment.sends),
+            sent_bytes=sum(observer.made_bytes[number] for number in segment.sends),
         )
         for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
     ]
-    return Measured(trace, tuple(found), tuple(layers), tuple(activations), launch_ms)
+    return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
 
 
-def activations_of(recording: Recording, parts: Sequence[Segment]) -> list[Activation]:
+def activations_of(observer: Observer, parts: Sequence[Segment]) -> list[Activation]:
     """Return what outlives an operation, by the segments that handle it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
@@ -156,12 +156,12 @@ def activations_of(recording: Recording, parts: Sequence[Segment]) -> list[Activ
 
     found = [
         Activation(block.num_bytes, named({block.made})[0], named(block.read), named(block.kept))
-        for block in recording.blocks
+        for block in observer.blocks
     ]
     return [block for block in found if block.kept or set(block.read) - {block.made}]
 
 
-def _launch_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the host time of one forward that keeps nothing."""
 
     def dropped(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)

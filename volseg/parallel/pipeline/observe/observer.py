@@ -1,6 +1,6 @@
-"""Record one forward as a ``Trace``: module calls, torch functions, what they read, keep and change.
+"""Write one forward down as a ``Trace``: module calls, torch functions, what they read, keep and change.
 
-Nothing is kept for backward (saved tensors are counted and dropped), so recording needs little more memory than
+Nothing is kept for backward (saved tensors are counted and dropped), so observing needs little more memory than
 inference.
 """
 
@@ -19,7 +19,7 @@ from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, ba
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
 
-__all__ = ["Block", "Recording", "record"]
+__all__ = ["Block", "Observer", "observe"]
 
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -67,7 +67,7 @@ class _Memory:
         return known[1]
 
 
-class Recording(runs.Run):
+class Observer(runs.Run):
     """Write down what a forward does."""
 
     def __init__(self, net: nn.Module, counts: bool = True) -> None:
@@ -88,7 +88,7 @@ class Recording(runs.Run):
         self._changes_arguments = False
         self._number = 0
 
-    def __enter__(self) -> "Recording":
+    def __enter__(self) -> "Observer":
         hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda dropped: dropped)
         self._hooks = hooks if self._counts else contextlib.nullcontext()
         self._hooks.__enter__()
@@ -214,15 +214,15 @@ def _random_state(read: list[Tensor]) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def record(
+def observe(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
-) -> tuple[Trace, Recording]:
+) -> tuple[Trace, Observer]:
     """Run a watched network once and return what it did.
 
     Unless it ``counts`` what backward needs, that is kept: for networks that differentiate inside.
     """
-    with torch.enable_grad(), Recording(net, counts) as recording:
+    with torch.enable_grad(), Observer(net, counts) as observer:
         # Arguments that forward changes in place are there from the beginning.
-        recording.note_arguments((args, kwargs))
+        observer.note_arguments((args, kwargs))
         output = net(*args, **kwargs)
-    return recording.trace(output), recording
+    return observer.trace(output), observer

@@ -1,11 +1,11 @@
 """Follow a network's own ``forward`` from outside: its torch functions and module calls pass through a ``Run``.
 
 A ``Run`` is a torch-function mode (it sees the functions that ``forward`` calls, above autograd) and the receiver of
-the module hooks that ``watch`` installs (it sees which module is being called). Subclasses record the calls, measure
-them, place them on devices, or capture them. ``forward`` itself is never replaced, reordered or traced into a
+the module hooks of ``install_hooks`` (it sees which module is being called). Subclasses write the calls down, measure
+them, place them on devices, or record their kernels. ``forward`` itself is never replaced, reordered or traced into a
 graph, so skips, reused modules and functional code need no special case.
 
-The hooks are plain functions without state: copying or saving a watched network copies nothing of a run.
+The hooks are plain functions without state: copying or saving a network that has them copies nothing of a run.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ __all__ = [
     "has_foreign_hooks",
     "hooks_aside",
     "in_backward",
+    "install_hooks",
     "is_hooked",
     "keeps_place",
     "map_tensors",
+    "remove_hooks",
     "tensors_of",
-    "unwatch",
     "unwrapped",
     "version",
-    "watch",
 ]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -171,7 +171,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (
         run.__exit__(None, None, None)
 
 
-def watch(net: nn.Module) -> None:
+def install_hooks(net: nn.Module) -> None:
     """Install the hooks on every module of ``net``; doing it twice changes nothing."""
     for module in net.modules():
         if _before not in module._forward_pre_hooks.values():
@@ -179,7 +179,7 @@ def watch(net: nn.Module) -> None:
             module.register_forward_hook(_after, always_call=True)
 
 
-def unwatch(net: nn.Module) -> None:
+def remove_hooks(net: nn.Module) -> None:
     """Remove every hook of ``net``, the user's too: for a copy that is measured and thrown away."""
     for module in net.modules():
         for name in (*HOOKS, *HOOK_FLAGS):

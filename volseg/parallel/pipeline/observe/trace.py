@@ -1,6 +1,6 @@
 """What one ``forward`` did, as a flat list of events, and the runs of module calls that must stay together.
 
-Pure: reads the events that ``record.Recording`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
+Pure: reads the events that an ``Observer`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
 module during whose call no other module is called), and not everywhere:
 
 * A tensor that is changed in place must not have been copied to another device in between, or the original would

@@ -228,13 +228,13 @@ def pipeline_ms(
     forward: Sequence[float],
     backward: Sequence[float],
     micro_batches: int,
-    launch_ms: float = 0.0,
+    host_ms: float = 0.0,
     copy_ms: float = 0.0,
 ) -> float:
     """Return the time of a batch of ``micro_batches`` over stages of ``forward`` and ``backward`` milliseconds.
 
     In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or
-    the time ``launch_ms`` in which the host launches one micro-batch where that is longer. ``copy_ms`` is what the
+    the time ``host_ms`` in which the host queues one micro-batch where that is longer. ``copy_ms`` is what the
     first one's way between all stages takes.
 
     Examples
@@ -243,17 +243,14 @@ def pipeline_ms(
     34.0
     """
     return float(
-        sum(
-            sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, launch_ms)
-            for stage_ms in (forward, backward)
-        )
+        sum(sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, host_ms) for stage_ms in (forward, backward))
     )
 
 
 def quickest(candidates: dict[int, float]) -> int:
     """Return the split size, or number of stages, of the least time; of equals within 2 %, the largest.
 
-    A larger micro-batch launches less, and more stages hold less each.
+    A larger micro-batch queues fewer kernels, and more stages hold less each.
 
     Examples
     --------

@@ -3,7 +3,7 @@
 Layers do not add up. A tensor that several layers keep for backward is held once by a stage that has them all, and once
 by each of the stages that share them: a skip, and what an activation in place makes for the convolution behind a cut.
 A recorded batch holds more. What crosses a cut has memory of its own on both sides, and so has its gradient, since
-copies between programs need fixed places (``capture``): a stage that only passes a tensor on holds it, too.
+copies between graphs need fixed places (``record``): a stage that only passes a tensor on holds it, too.
 """
 
 from collections.abc import Iterable, Sequence

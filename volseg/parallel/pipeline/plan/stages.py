@@ -28,20 +28,20 @@ from volseg.parallel.pipeline.plan.balance import (
 from volseg.parallel.pipeline.plan.memory import Held, held_bytes, sums_of_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost
 
-__all__ = ["Plan", "make_plan", "memory_limits"]
+__all__ = ["StagePlan", "memory_limits", "plan_stages"]
 
 logger = logging.getLogger(__name__)
 
 # Parameter, gradient, and Adam's two moments.
 STATE_COPIES = 4
 
-# A copy between two H200 took 13 us, and 390 GB/s; the launching around it takes longer.
+# A copy between two H200 took 13 us, and 390 GB/s; the host's part of it takes longer.
 COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """A cut, and how long a batch should take by it."""
 
     measured: Measured
@@ -76,13 +76,13 @@ class Plan:
         )
 
 
-def make_plan(
+def plan_stages(
     measured: Measured,
     devices: Sequence[torch.device],
     micro_batches: int,
     limits: Sequence[float] | None,
     is_recorded: bool,
-) -> Plan:
+) -> StagePlan:
     """Choose the quickest number of stages, and for it the quickest cut that fits.
 
     Parameters
@@ -96,7 +96,7 @@ def make_plan(
     limits
         Bytes that each device can give.
     is_recorded
-        Whether batches will be replayed, so that launching takes no time.
+        Whether batches will be replayed, so that the host takes no time.
     """
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
@@ -106,7 +106,7 @@ def make_plan(
         [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
         for rows in zip(states, held, strict=True)
     ]
-    launch_ms = 0.0 if is_recorded else measured.launch_ms
+    host_ms = 0.0 if is_recorded else measured.host_ms
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
     failure: PartitionError | None = None
@@ -118,15 +118,15 @@ def make_plan(
             continue
         phases = sums(forward, cuts[stages]), sums(backward, cuts[stages])
         copies = _copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
-        predicted[stages] = pipeline_ms(*phases, micro_batches, launch_ms, copies)
+        predicted[stages] = pipeline_ms(*phases, micro_batches, host_ms, copies)
     if predicted:
         lengths = tuple(cuts[quickest(predicted)])
         note = _memory_note(memory, lengths, forward, backward)
-        return Plan(measured, lengths, predicted, len(devices), spans(held, lengths), note)
+        return StagePlan(measured, lengths, predicted, len(devices), spans(held, lengths), note)
     # An estimate must not forbid what may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
     lengths = tuple(most_even(memory, min(len(devices), len(layers))))
-    return Plan(measured, lengths, {}, len(devices), spans(held, lengths))
+    return StagePlan(measured, lengths, {}, len(devices), spans(held, lengths))
 
 
 def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:

@@ -27,15 +27,15 @@ from torch.utils import _pytree as pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.passage import CaptureRefusedError
-from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.passage import RecordRefusedError
+from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.rehearsal import rehearse
 from volseg.parallel.pipeline.record.replay import Replay
 from volseg.parallel.pipeline.record.trial import EAGER, Trial, clock
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["WARM_UP", "Recordings", "Watch", "WatchedRun", "situation"]
+__all__ = ["WARM_UP", "Behaviour", "ObservedRun", "Recordings", "situation"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def situation(condition: Hashable | None, call: Call, target: torch.device) -> H
     return str(structure), tuple(described), modes, precision, repeats, condition
 
 
-class Watch:
+class Behaviour:
     """Signatures of the eager batches of one kind."""
 
     is_refused = False
@@ -137,7 +137,7 @@ class Recordings:
         """Whether batches are recorded at all."""
         recorded = RECORDED if has_gpu else RECORDED[:1]
         self._ways = (EAGER, *recorded) if launch == "auto" else recorded
-        self._watches: dict[Hashable, Watch] = {}
+        self._watches: dict[Hashable, Behaviour] = {}
         self._trials: dict[Hashable, Trial] = {}
         self._made: dict[Hashable, Replay] = {}
         self._last_used: dict[Hashable, int] = {}
@@ -151,12 +151,12 @@ class Recordings:
         """Of each recording."""
         return [made.lanes for made in self._made.values()]
 
-    def watch(self, key: Hashable) -> Watch | None:
+    def watch(self, key: Hashable) -> Behaviour | None:
         """Return what to note an eager batch of this kind in, or ``None`` where it has been seen often enough."""
         if key not in self._watches and len(self._watches) >= MOST_KINDS:
             # Something that forward could read changes all the time.
             self._watches.clear()
-        watch = self._watches.setdefault(key, Watch())
+        watch = self._watches.setdefault(key, Behaviour())
         watch.batches += 1
         return watch if watch.batches <= WARM_UP else None
 
@@ -238,25 +238,25 @@ class Recordings:
         """Record, and compare with an eager passage; nothing of it remains but the recording."""
         hooked = [name for name, parameter in self._net.named_parameters() if parameter._backward_hooks]
         if hooked:
-            raise CaptureRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
+            raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
         known = remember(self._net, placement.written)
         try:
             # What is recorded on GPUs draws from their generators, which a capture leaves alone.
             with own_random_numbers([]):
                 rehearsal = rehearse(self._net, placement, calls, sizes)
                 if changed := known.changes():
-                    raise CaptureRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
+                    raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
                 # Recordings have memory of their own; what eager batches left behind is wanted there.
                 _free_memory()
                 if rehearsal is None and lanes > 1:
-                    raise CaptureRefusedError("graphs that run beside one another would draw the same random numbers")
+                    raise RecordRefusedError("graphs that run beside one another would draw the same random numbers")
                 leaves = pytree.tree_leaves(call)
                 is_cut = [is_cut for leaf, is_cut in zip(leaves, is_batch, strict=True) if isinstance(leaf, Tensor)]
-                replay = Replay(capture(self._net, placement, calls, lanes), sizes, target, is_cut)
+                replay = Replay(record_batch(self._net, placement, calls, lanes), sizes, target, is_cut)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
                 if found is not None:
-                    raise CaptureRefusedError(found)
+                    raise RecordRefusedError(found)
                 return replay
         finally:
             known.put_back()
@@ -310,14 +310,14 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class WatchedRun(PlacedRun):
+class ObservedRun(PlacedRun):
     """A placed run that sums up what it did in ``signature``."""
 
     skips_quiet = False
     signature = 0
     _number = 0
 
-    def __enter__(self) -> "WatchedRun":
+    def __enter__(self) -> "ObservedRun":
         super().__enter__()
         self.changed: set[str] = set()
         # By memory, not identity: ``.data`` is another tensor, with versions of its own.

@@ -16,7 +16,7 @@ from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
 from volseg.parallel.pipeline.micro_batch import Call, join, private
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.passage import CaptureRefusedError
+from volseg.parallel.pipeline.record.passage import RecordRefusedError
 from volseg.parallel.pipeline.record.replay import Replay
 from volseg.parallel.state.random import RandomState
 
@@ -75,7 +75,7 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
 
     Raises
     ------
-    CaptureRefusedError
+    RecordRefusedError
         If forward changes its arguments, or draws numbers that a replay would not.
     """
     devices = [at.device for at in placement.locations]
@@ -88,11 +88,11 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
             with PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
             if runs.changes_in_place(read):
-                raise CaptureRefusedError("forward changes its arguments in place")
+                raise RecordRefusedError("forward changes its arguments in place")
         if drawn.foreign_moved():
-            raise CaptureRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+            raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
         if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
-            raise CaptureRefusedError("forward draws random numbers on the host, which a replay would not")
+            raise RecordRefusedError("forward draws random numbers on the host, which a replay would not")
         if drawn.torch_moved():
             return None
     finally:

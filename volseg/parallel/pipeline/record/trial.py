@@ -1,4 +1,4 @@
-"""Time whole steps of training, launched in several ways, to keep the quickest.
+"""Time whole steps of training, run in several ways, to keep the quickest.
 
 Which way is quickest depends on the network, the GPU and the host. Small kernels are bound by Python, large ones are
 not, and a recording holds a batch's activations for good, so it must pay. Micro-batches that share a GPU fill it better
@@ -24,7 +24,7 @@ WORTH = 0.97
 
 
 def clock(devices: Iterable[torch.device]) -> Callable[[], float]:
-    """Return a clock that reads the time at which all that was launched on ``devices`` has been done."""
+    """Return a clock that reads the time at which all that was queued on ``devices`` has been done."""
 
     def now() -> float:
         for device in devices:
@@ -70,7 +70,7 @@ class Trial:
         self._running = None
 
     def begin(self, way: int) -> None:
-        """Note that a step begins that is launched in ``way``."""
+        """Note that a step begins that is run in ``way``."""
         self.end()
         if not self.is_over:
             self._running, self._since = way, self._clock()
