@@ -92,9 +92,11 @@ def modes() -> tuple[Any, ...]:
 
 def _precision() -> tuple[Any, ...]:
     """Return how exactly float32 is computed; ``allow_tf32`` raises where convolutions and recurrent layers differ."""
-    if hasattr(torch.backends.cudnn, "conv"):  # torch 2.9
-        own = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
-        return tuple(part.fp32_precision for part in own)
+    own: Any = torch.backends
+    if hasattr(own.cudnn, "conv"):  # torch 2.9
+        return tuple(
+            part.fp32_precision for part in (own.cudnn.conv, own.cudnn.rnn, own.cuda.matmul, own.mkldnn.matmul)
+        )
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
