@@ -1,7 +1,7 @@
 """The random numbers that a forward pass may draw from, noted so that it can be repeated or undone.
 
 torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that a network holds
-itself are part of its own state: see ``module_state``.
+itself are part of its own state: see ``module``.
 """
 
 import random
