@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.flow import transfer
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
 from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import segments
-from volseg.parallel.pipeline.strategy import PipelineStrategy
 
 
 class Net(nn.Module):
@@ -93,7 +93,7 @@ def test_each_tensor_is_sent_once_to_each_stage_that_uses_it():
             return self.c(second) + first * second
 
     net = Skips()
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 3, cuts=["b", "c"], launch="eager")
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b", "c"], record=False), devices=["cpu"] * 3)
     output = strategy(torch.randn(4, 2, 2, 2, 2))
     # To stage 1: first. To stage 2: first and second. For each of two micro-batches.
     names = [node.name() for node in nodes_behind(output)]

@@ -55,7 +55,7 @@ def test_what_seems_too_large_is_cut_for_even_memory(caplog):
     assert "cutting for even memory" in caplog.text
 
 
-def test_launching_bounds_what_is_not_recorded():
+def test_the_host_bounds_what_is_not_recorded():
     times = measured(1.0, 1.0, host_ms=10.0)
     recorded, eager = (plan_stages(times, GPUS[:2], 8, None, is_recorded=mode) for mode in (True, False))
     assert eager.ms > recorded.ms + 2 * 7 * 9

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.micro_batch import split
 from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.rehearsal import rehearse
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 def recorded(net: nn.Module, x: Tensor, lanes: int = 1):
     """A rehearsal, and a recording of the same batch."""
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["b"])
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b"]), devices=["cpu"] * 2)
     strategy.plan(x)
     calls = split((x,), {}, 2)
     rehearsal = rehearse(net, strategy.placement, calls, [2, 2])
@@ -75,7 +75,7 @@ def test_random_networks_are_let_through_and_the_generator_is_put_back():
     rehearsal, _ = recorded(Net(p=0.5).eval().double(), torch.ones(4, 1, 6, 6, dtype=torch.float64))
     assert rehearsal is not None
     net, x = Net(p=0.5).double(), torch.ones(4, 1, 6, 6, dtype=torch.float64)
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["b"])
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b"]), devices=["cpu"] * 2)
     strategy.plan(x)
     state = torch.get_rng_state()
     assert rehearse(net, strategy.placement, split((x,), {}, 2), [2, 2]) is None

@@ -15,6 +15,6 @@ another network, the third freezes Python's control flow and one shape.
 """
 
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition, StageCost
-from volseg.parallel.pipeline.strategy import PipelineStrategy
+from volseg.parallel.pipeline.strategy import Pipeline, PipelineStrategy
 
-__all__ = ["LayerCost", "Partition", "PipelineStrategy", "StageCost"]
+__all__ = ["LayerCost", "Partition", "Pipeline", "PipelineStrategy", "StageCost"]

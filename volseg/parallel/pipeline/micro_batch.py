@@ -7,6 +7,7 @@ changing its meaning, and is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from volseg.errors import ParallelError
 
 __all__ = [
     "Call",
+    "CutBatch",
     "batch_size",
     "candidates",
     "check_length",
@@ -34,6 +36,22 @@ PLAIN = (bool, int, float, str, type(None))
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """One batch, and the micro-batches it was cut into."""
+
+    call: Call
+    """All of it."""
+    is_batch: Sequence[bool]
+    """Which of its leaves were cut."""
+    calls: Sequence[Call]
+    """The micro-batches."""
+    sizes: Sequence[int]
+    """Their numbers of samples."""
+    target: torch.device
+    """Where outputs go."""
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

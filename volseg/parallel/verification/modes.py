@@ -93,7 +93,9 @@ class Comparison:
         self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
 
     def _spatial(self, net: nn.Module) -> Any:
-        return ModelParallel(copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options).strategy
+        return ModelParallel(
+            copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options
+        ).strategy.volumes
 
     def _count_shards(self) -> int:
         placed = self._spatial(self.subjects[True].net)
@@ -167,7 +169,7 @@ class Comparison:
     def _pipeline_modes(self) -> list[Mode]:
         assert self.devices is not None
         batch, size = self.shape[0], self.split_size
-        all_of_it, eager = ("split_size", batch), ("launch", "eager")
+        all_of_it, eager = ("split_size", batch), ("record", False)
         cut = ("split_size", size)
         modes = [
             Mode(True, "one micro-batch", (all_of_it, eager)),
@@ -178,8 +180,8 @@ class Comparison:
         # Without a GPU a recording repeats calls, on one device.
         home = self.devices[0]
         places = None if home.type == "cuda" else (home,) * len(self.devices)
-        graphs = (cut, ("launch", "graphs"))
-        modes.append(Mode(True, "recorded", graphs, split_size=size, recorded=True, devices=places))
+        recorded = (cut, ("record", True))
+        modes.append(Mode(True, "recorded", recorded, split_size=size, recorded=True, devices=places))
         return modes
 
     def _compare(self, mode: Mode) -> ModeResult:
@@ -250,7 +252,7 @@ class Comparison:
             if self.strategy == "spatial" and "checkpoint" in options and not placed.recomputation.blocks:
                 raise _NothingToCompareError("the network has no block of two convolutions or more to recompute")
             if self.strategy == "spatial" and mode.recorded:
-                return self._run_captured(model, steps)
+                return self._run_recorded(model, steps)
             step = eager_step(model, self.objective, mode.gradients)
             inputs = subject.inputs
             if mode.devices is not None:
@@ -260,7 +262,7 @@ class Comparison:
             return seen, "was not recorded, and ran eagerly"
         return seen, ""
 
-    def _run_captured(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
+    def _run_recorded(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
 
         def step(*arguments: Any) -> Any:
             model.zero_grad(set_to_none=True)
@@ -268,12 +270,12 @@ class Comparison:
             self.objective(outputs).backward()
             return tree_map(whole, outputs)
 
-        captured = RecordedStep(model, step, warm_up=RECORDED_AFTER)
+        recorded = RecordedStep(model, step, warm_up=RECORDED_AFTER)
         try:
-            seen = observe(model, self.subjects[True].inputs, lambda given: captured(*given), steps, leaves=False)
+            seen = observe(model, self.subjects[True].inputs, lambda given: recorded(*given), steps, leaves=False)
         finally:
-            captured.release()
-        return seen, f"was not recorded: {captured.refused}" if captured.refused else ""
+            recorded.release()
+        return seen, f"was not recorded: {recorded.refused}" if recorded.refused else ""
 
     def _ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
         """Return what has another meaning in this mode."""
@@ -305,7 +307,7 @@ class Comparison:
             return []
         options: tuple[tuple[str, Any], ...] = ()
         if self.strategy == "pipeline":
-            options = (("split_size", self.split_size), ("launch", "eager"))
+            options = (("split_size", self.split_size), ("record", False))
         plain = Mode(subject.training, options=options)
         ways = [("one seed twice", plain, 1), ("another seed differs", plain, 2)]
         if self.strategy == "spatial":

@@ -82,6 +82,9 @@ class Replay:
         leaves = [next(outputs) if isinstance(leaf, Output) else leaf for leaf in slot.leaves]
         return pytree.tree_unflatten(leaves, slot.structure)
 
+    def release(self) -> None:
+        """Let go: the memory is free once no forward waits for its backward, which holds it."""
+
     def take_ticket(self) -> _Ticket:
         """Mark the activations as needed while the returned object lives."""
         ticket = _Ticket()
@@ -267,7 +270,7 @@ class _Replayed(torch.autograd.Function):
         if ctx.ticket.is_used:
             raise ParallelError(
                 "backward through a recorded pipeline ran a second time, and its activations are gone; "
-                "for retain_graph=True use ModelParallel(..., launch='eager')"
+                "for retain_graph=True use ModelParallel(..., record=False)"
             )
         ctx.ticket.is_used = True
         return None, None, *ctx.replay.backward(gradients, ctx.num_inputs)
