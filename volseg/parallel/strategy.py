@@ -35,6 +35,10 @@ class Strategy(Protocol):
         """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether it runs recordings of its own by now."""
+
+    @property
     def step_devices(self) -> Sequence[torch.device]:
         """Devices of this process that a whole step works on; raises a ParallelError where parts of it are recorded."""
 

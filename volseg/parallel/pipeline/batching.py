@@ -149,6 +149,15 @@ class Batching:
     def confirm(self, key: Hashable, output: Any, call: Call, is_batch: Sequence[bool], runner: Runner) -> None:
         """Make sure that ``output`` is of a kind that was looked at.
 
+        Parameters
+        ----------
+        key
+            From ``check``.
+        output
+            Of one micro-batch, or of the batch.
+        call, is_batch, runner
+            As for ``check``.
+
         Raises
         ------
         ParallelError

@@ -350,6 +350,7 @@ class PipelineStrategy:
         held: Sequence[float],
         notes: Sequence[str] = (),
     ) -> None:
+        """Move the layers to their devices; see ``place`` and ``Partition.from_lengths``."""
         self.placement = place(self.net, trace, lengths, self.devices)
         self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held, notes)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)

@@ -196,6 +196,11 @@ class SpatialStrategy:
         return self._one_device
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether it runs recordings of its own: no, whole steps are recorded around it."""
+        return False
+
+    @property
     def step_devices(self) -> list[torch.device]:
         """Devices of this process that a whole step works on."""
         return self.communicator.devices

@@ -95,9 +95,18 @@ def eager_step(call: Callable[..., Any], objective: Callable[[Any], Tensor], gra
 
 
 def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1, leaves: bool = True) -> list[Values]:
-    """Take steps of gradient descent, each on the same inputs anew; return what each leaves.
+    """Take steps of gradient descent, each on the same inputs anew; return what each leaves, in copies of its own.
 
-    ``leaves`` tells whether floating inputs ask for a gradient. All values are copies of their own.
+    Parameters
+    ----------
+    model, inputs
+        The network, plain or parallel, and its arguments.
+    step
+        Forward and backward of one step.
+    steps
+        How many.
+    leaves
+        Whether floating inputs ask for a gradient.
     """
     net = _net(model)
     parameters = list(net.parameters())
@@ -291,8 +300,16 @@ def compare(
 ) -> dict[str, float]:
     """Return the largest relative error of everything that training touches, by name.
 
-    ``plain`` and ``sharded`` hold the same values at the start; both are changed by ``steps`` steps of gradient
-    descent.
+    Parameters
+    ----------
+    plain, sharded
+        Two networks that hold the same values at the start; both are changed.
+    inputs
+        Their arguments.
+    objective
+        From outputs to a loss.
+    steps
+        Of gradient descent.
     """
     # Two that were built apart may hold attributes of their own, such as a random filler.
     one, other = ({f"attribute {key}": held for key, held in _attributes(_net(model))} for model in (plain, sharded))

@@ -16,6 +16,7 @@ from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import segments
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
@@ -67,32 +68,55 @@ def copies(count: int) -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
 
 
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What is compared after a step, and how exactly."""
+
+    objective: Callable[[Any], Tensor]
+    """From outputs to a loss."""
+    tolerance: float
+    """Largest relative error that counts as equal."""
+
+
 class Comparison:
-    """The modes of one strategy, each compared with the plain network."""
+    """The modes of one strategy, each compared with the plain network.
+
+    Parameters
+    ----------
+    net
+        The network.
+    inputs
+        The shape of its volume, and its further arguments.
+    devices
+        To compare on; None for those of a process group.
+    criterion
+        When a step counts as equal.
+    strategy, options
+        For ``ModelParallel``.
+    """
 
     def __init__(
         self,
         net: nn.Module,
-        shape: tuple[int, ...],
+        inputs: tuple[tuple[int, ...], Sequence[Any]],
         devices: list[torch.device] | None,
-        objective: Callable[[Any], Tensor],
-        tolerance: float,
+        criterion: Criterion,
         strategy: str,
-        more: Sequence[Any],
         options: dict[str, Any],
     ) -> None:
-        self.shape, self.devices, self.objective, self.tolerance = shape, devices, objective, tolerance
+        self.shape, more = inputs
+        self.devices, self.objective, self.tolerance = devices, criterion.objective, criterion.tolerance
         self.strategy, self.options = strategy, dict(options)
         self.levels = self.options.pop("checkpoint", None) or "all"
         split_size = self.options.pop("split_size", None)
-        self.split_size = split_size if isinstance(split_size, int) else max(1, shape[0] // 2)
+        self.split_size = split_size if isinstance(split_size, int) else max(1, self.shape[0] // 2)
         self.notes: list[str] = []
         self.faults: list[VolsegError] = []
         home = devices[0] if devices is not None else self._spatial(net).communicator.home
-        self.subjects = {training: Subject(net, training, shape, more, home) for training in (True, False)}
+        self.subjects = {training: Subject(net, training, self.shape, more, home) for training in (True, False)}
         self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
 
-    def _spatial(self, net: nn.Module) -> Any:
+    def _spatial(self, net: nn.Module) -> SpatialStrategy:
         return ModelParallel(
             copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options
         ).strategy.volumes
@@ -248,8 +272,8 @@ class Comparison:
         options = {**self.options, **dict(mode.options)}
         with seeded(seed):
             model = ModelParallel(copy.deepcopy(net), strategy=self.strategy, devices=devices, **options)
-            placed: Any = model.strategy
-            if self.strategy == "spatial" and "checkpoint" in options and not placed.recomputation.blocks:
+            recomputes = self.strategy == "spatial" and "checkpoint" in options
+            if recomputes and not model.strategy.volumes.recomputation.blocks:
                 raise _NothingToCompareError("the network has no block of two convolutions or more to recompute")
             if self.strategy == "spatial" and mode.recorded:
                 return self._run_recorded(model, steps)
@@ -258,7 +282,7 @@ class Comparison:
             if mode.devices is not None:
                 inputs = [value.to(mode.devices[0]) if isinstance(value, Tensor) else value for value in inputs]
             seen = observe(model, inputs, step, steps, subject.leaves)
-        if mode.recorded and not placed.is_replaying:
+        if mode.recorded and not model.strategy.is_replaying:
             return seen, "was not recorded, and ran eagerly"
         return seen, ""
 

@@ -190,6 +190,7 @@ class Subject:
         gradients: bool,
         split_size: int | None,
     ) -> list[Values]:
+        """Train a copy of the plain network; see ``reference``."""
         model = copy.deepcopy(self.net)
 
         def call(*arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from volseg.errors import ParallelError
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
-from volseg.parallel.verification.modes import Comparison, copies
+from volseg.parallel.verification.modes import Comparison, Criterion, copies
 from volseg.parallel.verification.report import ModeResult, Report
 from volseg.parallel.verification.subject import seeded
 
@@ -91,9 +91,8 @@ def verify(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
     with seeded(0), _heard() as said:
-        comparison = Comparison(
-            net, tuple(shape), _devices(devices, strategy), objective, tolerance, strategy, more, options
-        )
+        criterion = Criterion(objective, tolerance)
+        comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)
         return comparison.report(said)
 
 

@@ -109,7 +109,18 @@ def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module
 def measure(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int = REPEATS
 ) -> Measured:
-    """Time every segment of ``net`` on ``device`` with the given micro-batch; ``net`` itself stays as it is.
+    """Time every segment of a copy of the network on one device.
+
+    Parameters
+    ----------
+    net
+        The network, which stays as it is.
+    args, kwargs
+        A micro-batch.
+    device
+        Where to run.
+    repeats
+        Timed passes after one to warm up; the quickest counts.
 
     Raises
     ------

@@ -129,13 +129,7 @@ class Observer(runs.Run):
         kwargs = kwargs or {}
         differentiates = function in DIFFERENTIATE
         if runs.keeps_place(function) and not differentiates:
-            result = function(*args, **kwargs)
-            if isinstance(result, Tensor) and args and id(args[0]) in self._states:
-                # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
-                result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
-                self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
-            return result
-        name = getattr(function, "__name__", "")
+            return self._ask(function, args, kwargs)
         # What torch.vmap wraps has no memory of its own.
         read = [runs.unwrapped(tensor) for tensor in runs.tensors_of((args, kwargs))]
         versions = [(tensor, runs.version(tensor)) for tensor in read]
@@ -149,22 +143,17 @@ class Observer(runs.Run):
             result = norm_with(FrozenStatistics(), function, args, kwargs)
         result = function(*args, **kwargs) if result is None else result
         changed = {id(tensor) for tensor in runs.changes_in_place(versions)} - self._counters
-        since = [block.made for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
-        if differentiates:
-            # What lies between the differentiated tensor and the derivative stays together.
-            since = [block.made for block in blocks]
+        rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
+        self._written.update(name for tensor, _ in rewritten if (name := self._memory.state_of(tensor)))
+        self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
+        # What lies between the differentiated tensor and the derivative stays together.
+        since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
-        self._written.update(
-            name for tensor in read if id(tensor) in changed and (name := self._memory.state_of(tensor))
-        )
-        self._changes_arguments |= any(
-            block in self._arguments for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed
-        )
         self.events.append(
             Operation(
                 number=self._number,
-                name=name,
+                name=getattr(function, "__name__", ""),
                 uses=self._makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
@@ -173,6 +162,15 @@ class Observer(runs.Run):
             )
         )
         self._sign(result)
+        return result
+
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what only asks something of a tensor, and note what is another name of a parameter or buffer."""
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and args and id(args[0]) in self._states:
+            # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
+            result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
+            self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
         return result
 
     def _sign(self, result: Any) -> None:

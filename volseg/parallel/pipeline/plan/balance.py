@@ -128,7 +128,19 @@ def balance(
 def _least_full(
     phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
 ) -> tuple[int, ...]:
-    """Return the cut of the least fullest stage among those whose phases are within ``tolerance`` of the fastest's."""
+    """Return the cut of the least fullest stage among those that are about as quick as the fastest.
+
+    Parameters
+    ----------
+    phases
+        What a stage takes forward, and backward.
+    fastest
+        The slowest stage of the fastest cut in each of them.
+    held, limits
+        What a stage holds, and what each may.
+    tolerance
+        By how much more a phase may take, as a share.
+    """
     quick = [[phase * (1 + tolerance)] * len(limits) for phase in fastest]
     ((_, lengths),) = _front([held, *phases], [limits, *quick], minimised=1)
     return lengths
@@ -231,11 +243,21 @@ def pipeline_ms(
     host_ms: float = 0.0,
     copy_ms: float = 0.0,
 ) -> float:
-    """Return the time of a batch of ``micro_batches`` over stages of ``forward`` and ``backward`` milliseconds.
+    """Return the time of a batch over stages.
 
-    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or
-    the time ``host_ms`` in which the host queues one micro-batch where that is longer. ``copy_ms`` is what the
-    first one's way between all stages takes.
+    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or the
+    host's time where that is longer.
+
+    Parameters
+    ----------
+    forward, backward
+        Milliseconds of each stage for one micro-batch.
+    micro_batches
+        How many the batch has.
+    host_ms
+        In which the host queues one micro-batch.
+    copy_ms
+        What the first one's way between all stages takes.
 
     Examples
     --------

@@ -93,6 +93,17 @@ def _record(
     rooms: Sequence["deque[Tensor]"],
     recorded: RecordedBatch,
 ) -> None:
+    """Fill ``recorded``: every micro-batch forward, then every one backward.
+
+    Parameters
+    ----------
+    net, placement
+        The network on its stages.
+    inputs, rooms
+        Of each micro-batch: its arguments, and the memory that it receives into.
+    recorded
+        Has its lanes and statistics already.
+    """
     for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
         recorded.statistics.begin(index)
         lane = index % recorded.lanes.count
