@@ -34,7 +34,7 @@ def test_right_recording_passes_and_nothing_is_changed(lanes):
     net, x = Net().double(), torch.randn(4, 1, 6, 6, dtype=torch.float64)
     before = {name: state.clone() for name, state in net.state_dict().items()}
     rehearsal, replay = recorded(net, x, lanes)
-    assert rehearsal.disagreement(replay, [x]) is None
+    assert rehearsal.find_disagreement(replay, [x]) is None
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in net.parameters())
     assert replay.is_free
@@ -67,7 +67,7 @@ def test_wrong_recording_is_found(spoil, message):
     x = torch.randn(4, 1, 6, 6, dtype=torch.float64)
     rehearsal, replay = recorded(Net().double(), x)
     spoil(replay)
-    assert message in rehearsal.disagreement(replay, [x])
+    assert message in rehearsal.find_disagreement(replay, [x])
 
 
 def test_random_networks_are_let_through_and_the_generator_is_put_back():

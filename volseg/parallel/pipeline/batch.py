@@ -13,14 +13,14 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
 from volseg.parallel.pipeline.flow.transfer import Passage, send
-from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copies_of, join, with_pieces
+from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import copy_of, moved
+from volseg.parallel.pipeline.observe.costs import copy_network, move_call
 from volseg.parallel.pipeline.record.choice import Behaviour, ObservedRun
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["run_batch", "untraced"]
+__all__ = ["lend_untraced", "run_batch"]
 
 
 def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None = None) -> Any:
@@ -40,7 +40,7 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
     if not results:
         return join(_flow(net, placement, batch, behaviour), sizes)
     versions = [leaves[number]._version for number in results]
-    pieces = copies_of(leaves, results, sizes) if placement.changes_arguments else {}
+    pieces = copy_pieces(leaves, results, sizes) if placement.changes_arguments else {}
     if pieces:
         batch = replace(batch, calls=with_pieces(batch.calls, pieces))
     output = join(_flow(net, placement, batch, behaviour), sizes)
@@ -96,16 +96,16 @@ def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tenso
 
 
 @contextlib.contextmanager
-def untraced(
+def lend_untraced(
     net: nn.Module, placement: Placement | None, devices: Sequence[torch.device], with_hooks: bool
 ) -> Iterator[Callable[[Call], Any]]:
     """Lend a function that runs the network, on a copy or where it is placed, of which nothing remains."""
     if placement is None:
         first = devices[0]
-        probe = copy_of(net, first, with_hooks)
+        probe = copy_network(net, first, with_hooks)
 
         def run(call: Call) -> Any:
-            args, kwargs = moved(call, first)
+            args, kwargs = move_call(call, first)
             return probe(*args, **kwargs)
 
         selected = torch.cuda.device(first) if first.type == "cuda" else contextlib.nullcontext()
@@ -117,6 +117,6 @@ def untraced(
         with PlacedRun(placement, FrozenStatistics()):
             return net(*call[0], **call[1])
 
-    hooks = contextlib.nullcontext() if with_hooks else runs.hooks_aside(net)
+    hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)
     with Attempt(net, devices, written=placement.written), hooks:
         yield run_placed

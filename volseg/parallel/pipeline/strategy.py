@@ -12,18 +12,25 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.batch import run_batch, untraced
+from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
-from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, start_of
+from volseg.parallel.pipeline.boundary import choose_devices, find_start, refuse_hidden
 from volseg.parallel.pipeline.flow.placement import Placement, place
-from volseg.parallel.pipeline.micro_batch import Call, CutBatch, batch_size, candidates, split, split_sizes
+from volseg.parallel.pipeline.micro_batch import (
+    Call,
+    CutBatch,
+    compute_split_sizes,
+    find_batch_size,
+    find_candidates,
+    split,
+)
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import activations_of, measure, observe_copy
-from volseg.parallel.pipeline.observe.trace import Trace, segments
-from volseg.parallel.pipeline.plan.balance import quickest, spans
-from volseg.parallel.pipeline.plan.memory import held_bytes
+from volseg.parallel.pipeline.observe.costs import find_activations, measure, observe_copy
+from volseg.parallel.pipeline.observe.trace import Trace, find_segments
+from volseg.parallel.pipeline.plan.balance import choose_quickest, list_held
+from volseg.parallel.pipeline.plan.memory import compute_held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
-from volseg.parallel.pipeline.plan.stages import StagePlan, memory_limits, plan_stages
+from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_memory_limits
 from volseg.parallel.pipeline.record.choice import BatchRecorder
 from volseg.parallel.state.conditions import Conditions
 from volseg.parallel.state.random import own_random_numbers
@@ -139,7 +146,7 @@ class PipelineStrategy:
         refuse_hidden(net)
         self.net = net
         self.split_size, self.cuts = self.options.split_size, self.options.cuts
-        self.devices = chosen_devices(devices)
+        self.devices = choose_devices(devices)
         if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
@@ -206,11 +213,11 @@ class PipelineStrategy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
-        target = self._output_device((args, kwargs))
-        args, kwargs = self._on_first_stage((args, kwargs))
-        batch, is_batch = self._batch((args, kwargs))
+        target = self._find_output_device((args, kwargs))
+        args, kwargs = self._bring_to_first_stage((args, kwargs))
+        batch, is_batch = self._find_batch((args, kwargs))
         placement, split_size = self._prepare(args, kwargs, batch, is_batch)
-        calls, sizes = split(args, kwargs, split_size, is_batch), split_sizes(batch, split_size)
+        calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
         # Sizes that differ show by themselves whether outputs go with them, and a batch that is not cut asks nothing.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
@@ -237,18 +244,18 @@ class PipelineStrategy:
         # A placement holds by identity what is another object after loading; it is measured anew.
         return PipelineStrategy, (self.net, self.options, self.devices)
 
-    def _batch(self, call: Call) -> tuple[int, list[bool]]:
+    def _find_batch(self, call: Call) -> tuple[int, list[bool]]:
         """Return the number of samples, and which leaves of the call hold one row for each."""
-        if self.options.batched is None and batch_size(*call) <= (
+        if self.options.batched is None and find_batch_size(*call) <= (
             self.split_size if isinstance(self.split_size, int) else 1
         ):
-            return batch_size(*call), candidates(*call)
-        is_batch = self._batching.arguments(call, self._runner)
+            return find_batch_size(*call), find_candidates(*call)
+        is_batch = self._batching.find_arguments(call, self._runner)
         return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
 
     @property
     def _runner(self) -> Runner:
-        return partial(untraced, self.net, self.placement, self.devices)
+        return partial(lend_untraced, self.net, self.placement, self.devices)
 
     @property
     def is_replaying(self) -> bool:
@@ -262,8 +269,8 @@ class PipelineStrategy:
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
-        args, kwargs = self._on_first_stage((args, kwargs))
-        self._prepare(args, kwargs, *self._batch((args, kwargs)))
+        args, kwargs = self._bring_to_first_stage((args, kwargs))
+        self._prepare(args, kwargs, *self._find_batch((args, kwargs)))
         return self.partition
 
     def _prepare(
@@ -295,7 +302,7 @@ class PipelineStrategy:
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
         predicted = {size: plan.ms for size, plan in plans.items()}
-        chosen = quickest(predicted)
+        chosen = choose_quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
         if self.placement is None:
             self._place_planned(plans[chosen], chosen)
@@ -304,8 +311,10 @@ class PipelineStrategy:
     def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
         """Measure a micro-batch and choose a cut, of those that are still free."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
-        micro_batches = len(split_sizes(batch, split_size))
-        return plan_stages(measured, self.devices, micro_batches, memory_limits(self.devices), self._recorder.is_active)
+        micro_batches = len(compute_split_sizes(batch, split_size))
+        return plan_stages(
+            measured, self.devices, micro_batches, read_memory_limits(self.devices), self._recorder.is_active
+        )
 
     def _place_planned(self, plan: StagePlan, samples: int) -> None:
         if plan.note:
@@ -319,8 +328,8 @@ class PipelineStrategy:
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
             _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
-        found = segments(trace)
-        activations = activations_of(observer, found)
+        found = find_segments(trace)
+        activations = find_activations(observer, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
         layers = [
             LayerCost(
@@ -331,14 +340,14 @@ class PipelineStrategy:
             )
             for number, segment in enumerate(found)
         ]
-        starts = [start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
+        starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        held = spans(held_bytes(activations, len(found), self._recorder.is_active), lengths)
+        held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
         self._place(trace, layers, lengths, samples, held)
 
     def _place(
@@ -355,7 +364,7 @@ class PipelineStrategy:
         self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held, notes)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 
-    def _on_first_stage(self, call: Call) -> Call:
+    def _bring_to_first_stage(self, call: Call) -> Call:
         """Bring tensors that are on none of the devices to the first one."""
 
         def bring(tensor: Tensor) -> Tensor:
@@ -363,7 +372,7 @@ class PipelineStrategy:
 
         return pytree.tree_map_only(Tensor, bring, call)
 
-    def _output_device(self, call: Call) -> torch.device:
+    def _find_output_device(self, call: Call) -> torch.device:
         """Return the device of the first tensor argument, or the first stage's where that is none of ours."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
-from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.pipeline.observe.trace import find_segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.verification.comparison import (
@@ -364,7 +364,7 @@ def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     arguments = tuple(pieces(subject.inputs, split_size)[0])
     with seeded(0), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
-    starts = [segment.calls[0].path for segment in segments(trace)]
+    starts = [segment.calls[0].path for segment in find_segments(trace)]
     known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))
     if not known:
         raise ParallelError("the network has no place where a second stage could begin, so there is no pipeline of it")

@@ -31,16 +31,16 @@ __all__ = [
     "NormSite",
     "RunningStatistics",
     "WholeBatchStatistics",
-    "batch_counters",
-    "bound",
+    "bind_arguments",
     "combine",
-    "norm_with",
+    "find_batch_counters",
+    "run_norm",
 ]
 
 Norm = Callable[..., Tensor]
 
 
-def batch_counters(net: nn.Module) -> frozenset[int]:
+def find_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
     norms = (nn.modules.batchnorm._NormBase,)
     found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
@@ -94,7 +94,7 @@ class _Gathered:
 
 
 @lru_cache(maxsize=64)
-def _weights(
+def _compute_weights(
     columns: tuple[tuple[tuple[int, ...], int], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return each part's count ``(parts, C)`` and their totals ``(C,)``; kept, since copies from the host take time.
@@ -140,7 +140,9 @@ def _commit(calls: Sequence[_Gathered]) -> None:
     first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
     means, variances = torch.cat([kept.rows for kept in calls], 2)
     columns = tuple((tuple(kept.counts), width) for kept, width in zip(calls, widths, strict=True))
-    whole = combine(means, variances, *_weights(columns, means.dtype, means.device), by_instance=first.by_instance)
+    whole = combine(
+        means, variances, *_compute_weights(columns, means.dtype, means.device), by_instance=first.by_instance
+    )
     for place, values in enumerate(whole):
         running = [kept.running[place] for kept in calls]
         new = [value.to(old.device) for value, old in zip(values.split(widths), running, strict=True)]
@@ -223,16 +225,16 @@ NORMS: dict[Any, _Norm] = {
 """Functions that update running statistics."""
 
 
-def bound(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a norm's arguments by name."""
     return {**dict(zip(NORMS[function].names, args, strict=False)), **kwargs}
 
 
-def norm_with(
+def run_norm(
     statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing."""
-    form, given = NORMS[function], bound(function, args, kwargs)
+    form, given = NORMS[function], bind_arguments(function, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")
     if mean is None or variance is None or not given.get(form.flag, form.default):
         return None

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.micro_batch import Call, private
+from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
-from volseg.parallel.pipeline.observe.trace import Segment, Trace, segments
+from volseg.parallel.pipeline.observe.trace import Segment, Trace, find_segments
 from volseg.parallel.pipeline.plan.memory import Activation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe_copy"]
+__all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
 """Timed passes after one to warm up; the quickest counts."""
@@ -58,8 +58,8 @@ def observe_copy(
     first: Exception | None = None
     ways = ((False, True), (False, False), (True, True), (True, False))
     for with_hooks, counts in ways if runs.is_hooked(net) else ways[:2]:
-        probe = copy_of(net, device, with_hooks)
-        own_args, own_kwargs = moved((args, kwargs), device)
+        probe = copy_network(net, device, with_hooks)
+        own_args, own_kwargs = move_call((args, kwargs), device)
         try:
             trace, observer = observe(probe, own_args, own_kwargs, counts)
         except Exception as failure:  # that of the first way is the network's own
@@ -70,18 +70,18 @@ def observe_copy(
     raise first
 
 
-def moved(call: Call, device: torch.device) -> Call:
+def move_call(call: Call, device: torch.device) -> Call:
     """Copy the tensors of a call to ``device``."""
 
-    def brought(tensor: Tensor) -> Tensor:
+    def bring(tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(Tensor, brought, private(call))
+    return pytree.tree_map_only(Tensor, bring, copy_call(call))
 
 
-def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
+def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
     """Copy the network to ``device``, with the user's hooks or without.
 
     Raises
@@ -131,17 +131,17 @@ def measure(
     selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
     with selected, own_random_numbers([device]):
         probe, trace, observer = observe_copy(net, args, kwargs, device)
-        found = segments(trace)
+        found = find_segments(trace)
         passes = []
         for _ in range(repeats + 1):
-            own_args, own_kwargs = moved((args, kwargs), device)
+            own_args, own_kwargs = move_call((args, kwargs), device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
-        host_ms = _host_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
+        host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
-    activations = activations_of(observer, found)
+    activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
         LayerCost(
@@ -157,29 +157,31 @@ def measure(
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
 
 
-def activations_of(observer: Observer, parts: Sequence[Segment]) -> list[Activation]:
+def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[Activation]:
     """Return what outlives an operation, by the segments that handle it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
-    def named(operations: set[int]) -> tuple[int, ...]:
+    def name_segments(operations: set[int]) -> tuple[int, ...]:
         # The caller's number is one more than the last operation's, and than the last segment's.
         return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
 
     found = [
-        Activation(block.num_bytes, named({block.made})[0], named(block.read), named(block.kept))
+        Activation(
+            block.num_bytes, name_segments({block.made})[0], name_segments(block.read), name_segments(block.kept)
+        )
         for block in observer.blocks
     ]
     return [block for block in found if block.kept or set(block.read) - {block.made}]
 
 
-def _host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the host time of one forward that keeps nothing."""
 
-    def dropped(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
+    def drop(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
         return None
 
     torch.cuda.synchronize()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(dropped, dropped):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         start = time.perf_counter()
         net(*args, **kwargs)
         elapsed = time.perf_counter() - start
@@ -196,7 +198,7 @@ class Stopwatch(runs.Run):
         self._begins = {(paths[part.calls[0].path], part.calls[0].index): n for n, part in enumerate(parts)}
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
-        self._clock: Callable[[], Callable[[], float]] = _device_clock if device.type == "cuda" else _host_clock
+        self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._paused = False
@@ -210,7 +212,7 @@ class Stopwatch(runs.Run):
 
     def _begin(self) -> None:
         self._part, self._sent = object(), list[Tensor]()
-        self._stop = self._clock()
+        self._stop = self._start_clock()
 
     def finish(self) -> None:
         """End the current segment: stop the clock, then time its backward."""
@@ -233,7 +235,7 @@ class Stopwatch(runs.Run):
 
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]
-        stop = self._clock()
+        stop = self._start_clock()
         with torch._C.DisableTorchFunction():
             torch.autograd.backward(sent, gradients)
         return stop()
@@ -262,7 +264,7 @@ class Stopwatch(runs.Run):
             return function(*args, **kwargs)
         args, kwargs = runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
         result = function(*args, **kwargs)
-        tensors = list(runs.tensors_of(result))
+        tensors = list(runs.find_tensors(result))
         for tensor in tensors:
             tensor._volseg_part = self._part  # type: ignore[attr-defined]
         if self._number in self._sends:
@@ -282,12 +284,12 @@ class Stopwatch(runs.Run):
         return known[1]
 
 
-def _host_clock() -> Callable[[], float]:
+def _start_host_clock() -> Callable[[], float]:
     start = time.perf_counter()
     return lambda: (time.perf_counter() - start) * 1e3
 
 
-def _device_clock() -> Callable[[], float]:
+def _start_device_clock() -> Callable[[], float]:
     """Time the device's own work: the host runs ahead while the device sleeps."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

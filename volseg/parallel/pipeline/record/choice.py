@@ -34,7 +34,7 @@ from volseg.parallel.pipeline.record.passage import RecordRefusedError
 from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.rehearsal import rehearse
 from volseg.parallel.pipeline.record.replay import Replay
-from volseg.parallel.pipeline.record.trial import EAGER, Trial, clock
+from volseg.parallel.pipeline.record.trial import EAGER, Trial, make_clock
 from volseg.parallel.state.attempt import Attempt
 
 __all__ = ["WARM_UP", "BatchKind", "BatchRecorder", "Behaviour", "ObservedRun", "identify_batch"]
@@ -158,8 +158,8 @@ class BatchRecorder:
         if kind.recording is None and not self._is_time(kind):
             return None
         if kind.trial is None:
-            ways = _worth_trying(self._ways, len(placement.locations), len(batch.calls))
-            kind.trial = Trial(clock(self._devices), ways)
+            ways = _choose_ways(self._ways, len(placement.locations), len(batch.calls))
+            kind.trial = Trial(make_clock(self._devices), ways)
         trial = kind.trial
         if kind.recording is not None and not kind.recording.is_free:
             # Run eagerly though there is a recording: not what is to be timed.
@@ -216,7 +216,7 @@ class BatchRecorder:
             is_cut = [is_cut for leaf, is_cut in pairs if isinstance(leaf, Tensor)]
             replay = Replay(record_batch(self._net, placement, batch.calls, lanes), batch.sizes, batch.target, is_cut)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            found = None if rehearsal is None else rehearsal.disagreement(replay, tensors)
+            found = None if rehearsal is None else rehearsal.find_disagreement(replay, tensors)
             if found is not None:
                 raise RecordRefusedError(found)
             return replay
@@ -232,11 +232,11 @@ class BatchRecorder:
         return self._recordings.make_room()
 
 
-def _address(tensor: Tensor) -> int:
+def _read_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
 
 
-def _worth_trying(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
+def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
     """Leave out lanes whose filling and draining must cost more than sharing a device gains.
 
     Micro-batches that go by groups of n, at s times the speed of one, take (m / n + p - 1) n / s steps of a stage where
@@ -245,7 +245,7 @@ def _worth_trying(ways: Sequence[int], stages: int, micro_batches: int) -> list[
 
     Examples
     --------
-    >>> _worth_trying((0, 1, 2, 4), stages=2, micro_batches=16), _worth_trying((1, 2, 4), stages=4, micro_batches=8)
+    >>> _choose_ways((0, 1, 2, 4), stages=2, micro_batches=16), _choose_ways((1, 2, 4), stages=4, micro_batches=8)
     ([0, 1, 2, 4], [1, 2])
     """
     return [way for way in ways if way <= 1 or way**2 * max(1, stages - 1) <= 2 * micro_batches]
@@ -274,17 +274,17 @@ class ObservedRun(PlacedRun):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain = [runs.unwrapped(tensor) for tensor in runs.tensors_of((args, kwargs or {}))]
-        read = [(tensor, runs.version(tensor)) for tensor in plain]
+        plain = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs or {}))]
+        read = [(tensor, runs.read_version(tensor)) for tensor in plain]
         result = super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", "")
-        for tensor in runs.changes_in_place(read):
-            if id(tensor) not in self.placement.counters and _address(tensor) in self._memory:
+        for tensor in runs.find_changes(read):
+            if id(tensor) not in self.placement.counters and _read_address(tensor) in self._memory:
                 self.changed.add(name)
         if not runs.keeps_place(function):
             self.summary = hash((self.summary, name, *map(self._describe, pytree.tree_leaves((args, kwargs or {})))))
             self._number += 1
-            for tensor in runs.tensors_of(result):
+            for tensor in runs.find_tensors(result):
                 tensor._volseg_order = self._number  # type: ignore[attr-defined]
         return result
 

@@ -47,15 +47,15 @@ class Lanes:
         self._pools: dict[tuple[torch.device, int], Any] = {}
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
-    def graph(self, device: torch.device, lane: int) -> StageGraph:
+    def make_graph(self, device: torch.device, lane: int) -> StageGraph:
         """Return a new graph for ``device``."""
         if device.type != "cuda":
             return HostGraph()
         if (device, lane) not in self._pools:
             self._pools[device, lane] = torch.cuda.graph_pool_handle()
-        return Graph(self._stream(device, lane), self._pools[device, lane])
+        return Graph(self._get_stream(device, lane), self._pools[device, lane])
 
-    def _stream(self, device: torch.device, lane: int) -> torch.cuda.Stream:
+    def _get_stream(self, device: torch.device, lane: int) -> torch.cuda.Stream:
         if (device, lane) not in self._streams:
             self._streams[device, lane] = torch.cuda.Stream(device)
         return self._streams[device, lane]
@@ -65,7 +65,7 @@ class Lanes:
         """Work on the streams of lane 0, after what the caller has queued and before what it will queue."""
         gpus = [device for device in devices if device.type == "cuda"]
         callers = {device: torch.cuda.current_stream(device) for device in gpus}
-        streams = {device: self._stream(device, 0) for device in gpus}
+        streams = {device: self._get_stream(device, 0) for device in gpus}
         with contextlib.ExitStack() as stack:
             for device, stream in streams.items():
                 stream.wait_stream(callers[device])
@@ -73,20 +73,20 @@ class Lanes:
             yield streams
         for device, caller in callers.items():
             for lane in range(self.count):
-                caller.wait_stream(self._stream(device, lane))
+                caller.wait_stream(self._get_stream(device, lane))
 
     def fan_out(self, devices: Iterable[torch.device]) -> None:
         """Let the other lanes begin after what lane 0 has queued."""
         for device in devices:
             for lane in range(1, self.count if device.type == "cuda" else 1):
-                self._stream(device, lane).wait_stream(self._stream(device, 0))
+                self._get_stream(device, lane).wait_stream(self._get_stream(device, 0))
 
     def turn_to(self, lane: int, devices: Iterable[torch.device]) -> None:
         """Work on the streams of ``lane`` from now on, within ``on_streams``."""
         if self.count > 1:
             for device in devices:
                 if device.type == "cuda":
-                    torch.cuda.set_stream(self._stream(device, lane))
+                    torch.cuda.set_stream(self._get_stream(device, lane))
 
 
 class Unrecorded:
@@ -129,18 +129,18 @@ class HostGraph(TorchDispatchMode):
     def replay(self) -> None:
         """Run every function again and put fresh results where the first ones are; views need nothing."""
         for function, _, _, result in self._steps:
-            for old, _ in _fresh(function, result, result):
+            for old, _ in _find_fresh(function, result, result):
                 # As on a GPU, where graphs share memory: what was here is gone.
                 old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, result in self._steps:
             returns = function._schema.returns
             if all(value.alias_info is not None and not value.alias_info.is_write for value in returns) and returns:
                 continue
-            for old, new in _fresh(function, result, function(*args, **kwargs)):
+            for old, new in _find_fresh(function, result, function(*args, **kwargs)):
                 old.copy_(new)
 
 
-def _fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _find_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the results for which ``function`` allocated memory, the first ones and others of the same call."""
     returns = function._schema.returns
     olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))

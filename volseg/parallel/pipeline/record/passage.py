@@ -77,14 +77,14 @@ class RecordingRun(PlacedRun):
     def _begin(self, location: Location) -> None:
         # A place of its own for each part: its tensors are no other part's.
         self.here = Location(location.stage, location.device)
-        self.parts.append(Part(self.here, self.graph(location.device)))
+        self.parts.append(Part(self.here, self.make_graph(location.device)))
         self.parts[-1].forward.begin()
 
-    def graph(self, device: torch.device) -> StageGraph:
+    def make_graph(self, device: torch.device) -> StageGraph:
         """Return a graph for the next part."""
-        return self._lanes.graph(device, self.lane)
+        return self._lanes.make_graph(device, self.lane)
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def make_room(self, tensor: Tensor) -> Tensor:
         """Return memory on the current stage for a copy of ``tensor``, which a replay makes."""
         room = self.rooms.popleft().detach() if self.rooms else None
         if room is None or (room.shape, room.dtype, room.device) != (tensor.shape, tensor.dtype, self.here.device):
@@ -106,7 +106,7 @@ class RecordingRun(PlacedRun):
     ) -> Any:
         states = [
             (tensor, tensor._version)
-            for tensor in runs.tensors_of((args, kwargs or {}))
+            for tensor in runs.find_tensors((args, kwargs or {}))
             if id(tensor) in self.placement.owners
         ]
         if function in DIFFERENTIATE or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -114,7 +114,7 @@ class RecordingRun(PlacedRun):
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
-        if runs.changes_in_place(states):
+        if runs.find_changes(states):
             raise RecordRefusedError(
                 f"{getattr(function, '__name__', function)} changes a parameter or buffer in forward"
             )
@@ -126,7 +126,7 @@ class RecordingRun(PlacedRun):
         wants_grad = tensor.requires_grad and torch.is_grad_enabled()
         if id(tensor) in self.placement.owners:
             return self._borrow(tensor, part, wants_grad)
-        room = self.room(tensor)
+        room = self.make_room(tensor)
         number = getattr(tensor, "_volseg_input", None)
         part.edges.append(Edge(tensor, room.requires_grad_(wants_grad), input=number))
         return room
@@ -136,7 +136,7 @@ class RecordingRun(PlacedRun):
         key = (id(state), self.here.stage, self.lane, wants_grad)
         if key not in self._loans:
             is_copy = self.placement.owners[id(state)].stage != self.here.stage
-            leaf = self.room(state) if is_copy else state.detach()
+            leaf = self.make_room(state) if is_copy else state.detach()
             self._loans[key] = Loan(state, leaf.requires_grad_(wants_grad), is_copy)
         leaf = self._loans[key].leaf
         if wants_grad:
@@ -176,11 +176,11 @@ class Survey(RecordingRun):
         super().__exit__(*failure)
         self._values.__exit__(*failure)
 
-    def graph(self, device: torch.device) -> StageGraph:  # noqa: ARG002
+    def make_graph(self, device: torch.device) -> StageGraph:  # noqa: ARG002
         """Record nothing."""
         return Unrecorded()
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def make_room(self, tensor: Tensor) -> Tensor:
         """Copy at once; keep the memory."""
         with torch.no_grad():
             self.rooms.append(tensor.detach().to(self.here.device, copy=True))

@@ -162,10 +162,10 @@ def _make_landings(slot: Slot) -> None:
     for output in slot.outputs:
         if output.source.requires_grad:
             output.landing = torch.zeros_like(output.source.detach())
-            output.reaches = frozenset(_reached(output.source, slot))
+            output.reaches = frozenset(_walk_back(output.source, slot))
 
 
-def _reached(tensor: Tensor, slot: Slot) -> Iterator[int]:
+def _walk_back(tensor: Tensor, slot: Slot) -> Iterator[int]:
     """Walk back from ``tensor`` through all parts; yield the leaves at the ends."""
     sources = {id(edge.target): edge.source for part in slot.parts for edge in part.edges}
     todo, seen = [tensor.grad_fn], set()
@@ -205,7 +205,7 @@ def _backward(slot: Slot, part: Part, recorded: RecordedBatch) -> None:
     for parameter in parameters:
         if id(parameter) not in recorded.gradients:
             recorded.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
-    part.backward = recorded.lanes.graph(part.location.device, slot.lane)
+    part.backward = recorded.lanes.make_graph(part.location.device, slot.lane)
     part.backward.begin()
     try:
         sources = [source for source, _ in arriving.values()]

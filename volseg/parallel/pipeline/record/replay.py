@@ -99,7 +99,7 @@ class Replay:
             torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
             for output in recorded.slots[0].outputs
         ]
-        with self._on_own_streams() as free:
+        with self._work_on_own_streams() as free:
             arrivals = []
             recorded.statistics.blank()
             for loan in self._copied:
@@ -107,7 +107,7 @@ class Replay:
             # All at once: a copy leaves after what its device was given before, and must not wait for a micro-batch.
             for index, slot in enumerate(recorded.slots):
                 for tensor, static, is_cut in zip(tensors, slot.inputs, self._is_batch, strict=True):
-                    _copy(self._piece(tensor, index) if is_cut else tensor, static, free)
+                    _copy(self._cut_piece(tensor, index) if is_cut else tensor, static, free)
             recorded.lanes.fan_out(self.devices)
             for index, slot in enumerate(recorded.slots):
                 recorded.lanes.turn_to(slot.lane, self.devices)
@@ -116,7 +116,7 @@ class Replay:
                         _copy(edge.source, edge.target, free)
                     part.forward.replay()
                 for output, room in zip(slot.outputs, rooms, strict=True):
-                    arrivals.append((copy_into(output.source, self._piece(room, index), free[self.target]), room))
+                    arrivals.append((copy_into(output.source, self._cut_piece(room, index), free[self.target]), room))
             # Only now: a wait in between would keep the target from its next micro-batch.
             for event, room in arrivals:
                 _wait(event, room)
@@ -128,8 +128,8 @@ class Replay:
     def backward(self, gradients: Sequence[Tensor | None], num_inputs: int) -> list[Tensor | None]:
         """Replay every backward graph; return the gradients of the inputs, then of the parameters."""
         recorded = self.recorded
-        with self._on_own_streams() as free:
-            for totals in _by_device(recorded.gradients.values()):
+        with self._work_on_own_streams() as free:
+            for totals in _group_by_device(recorded.gradients.values()):
                 torch._foreach_zero_(totals)
             # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
             # device would leave only then, and the stages would take turns.
@@ -154,7 +154,7 @@ class Replay:
             if gradient is not None
             for key in output.reaches
         }
-        return [*(self._input_gradient(number) for number in range(num_inputs)), *self._own_gradients(reached)]
+        return [*(self._join_input_gradient(number) for number in range(num_inputs)), *self._sum_own_gradients(reached)]
 
     def _land(
         self, gradients: Sequence[Tensor | None], index: int, free: Events
@@ -166,10 +166,10 @@ class Replay:
             if landing is not None and gradient is None:
                 landing.zero_()
             elif landing is not None and gradient is not None:
-                landed.append((copy_into(self._piece(gradient, index), landing, free[landing.device]), landing))
+                landed.append((copy_into(self._cut_piece(gradient, index), landing, free[landing.device]), landing))
         return landed
 
-    def _own_gradients(self, reached: set[int]) -> list[Tensor | None]:
+    def _sum_own_gradients(self, reached: set[int]) -> list[Tensor | None]:
         """Return each parameter's gradient, ``None``, as from autograd, where none reaches it.
 
         Summed over the stages and lanes that use it, and copied: the next batch overwrites the recording's own.
@@ -193,7 +193,7 @@ class Replay:
                 own[number] = total
         return own
 
-    def _input_gradient(self, number: int) -> Tensor | None:
+    def _join_input_gradient(self, number: int) -> Tensor | None:
         """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""
         parts = []
         for slot in self.recorded.slots:
@@ -209,12 +209,12 @@ class Replay:
             return None
         return torch.cat(parts) if self._is_batch[number] else torch.stack(parts).sum(0)
 
-    def _piece(self, tensor: Tensor, index: int) -> Tensor:
+    def _cut_piece(self, tensor: Tensor, index: int) -> Tensor:
         """Return the part of a whole batch that micro-batch ``index`` has."""
         return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
 
     @contextlib.contextmanager
-    def _on_own_streams(self) -> Iterator[Events]:
+    def _work_on_own_streams(self) -> Iterator[Events]:
         """Work on the lanes' streams, after what the caller has queued and before what it will queue."""
         free: Events = dict.fromkeys(self.devices)
         with torch.no_grad(), self.recorded.lanes.on_streams(self.devices) as streams:
@@ -226,7 +226,7 @@ class Replay:
             wait_for_departures(streams)
 
 
-def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _group_by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     found: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         found[tensor.device].append(tensor)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["EAGER", "TIMED", "Trial", "clock"]
+__all__ = ["EAGER", "TIMED", "Trial", "make_clock"]
 
 EAGER = 0
 """The way without a recording; others are numbers of lanes."""
@@ -23,7 +23,7 @@ WORTH = 0.97
 """A later way is taken if its steps take less than this share of an earlier one's."""
 
 
-def clock(devices: Iterable[torch.device]) -> Callable[[], float]:
+def make_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
     """Return a clock that reads the time at which all that was queued on ``devices`` has been done."""
 
     def now() -> float:
