@@ -28,7 +28,7 @@ from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel"]
+__all__ = ["ModelParallel", "with_new_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ModelParallel(nn.Module):
         replicated = options.pop("replicated", True)
         named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
-        given = _with_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
+        given = with_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
         found, self.why = _choose(strategy, given)
         self.chosen = found.name
         if strategy == "auto":
@@ -197,11 +197,24 @@ class ModelParallel(nn.Module):
         return type(self.strategy).__name__
 
 
-def _with_new_names(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the old name of an option for its new one, with a warning."""
+def with_new_names(given: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+    """Take the old name of an option for its new one, with a warning.
+
+    Parameters
+    ----------
+    given
+        Options by name.
+    stacklevel
+        Whose call the warning names: two for the caller's, three for its caller's.
+
+    Raises
+    ------
+    ParallelError
+        If both names were given, or a value that the option never had.
+    """
     if "launch" not in given:
-        return given
-    launch = given.pop("launch")
+        return dict(given)
+    launch = given["launch"]
     if launch not in LAUNCH or "record" in given:
         raise ParallelError(
             f"launch={launch!r} is the old name of record: pass record='auto', True (recorded) or False (eager) instead"
@@ -209,9 +222,9 @@ def _with_new_names(given: dict[str, Any]) -> dict[str, Any]:
     warnings.warn(
         f"ModelParallel(launch={launch!r}) is record={LAUNCH[launch]!r} now; the old name goes with the next release",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
-    return {**given, "record": LAUNCH[launch]}
+    return {**{name: value for name, value in given.items() if name != "launch"}, "record": LAUNCH[launch]}
 
 
 def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:

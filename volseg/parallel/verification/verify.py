@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
+from volseg.parallel.model_parallel import with_new_names
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
 from volseg.parallel.verification.modes import Comparison, Criterion, copies
 from volseg.parallel.verification.report import ModeResult, Report
@@ -90,6 +91,7 @@ def verify(
         raise ParallelError(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
+    options = with_new_names(options)
     with seeded(0), _heard() as said:
         criterion = Criterion(objective, tolerance)
         comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)
