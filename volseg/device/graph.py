@@ -25,8 +25,8 @@ __all__ = [
     "Composed",
     "Graph",
     "RecordedFunction",
-    "modes",
-    "signature",
+    "describe_inputs",
+    "read_modes",
     "undisturbed",
     "without_cached_casts",
 ]
@@ -55,7 +55,7 @@ def is_composed(leaf: Any) -> TypeGuard[Composed]:
     return hasattr(type(leaf), "with_pieces")
 
 
-def signature(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None:
+def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None:
     """Return what must be the same for a recording to serve: structure, shapes, types, devices, plain values.
 
     Of a composed tensor the whole shape counts, so that all processes that share it come to the same answer. None where
@@ -81,16 +81,16 @@ def signature(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None
     return str(structure), *found
 
 
-def modes() -> tuple[Any, ...]:
+def read_modes() -> tuple[Any, ...]:
     """Return the modes of torch under which a function would be recorded."""
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     return (
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts),
-        *(torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), _precision()),
+        *(torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), _read_precision()),
     )
 
 
-def _precision() -> tuple[Any, ...]:
+def _read_precision() -> tuple[Any, ...]:
     """Return how exactly float32 is computed; ``allow_tf32`` raises where convolutions and recurrent layers differ."""
     own: Any = torch.backends
     if hasattr(own.cudnn, "conv"):  # torch 2.9
@@ -224,11 +224,11 @@ class RecordedFunction:
         stream: torch.cuda.Stream | None = None,
         shares: "RecordedFunction | None" = None,
     ) -> None:
-        self.signature = signature(inputs)
-        if any(tensor.requires_grad for tensor in _tensors(dict(inputs))):
+        self.signature = describe_inputs(inputs)
+        if any(tensor.requires_grad for tensor in _list_tensors(dict(inputs))):
             raise ParallelError("an input needs a gradient, which a replay would not give it; pass input.detach()")
-        self._inputs = tree_map(_cloned, dict(inputs))
-        versions = _versions(self._inputs)
+        self._inputs = tree_map(_clone, dict(inputs))
+        versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
         self._graph: Graph = Graph(stream, None if shares is None else shares._graph.pool, generators)
         with undisturbed():
@@ -240,7 +240,7 @@ class RecordedFunction:
                 self._outputs = function(**self._inputs)
             finally:
                 self._graph.end()
-        if _versions(self._inputs) != versions:
+        if _read_versions(self._inputs) != versions:
             self.release()
             raise ParallelError(
                 "the function changes its input in place, and a replay would change its own copy; pass a clone, or let "
@@ -249,7 +249,7 @@ class RecordedFunction:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run on new inputs of the recorded signature; the next call overwrites the tensors that are returned."""
-        for recorded, given in zip(_tensors(self._inputs), _tensors(dict(inputs)), strict=True):
+        for recorded, given in zip(_list_tensors(self._inputs), _list_tensors(dict(inputs)), strict=True):
             recorded.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._outputs
@@ -260,18 +260,18 @@ class RecordedFunction:
         self._inputs, self._outputs = {}, None
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def _list_tensors(inputs: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in tree_flatten(inputs)[0]:
         found += leaf.pieces() if is_composed(leaf) else [leaf] if isinstance(leaf, Tensor) else []
     return found
 
 
-def _versions(inputs: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(inputs) if not tensor.is_inference()]
+def _read_versions(inputs: Any) -> list[int]:
+    return [tensor._version for tensor in _list_tensors(inputs) if not tensor.is_inference()]
 
 
-def _cloned(leaf: Any) -> Any:
+def _clone(leaf: Any) -> Any:
     if is_composed(leaf):
         return leaf.with_pieces([piece.clone() for piece in leaf.pieces()])
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

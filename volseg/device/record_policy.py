@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from volseg.device.graph import modes, signature
+from volseg.device.graph import describe_inputs, read_modes
 
 __all__ = ["Kind", "Recorder", "Recording", "Recordings"]
 
@@ -242,12 +242,12 @@ class Recorder:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the function on ``inputs``, in the way that is due."""
-        key = signature(inputs)
+        key = describe_inputs(inputs)
         if key is None:
             return self._run(*inputs)
         if self.is_replaying and (changed := self._state.change()) is not None:
             self._begin_anew(changed)
-        kind = self._recordings.kind((*key, *modes()))
+        kind = self._recordings.kind((*key, *read_modes()))
         if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
             self._try_to_record(kind, inputs)
         if kind.recording is not None:

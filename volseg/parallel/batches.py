@@ -51,13 +51,13 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
     """
     strategy = model.strategy.volumes
     if not strategy.is_shared:
-        return {name: strategy.cut(value) for name, value in _given(batch).items()}
+        return {name: strategy.cut(value) for name, value in _require_batch(batch).items()}
     source = strategy.group_rank == 0
     if not source and batch is not None:
         raise ParallelError(
             f"process {strategy.group_rank} of the spatial group passed a batch; only process 0 loads: pass None"
         )
-    fields = _share_header(strategy, _describe(_given(batch)) if source else None)
+    fields = _share_header(strategy, _describe(_require_batch(batch)) if source else None)
     return {
         name: _receive(strategy, field, batch[name] if batch is not None else None) for name, field in fields.items()
     }
@@ -104,7 +104,7 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 
-def _given(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _require_batch(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if batch is None:
         raise ParallelError("the process that loads must pass a batch, got None")
     return batch

@@ -28,7 +28,7 @@ from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel", "with_new_names"]
+__all__ = ["ModelParallel", "take_new_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ModelParallel(nn.Module):
         replicated = options.pop("replicated", True)
         named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
-        given = with_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
+        given = take_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
         found, self.why = _choose(strategy, given)
         self.chosen = found.name
         if strategy == "auto":
@@ -190,14 +190,14 @@ class ModelParallel(nn.Module):
                 "a ModelParallel on a mesh cannot be pickled, as process groups belong to the running processes; save "
                 "model.state_dict(), or pickle model.module, and wrap that again"
             )
-        return _rebuilt, (self.module, self._arguments)
+        return _rebuild, (self.module, self._arguments)
 
     def extra_repr(self) -> str:
         """Name the strategy."""
         return type(self.strategy).__name__
 
 
-def with_new_names(given: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+def take_new_names(given: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """Take the old name of an option for its new one, with a warning.
 
     Parameters
@@ -247,7 +247,7 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
         why = f"split_size={given['split_size']!r} was given" if is_cut else "no split_size was given"
     options = STRATEGIES[name]
     for other in STRATEGIES.values():
-        foreign = (_names(other) - _names(options)) & given.keys()
+        foreign = (_list_names(other) - _list_names(options)) & given.keys()
         if foreign:
             shown = " and ".join(f"{key}={value!r}" for key, value in given.items() if key in foreign)
             whose = "" if other is Spatial else "the stages or the micro-batch of "
@@ -258,7 +258,7 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
     return options(**given), why
 
 
-def _names(options: type[Spatial] | type[Pipeline]) -> set[str]:
+def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
     return {field.name for field in fields(options)}
 
 
@@ -272,5 +272,5 @@ def _check_not_lazy(net: nn.Module) -> None:
         )
 
 
-def _rebuilt(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
+def _rebuild(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
     return ModelParallel(net, **arguments)

@@ -130,12 +130,12 @@ class SpatialStrategy:
     ) -> None:
         self.options = options = Spatial() if options is None else options
         self.net = net
-        placed = _placed(devices, mesh, options.grid)
+        placed = _find_place(devices, mesh, options.grid)
         self.communicator: Communicator = placed.shards if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
         self.axes = _check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)
-        self.context.room = _room(net)
+        self.context.room = _count_room(net)
         self.context.has_replicas = self.replicas is not None
         self.recomputation = Recomputation(net, options.checkpoint, self.context)
         self.context.frugal = options.checkpoint is not None
@@ -156,7 +156,7 @@ class SpatialStrategy:
         if torch.is_inference_mode_enabled():
             # There torch does not count changes in place, by which a deferred norm notices that it came too late.
             with torch.inference_mode(False), torch.no_grad():
-                args, kwargs = tree_map(_ordinary, (args, kwargs))
+                args, kwargs = tree_map(_make_ordinary, (args, kwargs))
                 return self(*args, **kwargs)
         if not self._checked_weights:
             self._checked_weights = True
@@ -183,7 +183,7 @@ class SpatialStrategy:
             volume.settle()
         result = tree_map(plain, result)
         # Losses mix the few channels of the output with labels, which are contiguous.
-        return tree_map(_contiguous, result) if self.context.channels_last else result
+        return tree_map(_make_contiguous, result) if self.context.channels_last else result
 
     @property
     def is_shared(self) -> bool:
@@ -347,7 +347,7 @@ def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad and not parameter.is_inference()
 
 
-def _contiguous(leaf: Any) -> Any:
+def _make_contiguous(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedVolume) or leaf.origin is not None:
         return leaf
     check_history(leaf)
@@ -366,7 +366,7 @@ def _put_channels_last(net: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=layout)
 
 
-def _room(net: nn.Module) -> int:
+def _count_room(net: nn.Module) -> int:
     """Return the planes of halo that the network's convolutions take on each side, at most three."""
     kernels = [
         (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, _ConvNd)
@@ -374,7 +374,7 @@ def _room(net: nn.Module) -> int:
     return min(max(kernels, default=0), 3)
 
 
-def _ordinary(value: Any) -> Any:
+def _make_ordinary(value: Any) -> Any:
     """Return a copy of a tensor made in inference mode that is none any more; leave everything else."""
     made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
     return value.clone() if made_there else value
@@ -391,7 +391,7 @@ def _check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str,
     return chosen
 
 
-def _placed(
+def _find_place(
     devices: Sequence[str | int | torch.device] | None, mesh: Any, grid: Sequence[int] | None
 ) -> LocalDevices | Processes:
     launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
-from volseg.parallel.state.description import Weak, tensor_of
+from volseg.parallel.state.description import Weak, find_tensor
 from volseg.parallel.state.watch import Watch
 
 __all__ = ["RecordedState"]
@@ -68,7 +68,7 @@ class RecordedState:
         self._prepare()
         self._watch_of_attempt = Watch(self._net, self._optimizer)
         self._look(_Reads(self._watch_of_attempt))
-        self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._cpu_tensors()]
+        self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._find_host_tensors()]
 
     def keep(self) -> None:
         """Accept the attempt, and watch from now on.
@@ -95,10 +95,10 @@ class RecordedState:
             if not change.is_of_tensors:
                 old, new = change.pairs[0] if change.pairs else ("one", "another")
                 raise ParallelError(
-                    f"the step changes {change.name} from {_short(old)} to {_short(new)} in Python, which a replay "
+                    f"the step changes {change.name} from {_shorten(old)} to {_shorten(new)} in Python, which a replay "
                     "does not run; keep what forward() counts in a buffer on the device"
                 )
-            if any(tensor_of(old) in read for old, _ in change.pairs):
+            if any(find_tensor(old) in read for old, _ in change.pairs):
                 raise ParallelError(
                     f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
                     "first one each time; change it in place"
@@ -145,8 +145,8 @@ class RecordedState:
             reads.__enter__()
         return found
 
-    def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _tensors(self._net):
+    def _find_host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _name_tensors(self._net):
             if tensor.device.type == "cpu" and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
@@ -156,13 +156,13 @@ class RecordedState:
                         yield f"the optimizer's {name}", value
 
 
-def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters()
     yield from net.named_buffers()
 
 
-def _short(token: Any) -> str:
-    if tensor_of(token) is not None:
+def _shorten(token: Any) -> str:
+    if find_tensor(token) is not None:
         return "one tensor"
     value = token[1] if isinstance(token, tuple) and len(token) == 2 and type(token[1]) is token[0] else token
     text = repr(value)

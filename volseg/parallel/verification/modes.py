@@ -20,16 +20,16 @@ from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
-    differences,
     eager_step,
-    kind_of,
+    find_differences,
+    find_kind,
     observe,
     whole,
 )
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import MOST, Subject, few, pieces, seeded
+from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few, seeded
 
-__all__ = ["Comparison", "Mode", "copies"]
+__all__ = ["Comparison", "Mode", "make_copies"]
 
 STEPS = 2
 """The second meets parameters, buffers and caches that the first has changed."""
@@ -63,7 +63,7 @@ class _NothingToCompareError(Exception):
     """A mode that is the same as another one for this network; says why."""
 
 
-def copies(count: int) -> list[torch.device]:
+def make_copies(count: int) -> list[torch.device]:
     """Return CPU devices between which tensors are really copied: one device several times hides stale copies."""
     return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
 
@@ -139,7 +139,7 @@ class Comparison:
     def _count_stages(self) -> int:
         assert self.devices is not None
         if "cuts" not in self.options:
-            self.options["cuts"] = _even_cuts(self.subjects[True], self.split_size, len(self.devices))
+            self.options["cuts"] = _choose_even_cuts(self.subjects[True], self.split_size, len(self.devices))
         if self.subjects[False].mixes_samples(self.split_size):
             self.notes.append(
                 f"eval: on micro-batches of {self.split_size} the plain network gives other outputs than on the whole "
@@ -187,7 +187,7 @@ class Comparison:
             Mode(True, "recomputed, recorded", again, recorded=True),
         ]
         if self.devices is not None and self.devices[0].type == "cuda" and len(set(self.devices)) < len(self.devices):
-            modes.append(Mode(True, "copies on the CPU", devices=tuple(copies(len(self.devices)))))
+            modes.append(Mode(True, "copies on the CPU", devices=tuple(make_copies(len(self.devices)))))
         return modes
 
     def _pipeline_modes(self) -> list[Mode]:
@@ -224,20 +224,20 @@ class Comparison:
         if failed is not None:
             return failed
         first = RECORDED_AFTER if mode.recorded else 0
-        found = self._differences(mode, theirs, ours, [self.tolerance] * steps)
+        found = self._find_differences(mode, theirs, ours, [self.tolerance] * steps)
         wrong = [error for difference in found for error in difference.wrong.values()]
         if wrong and max(wrong, key=lambda error: (math.isnan(error), error)) <= MOST:
             allowed = [max(self.tolerance, most) for most in subject.round_off(*key)]
-            found = self._differences(mode, theirs, ours, allowed)
+            found = self._find_differences(mode, theirs, ours, allowed)
         self._tell(mode, found[0], theirs[first], ours[first])
         return replace(result, steps=found, first=first + 1, message=remark)
 
-    def _differences(
+    def _find_differences(
         self, mode: Mode, theirs: Sequence[Values], ours: Sequence[Values], allowed: Sequence[float]
     ) -> tuple[Difference, ...]:
-        ignored = self._ignored(mode, theirs[0])
+        ignored = self._find_ignored(mode, theirs[0])
         steps = list(zip(theirs, ours, allowed, strict=True))[RECORDED_AFTER if mode.recorded else 0 :]
-        return tuple(differences(one, other, ignored, most) for one, other, most in steps)
+        return tuple(find_differences(one, other, ignored, most) for one, other, most in steps)
 
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
@@ -301,10 +301,10 @@ class Comparison:
             recorded.release()
         return seen, f"was not recorded: {recorded.refused}" if recorded.refused else ""
 
-    def _ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
+    def _find_ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
         """Return what has another meaning in this mode."""
         if mode.recorded and self.strategy == "spatial":  # a recording reads copies of the inputs
-            return frozenset(name for name in theirs if kind_of(name) in ("input", "after"))
+            return frozenset(name for name in theirs if find_kind(name) in ("input", "after"))
         if mode.split_size is not None and mode.training:
             if found := self.subjects[True].norm_buffers():
                 self.notes.append(
@@ -318,12 +318,12 @@ class Comparison:
         unused = [
             name.removeprefix("gradient of ")
             for name, value in theirs.items()
-            if kind_of(name) == "gradient" and value is None and ours.get(name) is None
+            if find_kind(name) == "gradient" and value is None and ours.get(name) is None
         ]
         if unused and mode.training and mode.gradients:
-            self.notes.append(f"without a gradient on either side (unused): {few(unused)}")
+            self.notes.append(f"without a gradient on either side (unused): {name_few(unused)}")
         if difference.both_nan:
-            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {few(difference.both_nan)}")
+            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(difference.both_nan)}")
 
     def _repeat(self, subject: Subject) -> list[ModeResult]:
         """Compare runs of the same model with each other, where the network draws random numbers."""
@@ -347,21 +347,21 @@ class Comparison:
             if failed is not None:
                 results[number] = failed
                 continue
-            found = differences(one[0], other[0], tolerance=self.tolerance)
+            found = find_differences(one[0], other[0], tolerance=self.tolerance)
             results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
         return results
 
 
 def _must_differ(found: Difference) -> Difference:
     """Turn a comparison of two seeds round: the plain network's outputs differ between them."""
-    if any(error for name, error in found.errors.items() if kind_of(name) in ("output", "buffer")):
+    if any(error for name, error in found.errors.items() if find_kind(name) in ("output", "buffer")):
         return Difference({"output": 0.0})
     return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})
 
 
-def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
+def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
-    arguments = tuple(pieces(subject.inputs, split_size)[0])
+    arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
     with seeded(0), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
     starts = [segment.calls[0].path for segment in find_segments(trace)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from volseg.device.graph import PLAIN, modes, signature
+from volseg.device.graph import PLAIN, describe_inputs, read_modes
 from volseg.device.record_policy import Kind, Recordings
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
@@ -71,8 +71,8 @@ def identify_batch(condition: Hashable | None, call: Call, target: torch.device)
     """
     if condition is None or torch._C._len_torch_dispatch_stack():
         return None
-    found = signature(call, with_strides=True)
-    return None if found is None else (*found, *modes(), target, condition)
+    found = describe_inputs(call, with_strides=True)
+    return None if found is None else (*found, *read_modes(), target, condition)
 
 
 class Behaviour:
