@@ -112,7 +112,7 @@ def test_an_interrupt_is_not_taken_for_a_failure(make):
 
 def test_a_recording_that_is_long_idle_gives_way_to_another():
     recordings = Recordings(Kind, warm_up=1, limit=1, idle=3)
-    first, second = recordings.kind("first"), recordings.kind("second")
+    first, second = recordings.find_kind("first"), recordings.find_kind("second")
     for kind in (first, second):
         assert not recordings.is_warm(kind)
         recordings.count(kind)
@@ -132,15 +132,15 @@ def test_a_recording_that_is_long_idle_gives_way_to_another():
 
 def test_without_a_limit_of_idleness_no_recording_gives_way():
     recordings = Recordings(Kind, warm_up=0, limit=1)
-    recordings.keep(recordings.kind("first"), Played("first"))
+    recordings.keep(recordings.find_kind("first"), Played("first"))
     for _ in range(1000):
-        recordings.count(recordings.kind("second"))
+        recordings.count(recordings.find_kind("second"))
     assert not recordings.make_room()
 
 
 def test_kinds_are_refused_one_by_one_or_all_together():
     recordings = Recordings(Kind, warm_up=0, limit=2)
-    one, other = recordings.kind(1), recordings.kind(2)
+    one, other = recordings.find_kind(1), recordings.find_kind(2)
     recordings.refuse("looks at values", one)
     assert (recordings.is_warm(one), recordings.is_warm(other)) == (False, True)
     recordings.refuse("out of memory")
@@ -150,14 +150,14 @@ def test_kinds_are_refused_one_by_one_or_all_together():
 
 def test_kinds_that_are_ever_new_are_forgotten_but_for_those_with_recordings():
     recordings = Recordings(Kind, warm_up=0, limit=1)
-    kept = recordings.kind("kept")
+    kept = recordings.find_kind("kept")
     recordings.keep(kept, Played("kept"))
-    counted = recordings.kind("counted")
+    counted = recordings.find_kind("counted")
     recordings.count(counted)
     for number in range(MOST_KINDS):
-        recordings.kind(number)
-    assert recordings.kind("kept") is kept
-    assert recordings.kind("counted").calls == 0
+        recordings.find_kind(number)
+    assert recordings.find_kind("kept") is kept
+    assert recordings.find_kind("counted").calls == 0
 
 
 def follow(folder: Path) -> None:

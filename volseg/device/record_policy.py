@@ -68,7 +68,7 @@ class State(Protocol):
     def done(self) -> None:
         """Forget what an attempt would be undone with."""
 
-    def change(self) -> str | None:
+    def find_change(self) -> str | None:
         """Name what is not as it was when the function was recorded, or None."""
 
 
@@ -80,7 +80,7 @@ class Stateless:
 
     keep = put_back = done = begin
 
-    def change(self) -> None:
+    def find_change(self) -> None:
         """Find nothing changed."""
 
 
@@ -141,7 +141,7 @@ class Recordings(Generic[K]):
         """The kinds that have recordings."""
         return list(self._kept)
 
-    def kind(self, key: Hashable) -> K:
+    def find_kind(self, key: Hashable) -> K:
         """Return the kind of call that ``key`` describes."""
         kind = self._kinds.get(key)
         if kind is None:
@@ -245,9 +245,9 @@ class Recorder:
         key = describe_inputs(inputs)
         if key is None:
             return self._run(*inputs)
-        if self.is_replaying and (changed := self._state.change()) is not None:
+        if self.is_replaying and (changed := self._state.find_change()) is not None:
             self._begin_anew(changed)
-        kind = self._recordings.kind((*key, *read_modes()))
+        kind = self._recordings.find_kind((*key, *read_modes()))
         if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
             self._try_to_record(kind, inputs)
         if kind.recording is not None:

@@ -228,7 +228,7 @@ class PipelineStrategy:
             self._form()
             condition = self._form.number, self.net.training
             proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
-        kind = self._recorder.kind(self._conditions(), cut.call, target) if self._recorder.is_active else None
+        kind = self._recorder.find_kind(self._conditions(), cut.call, target) if self._recorder.is_active else None
         behaviour = None
         if kind is not None:
             replay = self._recorder.find(kind, placement, cut)

@@ -123,7 +123,7 @@ class RecordedState:
         """Forget what an attempt would be undone with."""
         self._attempt = None
 
-    def change(self) -> str | None:
+    def find_change(self) -> str | None:
         """Name what is not as it was when the step was recorded, or None; recordings are made anew then."""
         if self._watch is None:
             return None

@@ -143,10 +143,10 @@ class BatchRecorder:
         """Of each recording."""
         return [kind.recording.lanes for kind in self._recordings.kept if kind.recording is not None]
 
-    def kind(self, condition: Hashable | None, call: Call, target: torch.device) -> BatchKind | None:
+    def find_kind(self, condition: Hashable | None, call: Call, target: torch.device) -> BatchKind | None:
         """Return the kind of a batch, or ``None`` where nothing can be recorded; see ``identify_batch``."""
         key = identify_batch(condition, call, target) if self.is_active else None
-        return None if key is None else self._recordings.kind(key)
+        return None if key is None else self._recordings.find_kind(key)
 
     def observe(self, kind: BatchKind) -> Behaviour | None:
         """Return what to note an eager batch of this kind in, or ``None`` where it has been seen often enough."""
