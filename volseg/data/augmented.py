@@ -1,19 +1,18 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from volseg.data.cases import Batch
 from volseg.data.patches import PatchBatches
 from volseg.parallel.capture import Captured
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
-
-Batch = dict[str, Any]
 
 
 class EpochBatches(Protocol):

@@ -9,18 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from volseg.data.bank import CaseBank, Foreground
+from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 
 __all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
-
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,10 @@ from monai.transforms import (
 
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
+from volseg.fields import Case
 from volseg.transforms.grid import Grid
 
 __all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
-
-Case = dict[str, Any]
 
 LABEL_FIELDS = frozenset({"label"})
 """Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
