@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,14 +17,9 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, ReaderError
+from volseg.transforms.grid import Grid
 
-__all__ = ["MISPLACED_VOXELS", "Problem", "check_case", "check_cases", "require_sound"]
-
-MISPLACED_VOXELS = 0.1
-"""How far a label's corner voxel may lie from the image's, in voxels of the image (shortest side).
-
-Rounded headers differ by a hundredth of a voxel over a long axis; the usual mistake, a shift by half a voxel, by 0.5.
-"""
+__all__ = ["Problem", "check_case", "check_cases", "require_sound"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,9 @@ def check_case(case: Case, task: Task) -> list[Problem]:
         faults = check(volumes[field], task)
         found.extend(Problem(case["case"], Path(case[field]), f"{case[field]} {fault}") for fault in faults)
     if len(volumes) == 2:
-        faults = _grid_faults(volumes["image"], volumes["label"])
-        found.extend(Problem(case["case"], Path(case["label"]), f"{case['label']} {fault}") for fault in faults)
+        misplaced = Grid.of(volumes["image"]).fault_of(Grid.of(volumes["label"]), "image")
+        if misplaced:
+            found.append(Problem(case["case"], Path(case["label"]), f"{case['label']} {misplaced}"))
     return found
 
 
@@ -139,24 +134,6 @@ def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
         )
     if not (values > 0).any():
         yield "holds background only; label the structures or leave the case out"
-
-
-def _grid_faults(image: MetaTensor, label: MetaTensor) -> Iterable[str]:
-    shape, wanted = tuple(label.shape[1:]), tuple(image.shape[1:])
-    if shape != wanted:
-        yield f"has the shape {shape}, but its image has {wanted}; resample the label map onto the image's grid"
-        return
-    # Voxel centres at the corners: two affine maps differ most at one of them.
-    corners = torch.tensor(
-        [[*corner, 1.0] for corner in product(*((0.0, n - 1.0) for n in wanted))], dtype=torch.float64
-    )
-    away = (corners @ (image.affine - label.affine).T)[:, :3].norm(dim=1).max().item()
-    side = image.affine[:3, :3].norm(dim=0).min().item()
-    if away > MISPLACED_VOXELS * side:
-        yield (
-            f"lies up to {away:.3g} mm away from its image (at most {MISPLACED_VOXELS * side:.3g} mm, "
-            f"{MISPLACED_VOXELS:g} voxel); copy the image's affine if the voxels correspond, else resample"
-        )
 
 
 def _not_finite(voxels: Tensor) -> str | None:
