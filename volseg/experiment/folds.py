@@ -19,6 +19,7 @@ from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
+from volseg.workflow.hooks import Patience
 from volseg.workflow.records import EpochRecord
 
 __all__ = ["Fold", "FoldResult", "plan_folds"]
@@ -177,6 +178,4 @@ def _trained_to_its_end(state: Mapping[str, Any], config: ExperimentConfig) -> b
         )
     if state["epoch"] == settings.epochs or settings.patience is None:
         return bool(state["epoch"] == settings.epochs)
-    # `workflow.Patience` ended it early: so many validations have passed since the best one.
-    scores = [record["score"] for record in state["history"] if record["score"] is not None]
-    return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= settings.patience
+    return Patience(settings.patience).has_run_out([EpochRecord(**record) for record in state["history"]])
