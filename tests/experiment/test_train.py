@@ -1,11 +1,13 @@
 """From a folder of NIfTI files to a run folder, and on from there."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from volseg import Hook
 from volseg.data.msd import load_task
@@ -67,6 +70,39 @@ def test_a_run_is_never_overwritten(outcome, configured):
     with pytest.raises(ConfigError, match=r"holds a run already; go on with it by --resume, or choose another folder"):
         train(configured())
     assert (outcome.folder.checkpoints / "latest.pt").read_bytes() == before
+
+
+class SeeBeginning(Hook):
+    """Look at what a training has read, and still holds, before its first batch."""
+
+    def __init__(self, reads):
+        self.reads, self.read, self.held = reads, {}, set()
+
+    def on_training_begin(self, training):
+        self.read = dict(self.reads)
+        gc.collect()
+        volumes = [found for found in gc.get_objects() if issubclass(type(found), MetaTensor)]
+        self.held = {Path(volume.meta.get("filename_or_obj", "")) for volume in volumes}
+
+
+def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_bank(configured, task, monkeypatch):
+    reads = Counter()
+    plain = Path.read_bytes
+
+    def counted(path):
+        if path.is_relative_to(task) and path.name.endswith(".nii.gz"):
+            reads[path] += 1
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    beginning = SeeBeginning(reads)
+    outcome = train(configured("data.keep=device"), hooks=[beginning])
+    files = {case["case"]: {case["image"], case["label"]} for case in load_task(task).training}
+    assert beginning.read == {file: 1 for both in files.values() for file in both}
+    assert reads == beginning.read, "a file was read again after the beginning"
+    split = outcome.folder.split()
+    assert beginning.held.isdisjoint(file for name in split.training for file in files[name])
+    assert beginning.held.issuperset(file for name in split.validation for file in files[name])
 
 
 class InterruptAt(Hook):

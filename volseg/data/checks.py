@@ -1,12 +1,10 @@
-"""Read every file once before training and name all bad cases at once, each in one sentence.
+"""What keeps a case from being used, each fault in one sentence, and all bad cases at once.
 
-A header can be right while the voxels are not, so files are read to their end. Cases are read by threads: the time goes
-into decompression, which runs beside Python.
+A header can be right while the voxels are not, so files are read to their end; a training prepares what was read here
+(`volseg.data.preparing`), so that no file is decompressed twice.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +14,11 @@ from torch import Tensor
 
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_volume
+from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.transforms.grid import Grid
 
-__all__ = ["Problem", "check_case", "check_cases", "require_sound"]
+__all__ = ["Problem", "check_case", "check_cases", "read_case", "require_sound"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,18 @@ def check_cases(
 
     Parameters
     ----------
+    cases, task
+        As for `check_case`.
     workers
-        Threads; by default one per core, at most 8, since each holds a case in memory.
+        Threads; see `map_in_threads`.
     progress
         Called after each case, for instance ``bar.update``.
     """
     problems: list[Problem] = []
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as threads:
-        for found in threads.map(lambda case: check_case(case, task), cases):
-            problems.extend(found)
-            if progress is not None:
-                progress()
+    for found in map_in_threads(lambda case: check_case(case, task), cases, workers):
+        problems.extend(found)
+        if progress is not None:
+            progress()
     return problems
 
 
@@ -59,6 +59,14 @@ def check_case(case: Case, task: Task) -> list[Problem]:
     """Read a case to its end and return what keeps it from being used.
 
     A case without ``label`` is checked as one to predict.
+    """
+    return read_case(case, task)[1]
+
+
+def read_case(case: Case, task: Task) -> tuple[Case, list[Problem]]:
+    """Read a case to its end; return it with volumes in place of paths, and what keeps it from being used.
+
+    A field that cannot be read keeps its path.
     """
     found: list[Problem] = []
     volumes: dict[str, MetaTensor] = {}
@@ -76,7 +84,7 @@ def check_case(case: Case, task: Task) -> list[Problem]:
         misplaced = Grid.of(volumes["image"]).fault_of(Grid.of(volumes["label"]), "image")
         if misplaced:
             found.append(Problem(case["case"], Path(case["label"]), f"{case['label']} {misplaced}"))
-    return found
+    return {**case, **volumes}, found
 
 
 def require_sound(

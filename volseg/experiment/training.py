@@ -13,7 +13,7 @@ from torch import nn
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.cases import Case, Task
-from volseg.data.preparing import prepare_all
+from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import (
     build_batches,
     build_metrics,
@@ -25,7 +25,7 @@ from volseg.experiment.building import (
     join_processes,
     preprocessing_of,
 )
-from volseg.experiment.cases import ChosenCases, choose_cases, sound_cases
+from volseg.experiment.cases import choose_cases, prepare_chosen
 from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
@@ -82,14 +82,17 @@ def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: 
         folder.require_same_split(chosen.split)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
+    prepared = PreparedCases()  # on the processes to which the main one sends its batches
     if is_main_process():
-        chosen = sound_cases(chosen, skip_bad=config.data.skip_bad)
-    held_out = _prepared(config, chosen.validation, "preparing validation", keep_reference=True)
+        prepared = prepare_chosen(chosen, preprocessing_of(config), skip_bad=config.data.skip_bad)
+    batches = _batches(config, chosen.task, prepared.training, model, device)
+    held_out, problems = prepared.validation, prepared.problems
+    del prepared  # its training cases: on a GPU the batches have copied them
     validating = partial(_validation, config, chosen.task, model, held_out)
     training = build_training(
         config,
         model,
-        _batches(config, chosen, model, device),
+        batches,
         validation=validating(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, folder), *hooks],
     )
@@ -117,7 +120,7 @@ def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: 
         task=chosen.task,
         history=tuple(training.history),
         validated=final if isinstance(final, Validated) else None,
-        problems=chosen.problems,
+        problems=problems,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )
@@ -138,20 +141,10 @@ def _may_begin(folder: RunFolder, config: ExperimentConfig, resume: bool) -> boo
     return resume
 
 
-def _prepared(
-    config: ExperimentConfig, cases: Sequence[Case], title: str, *, keep_reference: bool = False
-) -> list[Case]:
-    """Return prepared cases on the main process, none on those that it sends its batches to."""
-    if not is_main_process():
-        return []
-    return prepare_all(cases, preprocessing_of(config), keep_reference=keep_reference, show=_bar(cases, title))
-
-
 def _batches(
-    config: ExperimentConfig, chosen: ChosenCases, model: nn.Module, device: torch.device
+    config: ExperimentConfig, task: Task, cases: Sequence[Case], model: nn.Module, device: torch.device
 ) -> AugmentedBatches | GroupBatches:
-    cases = _prepared(config, chosen.training, "preparing training")
-    batches = build_batches(config, chosen.task, cases, device) if cases else None
+    batches = build_batches(config, task, cases, device) if cases else None
     if is_cut_over_processes(model):
         return GroupBatches(model, batches, config.training.iterations)
     assert batches is not None
