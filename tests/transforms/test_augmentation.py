@@ -10,6 +10,7 @@ from torch import Tensor
 from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation
+from volseg.transforms.augmentation.constants import constant, positions
 from volseg.transforms.augmentation.parameters import control_points
 from volseg.transforms.augmentation.spatial import displacement
 
@@ -320,3 +321,13 @@ def test_linear_labels_need_the_number_of_classes():
         BatchAugmentation(AugmentationConfig(), PATCH)
     with pytest.raises(ConfigError, match=r"three positive sides \(D, H, W\), got \(8, 8\)"):
         BatchAugmentation(AugmentationConfig(label_interpolation="nearest"), (8, 8))
+
+
+def test_a_constant_is_never_freed_for_a_recording_reads_it_at_its_address():
+    cpu = torch.device("cpu")
+    vector, ticks = constant((1.0, 2.0, 4.0), cpu), positions(3, cpu)
+    for number in range(1000):
+        constant((float(number),), cpu)
+        positions(number, cpu)
+    assert constant((1.0, 2.0, 4.0), cpu) is vector
+    assert positions(3, cpu) is ticks
