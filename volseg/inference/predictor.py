@@ -178,31 +178,12 @@ class Predictor:
             )
 
 
-def predict_case(
-    model: Model | Sequence[Model],
-    case: Mapping[str, Any],
-    *,
-    num_classes: int,
-    window: Sequence[int] | None = None,
-    overlap: float = 0.5,
-    mirror: bool | Sequence[int] = False,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> MetaTensor:
+def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
     """Return the label map ``(1, D, H, W)`` uint8 of a preprocessed case on its image's original grid.
 
-    The parameters are those of `Predictor`, which serves many cases and batches them.
+    The settings are the fields of `Predictor`, which serves many cases and batches them.
     """
-    predictor = Predictor(
-        model=model,
-        num_classes=num_classes,
-        window=window,
-        overlap=overlap,
-        mirror=mirror,
-        device=device,
-        autocast=autocast,
-    )
-    return predictor(case)
+    return Predictor(model=model, **settings)(case)
 
 
 def full_logits(output: Any) -> Tensor:
