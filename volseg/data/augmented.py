@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from volseg.data.cases import Batch
 from volseg.data.patches import PatchBatches
+from volseg.data.seeds import mix_seed
 from volseg.parallel.capture import Captured
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
@@ -67,7 +67,7 @@ class AugmentedBatches:
 
     def _plain(self, number: int, start: int) -> Iterator[Batch]:
         for position, batch in enumerate(self.batches.epoch(number, start=start), start=start):
-            self._seed(number, position)
+            self.generator.manual_seed(mix_seed(self.seed, number, position))
             image, label = self.augmentation(batch["image"], batch["label"], self.generator)
             yield {**batch, "image": image, "label": label}
 
@@ -89,7 +89,7 @@ class AugmentedBatches:
                     self._captured = Captured(
                         self._cut_and_augment, places, generators=[self.generator], stream=self._stream
                     )
-                self._seed(number, position)
+                self.generator.manual_seed(mix_seed(self.seed, number, position))
                 batch = {name: tensor.clone() for name, tensor in self._captured(places).items()}
                 return batch, self._stream.record_event()
 
@@ -112,8 +112,3 @@ class AugmentedBatches:
             image, label = bank.gather(cases, corners, self.batches.source_size)
             image, label = self.augmentation(image, label, self.generator)
         return {"image": image, "label": label}
-
-    def _seed(self, number: int, position: int) -> None:
-        # SeedSequence spreads neighbouring triples over unrelated seeds; torch takes a signed 64-bit seed.
-        mixed = np.random.SeedSequence([self.seed, number, position]).generate_state(1, np.uint64)
-        self.generator.manual_seed(int(mixed[0]) >> 1)

@@ -9,12 +9,12 @@ import json
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from volseg.data.cases import Case, Task
+from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
 
@@ -114,7 +114,7 @@ def _labels(declared: Any, manifest: Path) -> dict[int, str]:
         raise DataError(
             f"{manifest} declares the labels {labels}; needed: 0 for the background and at least one structure"
         )
-    if doubled := [name for name, count in Counter(labels.values()).items() if count > 1]:
+    if doubled := find_doubled(labels.values()):
         raise DataError(f"{manifest} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
     return labels
 
@@ -161,8 +161,7 @@ def _inside(folder: Path, text: str, where: str) -> Path:
 
 
 def _refuse_doubles(cases: Sequence[Case], manifest: Path) -> None:
-    doubled = [name for name, count in Counter(case["case"] for case in cases).items() if count > 1]
-    if doubled:
+    if doubled := find_doubled(case["case"] for case in cases):
         raise DataError(
             f"{manifest} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
         )
@@ -171,11 +170,9 @@ def _refuse_doubles(cases: Sequence[Case], manifest: Path) -> None:
 def _refuse_absent(cases: Sequence[Case], manifest: Path) -> None:
     absent = [case[field] for case in cases for field in ("image", "label") if not case[field].exists()]
     if absent:
-        shown = ", ".join(str(path.relative_to(manifest.parent)) for path in absent[:5])
-        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        shown = list_some([str(path.relative_to(manifest.parent)) for path in absent])
         raise DataError(
-            f"{manifest} declares {len(absent)} absent file(s): {shown}{more}; "
-            "fetch them, or take the cases out of the list"
+            f"{manifest} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
         )
 
 

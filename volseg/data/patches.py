@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from volseg.data.bank import CaseBank, Foreground
 from volseg.data.cases import Batch
+from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
 
 __all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
@@ -167,8 +167,6 @@ class PatchBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Choose the patches of an epoch; `EpochPlan.corners` are those of the patch, without its margin."""
-        # SeedSequence spreads neighbouring pairs over unrelated seeds; torch takes a signed 64-bit seed.
-        mixed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]) >> 1
         return plan_epoch(
             self.bank.shapes,
             self.bank.foreground,
@@ -176,7 +174,7 @@ class PatchBatches:
             batch_size=self.batch_size,
             iterations=self.iterations,
             share=self.share,
-            generator=torch.Generator().manual_seed(mixed),
+            generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)),
         )
 
     def places(self, number: int) -> tuple[Tensor, Tensor, list[list[str]]]:

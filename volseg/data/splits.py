@@ -5,7 +5,6 @@ a Dice can be compared with published ones fold by fold. scikit-learn itself is 
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from volseg.config.nearest import did_you_mean
+from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.files import replacing
 
@@ -31,7 +31,7 @@ class Split:
         if not self.training:
             raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
-            if doubled := [name for name, count in Counter(ids).items() if count > 1]:
+            if doubled := find_doubled(ids):
                 raise DataError(f"{_some(doubled)} stand twice among the {side} cases; keep each once")
         if shared := sorted(set(self.training) & set(self.validation)):
             raise DataError(f"{_some(shared)} stand in training and in validation; keep each in one of them")
@@ -60,7 +60,7 @@ def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Spl
     Split(training=('b', 'c'), validation=('a',))
     """
     names = sorted(ids)
-    if doubled := [name for name, count in Counter(names).items() if count > 1]:
+    if doubled := find_doubled(names):
         raise DataError(f"case ids must be unique, but {_some(doubled)} came twice")
     if not 2 <= num_folds <= len(names):
         raise DataError(
@@ -137,7 +137,5 @@ def _shape(entry: object) -> str:
     return f"keys {sorted(entry)}" if isinstance(entry, dict) else type(entry).__name__
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    """List the first names, and count the rest."""
-    rest = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {rest} more" if rest > 0 else "")
+def _some(names: Sequence[str]) -> str:
+    return list_some([repr(name) for name in names])

@@ -1,13 +1,13 @@
 """Label maps for new images, from a run folder."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from volseg.data.cases import Case
 from volseg.data.checks import check_cases, require_sound
+from volseg.data.names import find_doubled
 from volseg.data.preparing import prepare
 from volseg.data.readers import SUFFIXES, stem
 from volseg.errors import DataError
@@ -85,7 +85,7 @@ def find_images(paths: Sequence[Path]) -> list[Case]:
     images = [image for path in paths for image in _images_at(path)]
     # The folder "." has a name too.
     cases: list[Case] = [{"case": stem(os.path.abspath(image)), "image": image} for image in images]
-    if doubled := [name for name, count in Counter(case["case"] for case in cases).items() if count > 1]:
+    if doubled := find_doubled(case["case"] for case in cases):
         same = [str(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
     return cases

@@ -12,14 +12,12 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
+from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
 from volseg.transforms.grid import Grid
 
 __all__ = ["write_prediction"]
-
-SCANNER_ANATOMICAL = 1
-"""NIfTI-1 code of a position in the scanner: what DICOM, MHA and NRRD give."""
 
 STRIPPED_SHEAR = 1e-3
 """A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
