@@ -77,7 +77,7 @@ def prepare_sound(
             return _Attempt(fault=fault)
 
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]
-    attempts = []
+    attempts: list[_Attempt] = []
     for tried in map_in_threads(lambda side: attempt(*side), sides, workers):
         attempts.append(tried)
         if progress is not None:
@@ -85,13 +85,9 @@ def prepare_sound(
     problems = [problem for tried in attempts for problem in tried.problems]
     if not skip_bad:
         require_sound(problems)
-    for tried in attempts:
-        if tried.fault is not None:
-            raise tried.fault
-    prepared = [tried.prepared for tried in attempts]
     return PreparedCases(
-        training=[case for case in prepared[: len(training)] if case is not None],
-        validation=[case for case in prepared[len(training) :] if case is not None],
+        training=_take_prepared(attempts[: len(training)]),
+        validation=_take_prepared(attempts[len(training) :]),
         problems=problems,
     )
 
@@ -104,6 +100,13 @@ class _Attempt:
     prepared: Case | None = None
     fault: VolsegError | None = None
     """Why a case without problems could not be preprocessed."""
+
+
+def _take_prepared(attempts: Sequence[_Attempt]) -> list[Case]:
+    for tried in attempts:
+        if tried.fault is not None:
+            raise tried.fault
+    return [tried.prepared for tried in attempts if tried.prepared is not None]
 
 
 def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:
