@@ -171,11 +171,11 @@ def test_margin_is_not_generous():
     config = only(rotation={"probability": 1})
     augmentation = BatchAugmentation(config, (40, 56, 40), num_classes=2)
     limit = math.radians(30)
-    from volseg.transforms.augmentation.spatial import _rotation
+    from volseg.transforms.augmentation.spatial import _compute_rotation
 
     angles = (torch.rand(20000, 3, generator=rng()) * 2 - 1) * limit
     corner = torch.tensor([39.0, 55.0, 39.0]) / 2
-    reach = (_rotation(angles).abs() @ corner).amax(0) - corner
+    reach = (_compute_rotation(angles).abs() @ corner).amax(0) - corner
     margin = torch.tensor([(s - p) / 2 for s, p in zip(augmentation.source_size, (40, 56, 40), strict=True)])
     assert (margin >= reach).all()
     assert (margin <= reach + 4).all()

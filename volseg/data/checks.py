@@ -70,7 +70,7 @@ def read_case(case: Case, task: Task) -> tuple[Case, list[Problem]]:
     """
     found: list[Problem] = []
     volumes: dict[str, MetaTensor] = {}
-    for field, check in (("image", _image_faults), ("label", _label_faults)):
+    for field, check in (("image", _find_image_faults), ("label", _find_label_faults)):
         if field not in case:
             continue
         try:
@@ -103,14 +103,14 @@ def require_sound(
         raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
 
 
-def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
+def _find_image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
     channels = image.as_tensor()
     if len(channels) != task.num_channels:
         yield (
             f"has {len(channels)} channel(s), but dataset.json declares {task.num_channels} "
             f"({', '.join(task.modalities)}); mend the file or 'modality'"
         )
-    if fault := _not_finite(channels):
+    if fault := _find_not_finite(channels):
         yield fault
         return
     for index, channel in enumerate(channels):
@@ -119,17 +119,17 @@ def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
             yield f"is constant{where}: every voxel is {channel.min().item():g}; export the image again"
 
 
-def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
+def _find_label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
     voxels = label.as_tensor()
     if len(voxels) != 1:
         yield f"has {len(voxels)} channels; a label map needs one, with a number per structure"
-    if fault := _not_finite(voxels):
+    if fault := _find_not_finite(voxels):
         yield fault
         return
     values = voxels.unique()
     if (broken := values[values != values.round()]).numel():
         yield (
-            f"holds values that are no integers ({_listed(broken)}); "
+            f"holds values that are no integers ({_list_values(broken)}); "
             "it was probably resampled linearly, so export it again with nearest neighbours"
         )
         return
@@ -137,14 +137,14 @@ def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
     if (unknown := values[~torch.isin(values, declared)]).numel():
         count = int(torch.isin(voxels, unknown).sum())
         yield (
-            f"holds {_listed(unknown)} in {count} voxel(s), but dataset.json declares {sorted(task.labels)}; "
+            f"holds {_list_values(unknown)} in {count} voxel(s), but dataset.json declares {sorted(task.labels)}; "
             "mend the label map or declare the value"
         )
     if not (values > 0).any():
         yield "holds background only; label the structures or leave the case out"
 
 
-def _not_finite(voxels: Tensor) -> str | None:
+def _find_not_finite(voxels: Tensor) -> str | None:
     bad = ~voxels.isfinite()
     if not bad.any():
         return None
@@ -155,6 +155,6 @@ def _not_finite(voxels: Tensor) -> str | None:
     )
 
 
-def _listed(values: Tensor, most: int = 5) -> str:
+def _list_values(values: Tensor, most: int = 5) -> str:
     shown = ", ".join(f"{value:g}" for value in values[:most].tolist())
     return shown + (f" and {len(values) - most} more" if len(values) > most else "")

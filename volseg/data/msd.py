@@ -53,8 +53,8 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
             f"{manifest} is nnU-Net's, not MSD's: it lacks 'modality' or a list of 'training' cases; add both, and put "
             "the channels of a case (CASE_0000.nii.gz, CASE_0001.nii.gz ...) into one 4D file"
         )
-    training = _cases(declared.get("training"), "training", folder)
-    test = _cases(declared.get("test", []), "test", folder)
+    training = _read_cases(declared.get("training"), "training", folder)
+    test = _read_cases(declared.get("test", []), "test", folder)
     if not training:
         raise DataError(
             f"{manifest} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
@@ -66,10 +66,10 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     return Task(
         name=folder.name if re.match(r"Task\d\d_", folder.name) else str(declared.get("name", folder.name)).strip(),
         root=folder,
-        modalities=_modalities(declared, manifest),
-        labels=_labels(declared.get("labels"), manifest),
+        modalities=_read_modalities(declared, manifest),
+        labels=_read_labels(declared.get("labels"), manifest),
         training=tuple(training),
-        test=tuple(_present(test, folder)),
+        test=tuple(_drop_absent(test, folder)),
     )
 
 
@@ -101,15 +101,15 @@ def find_task(root: str | Path) -> Path:
     return below[0]
 
 
-def _modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
+def _read_modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
     """Return the channel names; tasks write {"0": "MRI"}, some tools a list."""
     modality = declared.get("modality")
-    names = modality if isinstance(modality, list) else _by_number(modality, "modality", manifest)
+    names = modality if isinstance(modality, list) else _sort_by_number(modality, "modality", manifest)
     return tuple(str(name).strip() for name in names)
 
 
-def _labels(declared: Any, manifest: Path) -> dict[int, str]:
-    labels = dict(enumerate(str(name).strip() for name in _by_number(declared, "labels", manifest)))
+def _read_labels(declared: Any, manifest: Path) -> dict[int, str]:
+    labels = dict(enumerate(str(name).strip() for name in _sort_by_number(declared, "labels", manifest)))
     if len(labels) < 2:
         raise DataError(
             f"{manifest} declares the labels {labels}; needed: 0 for the background and at least one structure"
@@ -119,7 +119,7 @@ def _labels(declared: Any, manifest: Path) -> dict[int, str]:
     return labels
 
 
-def _by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
+def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     """Return the values of {"0": ..., "1": ...} in numeric order; the keys must count from 0 without a gap."""
     wanted = f"{manifest}: {key!r} should map the numbers 0, 1, 2 ... to names"
     if not isinstance(mapping, dict) or not mapping:
@@ -133,7 +133,7 @@ def _by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     return [by_number[number] for number in range(len(mapping))]
 
 
-def _cases(entries: Any, key: str, folder: Path) -> list[Case]:
+def _read_cases(entries: Any, key: str, folder: Path) -> list[Case]:
     """Turn the entries (dicts, or bare paths for test cases) into cases, sorted by id."""
     if not isinstance(entries, list):
         raise DataError(f"{folder / 'dataset.json'}: {key!r} should be a list of cases, got {type(entries).__name__}")
@@ -144,14 +144,14 @@ def _cases(entries: Any, key: str, folder: Path) -> list[Case]:
         where = f"{folder / 'dataset.json'}, {key}[{index}]"
         if not isinstance(files, dict) or not all(isinstance(files.get(field), str) for field in fields):
             raise DataError(f"{where} should name {' and '.join(fields)}, got {entry!r}")
-        paths = {field: _inside(folder, files[field], where) for field in fields}
+        paths = {field: _join_inside(folder, files[field], where) for field in fields}
         if paths["image"].name.startswith("._"):  # macOS leaves one beside each file of an archive
             continue
         cases.append({"case": stem(paths["image"]), **paths})
     return sorted(cases, key=lambda case: case["case"])
 
 
-def _inside(folder: Path, text: str, where: str) -> Path:
+def _join_inside(folder: Path, text: str, where: str) -> Path:
     """Join a declared path to the task's folder; it must not lead out of it (links inside it may)."""
     text = text.strip()
     path = PureWindowsPath(text)  # splits at both kinds of slash
@@ -176,7 +176,7 @@ def _refuse_absent(cases: Sequence[Case], manifest: Path) -> None:
         )
 
 
-def _present(test: Sequence[Case], folder: Path) -> list[Case]:
+def _drop_absent(test: Sequence[Case], folder: Path) -> list[Case]:
     """Leave out test cases that were not fetched: training does not need them."""
     present = [case for case in test if case["image"].exists()]
     if len(present) < len(test):

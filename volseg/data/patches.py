@@ -78,7 +78,7 @@ def plan_epoch(
     cases = order.flatten()[:num_patches]
 
     room = shapes[cases] - torch.tensor(patch_size)
-    anywhere = _below(room.clamp(min=0) + 1, generator)
+    anywhere = _draw_below(room.clamp(min=0) + 1, generator)
     voxel, found = _draw_voxels(foreground, cases, generator)
     around = (voxel - torch.tensor(patch_size) // 2).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
     place_in_batch = torch.arange(num_patches) % batch_size
@@ -96,11 +96,11 @@ def _draw_voxels(foreground: Foreground, cases: Tensor, generator: torch.Generat
     lot = torch.rand(count.shape, generator=generator, dtype=torch.float64)
     chosen = lot.masked_fill(count == 0, -1.0).argmax(1, keepdim=True)
     count = count.gather(1, chosen).squeeze(1)
-    row = foreground.first[cases].gather(1, chosen).squeeze(1) + _below(count.clamp(min=1), generator)
+    row = foreground.first[cases].gather(1, chosen).squeeze(1) + _draw_below(count.clamp(min=1), generator)
     return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)], count > 0
 
 
-def _below(bounds: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_below(bounds: Tensor, generator: torch.Generator) -> Tensor:
     """Return random integers in [0, bounds)."""
     return (torch.rand(bounds.shape, generator=generator, dtype=torch.float64) * bounds).long()
 
@@ -201,7 +201,7 @@ class PatchBatches:
             return self.bank.gather(cases[iteration], corners[iteration], self.source_size, pin=self._pin)
 
         begun = time.perf_counter()
-        for iteration, (image, label) in enumerate(_ahead(cut, range(start, len(names)), self._prefetch), start):
+        for iteration, (image, label) in enumerate(_make_ahead(cut, range(start, len(names)), self._prefetch), start):
             batch = {
                 "image": image.to(self.bank.device, non_blocking=True),
                 "label": label.to(self.bank.device, non_blocking=True),
@@ -227,7 +227,7 @@ class PatchBatches:
             )
 
 
-def _ahead(
+def _make_ahead(
     make: Callable[[int], tuple[Tensor, Tensor]], indices: Sequence[int], depth: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ``make(i)`` for every index, made by a thread up to ``depth`` items ahead of the caller."""

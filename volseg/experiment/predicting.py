@@ -55,7 +55,7 @@ def predict(
     config = trained.config
     testing = Testing(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
-        _prepared(cases, preprocessing_of(config)),
+        _prepare_each(cases, preprocessing_of(config)),
         output,
         batch_size=config.inference.batch,
         show=partial(progress, title="predicting", total=len(cases)),
@@ -63,7 +63,7 @@ def predict(
     return testing()
 
 
-def _prepared(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[Case]:
+def _prepare_each(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[Case]:
     return (prepare(case, preprocessing) for case in cases)
 
 
@@ -82,7 +82,7 @@ def find_images(paths: Sequence[Path]) -> list[Case]:
     DataError
         For a path that is absent, or two images of one name, whose predictions would overwrite each other.
     """
-    images = [image for path in paths for image in _images_at(path)]
+    images = [image for path in paths for image in _list_images(path)]
     # The folder "." has a name too.
     cases: list[Case] = [{"case": stem(os.path.abspath(image)), "image": image} for image in images]
     if doubled := find_doubled(case["case"] for case in cases):
@@ -91,7 +91,7 @@ def find_images(paths: Sequence[Path]) -> list[Case]:
     return cases
 
 
-def _images_at(path: Path) -> list[Path]:
+def _list_images(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if path.is_file():
