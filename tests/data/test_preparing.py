@@ -1,8 +1,6 @@
 """Cases are checked while they are prepared: one reading of each file, and all bad cases at once."""
 
 import shutil
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,21 +27,6 @@ def task(made, tmp_path):
 @pytest.fixture
 def preprocessing():
     return build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}])
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Return how often each compressed file has been read."""
-    counter = Counter()
-    plain = Path.read_bytes
-
-    def counted(path):
-        if path.name.endswith(".nii.gz"):
-            counter[path] += 1
-        return plain(path)
-
-    monkeypatch.setattr(Path, "read_bytes", counted)
-    return counter
 
 
 def truncate(path):

@@ -50,6 +50,7 @@ def predict(
     cases = find_images(images)
     _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
+    # Hence each file is read twice: what waits for its turn need not fit into memory, as a training's cases do.
     with count_up(len(cases), "checking") as count:
         require_sound(check_cases(cases, trained.task, progress=count), "mend them, or leave them out")
     config = trained.config
