@@ -217,6 +217,7 @@ def _leaving_nothing_half_done() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
+    # As `volseg.parallel.devices.is_launched` does, whose import would keep `volseg --help` waiting for torch.
     if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return

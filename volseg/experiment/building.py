@@ -1,7 +1,6 @@
 """From a config to the objects it describes; every function here makes one of them."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,12 +12,13 @@ from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
 from volseg.data.patches import PatchBatches
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, ParallelError
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
+from volseg.parallel.devices import count_launched, find_current_device, is_distributed, require_devices
 from volseg.parallel.sharding.processes import start_group
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
@@ -27,7 +27,6 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_distributed
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.training import Score, Training
 
@@ -83,10 +82,12 @@ def choose_device(config: ExperimentConfig) -> torch.device:
     ConfigError
         If the config insists on a GPU and there is none.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = find_current_device()
+    if config.device == "cuda" and device.type != "cuda":
         raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    return device
 
 
 def join_processes(config: ExperimentConfig) -> None:
@@ -97,7 +98,7 @@ def join_processes(config: ExperimentConfig) -> None:
     ConfigError
         If the config's strategy uses one process only.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = count_launched()
     if count == 1:
         return
     parallel = config.parallel
@@ -131,7 +132,7 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
     return ModelParallel(
         network,
         strategy=parallel.strategy,
-        devices=None if is_distributed() else _devices(parallel.devices, device),
+        devices=_devices(config, device),
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
@@ -162,21 +163,15 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
     return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
 
 
-def _devices(devices: int | Sequence[str] | None, device: torch.device) -> list[str] | None:
-    """Return device names for a count; on a machine without GPUs the CPU stands for each."""
-    if devices is None:
+def _devices(config: ExperimentConfig, device: torch.device) -> list[str] | None:
+    """Return the names of the devices of this process; None for the strategy's own choice."""
+    wanted = config.parallel.devices
+    if wanted is None or is_distributed():
         return None
-    visible = torch.cuda.device_count()
-    if not isinstance(devices, int):
-        known = ["cpu", *(["cuda"] if visible else []), *(f"cuda:{index}" for index in range(visible))]
-        if absent := [name for name in devices if name not in known]:
-            raise ConfigError(f"parallel.devices names {absent[0]}, which is not there; there are {', '.join(known)}")
-        return list(devices)
-    if device.type == "cpu":
-        return ["cpu"] * devices
-    if devices > visible:
-        raise ConfigError(f"parallel.devices is {devices}, but {visible} GPU(s) are visible; set it to that or less")
-    return [f"cuda:{index}" for index in range(devices)]
+    try:
+        return require_devices(wanted, device.type)
+    except ParallelError as fault:
+        raise ConfigError(f"parallel.{fault}") from None
 
 
 def build_batches(

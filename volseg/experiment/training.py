@@ -33,9 +33,10 @@ from volseg.monitoring.environment import environment
 from volseg.monitoring.progress import Progress, progress
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
+from volseg.parallel.devices import is_main_process
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
-from volseg.workflow.processes import is_main_process, largest_over_processes
+from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
 from volseg.workflow.validation import Validated, Validation

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.devices import is_distributed
 from volseg.parallel.sharding import SpatialStrategy
-from volseg.workflow.processes import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 
 __all__ = ["can_be_recorded", "plain_rates"]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from volseg.data.augmented import EpochBatches
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
+from volseg.parallel.devices import is_distributed
 from volseg.parallel.sharding import SpatialStrategy
 from volseg.parallel.sharding.scatter import scatter_batch
 from volseg.workflow.interrupts import StopRequested
-from volseg.workflow.processes import is_distributed
 from volseg.workflow.validation import Example, Validated
 
 __all__ = ["FollowedModel", "GroupBatches", "GroupValidation", "Verdict", "dismiss", "follow", "is_cut_over_processes"]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from volseg.data.augmented import EpochBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.parallel import CapturedStep
+from volseg.parallel.devices import is_main_process
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.captured_step import can_be_recorded, plain_rates
 from volseg.workflow.hooks import Hook
@@ -26,7 +27,7 @@ from volseg.workflow.interrupts import Interruption, StopRequested, catch_signal
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_main_process, largest_over_processes
+from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
