@@ -52,4 +52,4 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
         load_averaged(model, state)
     except (KeyError, RuntimeError) as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
-    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state["epoch"])
+    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state.epoch)

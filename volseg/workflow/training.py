@@ -31,6 +31,7 @@ from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
+from volseg.workflow.state import TrainingState
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
 
@@ -361,48 +362,52 @@ class Training:
         for hook in self.hooks:
             getattr(hook, event)(self, *arguments)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """Return everything from which the training goes on as if it had not been interrupted."""
-        return {
-            "model": self.network.state_dict(),
-            "optimizer": plain_rates(self.optimizer.state_dict()),
-            "steps_done": self.schedule.steps_done,
-            "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict() if self.average else None,
-            "random": random_state(),
-            "epoch": self.epoch,
-            "position": self.position,
-            "losses": self._losses,
-            "seconds": [self._seconds, self._seconds_waited],
-            "cases": [list(cases) for cases in self._cases],
-            "history": [record.as_dict() for record in self.history],
-            "best": self.best.as_dict() if self.best else None,
-        }
+        return TrainingState(
+            model=self.network.state_dict(),
+            optimizer=plain_rates(self.optimizer.state_dict()),
+            steps_done=self.schedule.steps_done,
+            scaler=self.scaler.state_dict(),
+            average=self.average.state_dict() if self.average else None,
+            random=random_state(),
+            epoch=self.epoch,
+            position=self.position,
+            losses=tuple(self._losses),
+            cases=tuple(self._cases),
+            seconds=(self._seconds, self._seconds_waited),
+            history=tuple(self.history),
+            best=self.best,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return `state` as tensors and plain values."""
+        return self.state().as_checkpoint()
+
+    def load_state_dict(self, state: TrainingState | Mapping[str, Any]) -> None:
         """Take over the state of an interrupted training of the same model and length of epoch.
 
         Raises
         ------
         CheckpointError
-            If the state is of another network or optimizer.
+            If the state is of another network or optimizer, or no whole state.
         """
+        state = TrainingState.from_checkpoint(state, "what is to be gone on from")
         try:
-            self.network.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if (state["average"] is None) != (self.average is None):
+            self.network.load_state_dict(state.model)
+            self.optimizer.load_state_dict(dict(state.optimizer))
+            if (state.average is None) != (self.average is None):
                 raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
-            if self.average:
-                self.average.load_state_dict(state["average"])
+            if self.average and state.average:
+                self.average.load_state_dict(state.average)
         except (KeyError, ValueError, RuntimeError) as fault:
             raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
-        self.schedule.go_to(state["steps_done"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state["losses"]]
-        self._cases = [tuple(cases) for cases in state["cases"]]
+        self.schedule.go_to(state.steps_done)
+        self.scaler.load_state_dict(dict(state.scaler))
+        self.epoch, self.position = state.progress
+        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
+        self._cases = [tuple(cases) for cases in state.cases]
         self._num_checked = len(self._losses)
-        self._seconds, self._seconds_waited = state.get("seconds", (0.0, 0.0))  # older checkpoints have none
-        self.history = [EpochRecord(**record) for record in state["history"]]
-        self.best = EpochRecord(**state["best"]) if state["best"] else None
-        restore_random_state(state["random"])
+        self._seconds, self._seconds_waited = state.seconds
+        self.history, self.best = [*state.history], state.best
+        restore_random_state(state.random)
