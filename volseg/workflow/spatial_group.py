@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from volseg.data.augmented import EpochBatches
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
-from volseg.parallel.devices import is_distributed
-from volseg.parallel.sharding import SpatialStrategy
 from volseg.parallel.sharding.scatter import scatter_batch
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
@@ -28,8 +26,7 @@ Batch = dict[str, Any]
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
     """Tell whether volumes of ``model`` lie on several processes."""
-    spatial = isinstance(model, ModelParallel) and isinstance(model.strategy, SpatialStrategy)
-    return spatial and is_distributed()
+    return isinstance(model, ModelParallel) and model.strategy.is_shared
 
 
 class GroupBatches:
