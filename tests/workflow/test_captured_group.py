@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.sharding.processes import start_group
+from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.workflow import Hook, Named, Training
 from volseg.workflow.spatial_group import GroupBatches
 

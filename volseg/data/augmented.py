@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from volseg.data.patches import PatchBatches
-from volseg.parallel.capture import Captured
+from volseg.device.graph import RecordedFunction
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
@@ -52,7 +52,7 @@ class AugmentedBatches:
         self.augmentation = augmentation
         self.seed = seed
         self.generator = torch.Generator(device)
-        self._captured: Captured | None = None
+        self._captured: RecordedFunction | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.generator.device)
@@ -87,7 +87,7 @@ class AugmentedBatches:
                 if self._captured is None:
                     # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
                     self._cut_and_augment(**places)
-                    self._captured = Captured(
+                    self._captured = RecordedFunction(
                         self._cut_and_augment, places, generators=[self.generator], stream=self._stream
                     )
                 self._seed(number, position)

@@ -9,7 +9,7 @@ from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.experiment.building import check_components
 from volseg.parallel.devices import count_gpus
-from volseg.parallel.launch import launch
+from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
 __all__ = ["train_on"]

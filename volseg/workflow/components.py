@@ -15,7 +15,7 @@ from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
-from volseg.workflow.dice_ce import DiceCELoss
+from volseg.losses.monai import DiceCELoss
 from volseg.workflow.named import Named
 
 __all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer"]

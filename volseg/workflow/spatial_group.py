@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from volseg.data.augmented import EpochBatches
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.scatter import scatter_batch
+from volseg.parallel.batches import scatter_batch
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
-from volseg.parallel import CapturedStep
+from volseg.parallel import RecordedStep
 from volseg.parallel.devices import is_main_process
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.captured_step import can_be_recorded, plain_rates
@@ -172,9 +172,9 @@ class Training:
         self._num_checked = 0
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._captured: CapturedStep | None = None
+        self._captured: RecordedStep | None = None
         if capture and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
-            self._captured = CapturedStep(self.network, self._computed, optimizer=optimizer)
+            self._captured = RecordedStep(self.network, self._computed, optimizer=optimizer)
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,7 @@
 """The same training on one GPU and on several, one process each: the curves beside each other, as JSON.
 
 python workflows/benchmarks/spatial_training.py configs/task04_highres.yaml DIR/Task04_Hippocampus \
-        --gpus 1 2 --set training.epochs=3 --result workflows/benchmarks/results/spatial_training.json
+        --gpus 1 2 --set training.epochs=3 --result workflows/benchmarks/results/dynunet_h200x2_task04_highres_bf16.json
 """
 
 import argparse
