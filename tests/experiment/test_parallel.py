@@ -38,11 +38,11 @@ def plain(configured, tmp_path):
 @pytest.mark.parametrize(
     "parallel",
     [
-        "{strategy: spatial, devices: 1}",
+        "{strategy: spatial, devices: 1, checkpoint: all}",
         "{strategy: spatial, devices: 2}",
         "{strategy: pipeline, split_size: 1, devices: 2}",
     ],
-    ids=["own operators", "spatial", "pipeline"],
+    ids=["spatial, recomputed on one device", "spatial", "pipeline"],
 )
 def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     outcome = train(configured(f"parallel={parallel}"))

@@ -1,6 +1,7 @@
 """From a config to the objects it describes; every function here makes one of them."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, ParallelError
+from volseg.experiment.kernels import with_fast_kernels
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
@@ -115,8 +117,20 @@ def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
     return build_preprocessing([component.spec() for component in config.preprocessing])
 
 
-def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> nn.Module:
-    """Return the network on its device or devices; it takes any volume size and gives logits."""
+def build_model(config: ExperimentConfig, task: Task, device: torch.device, *, trains: bool = True) -> nn.Module:
+    """Return the network on its device or devices; it takes any volume size and gives logits.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Its network, kernels, memory layout and parallel strategy.
+    task : Task
+        Channels and classes.
+    device : torch.device
+        Of this process; a strategy may take others besides.
+    trains : bool
+        Whether the network will be trained, or only predict.
+    """
     network = FitGrid(
         build_network(
             config.network.spec(),
@@ -128,7 +142,15 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
     _require_window(network, config)
     parallel = config.parallel
     if parallel.strategy == "none":
-        return _laid_out(network.to(device), config, task)
+        fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
+        return fast or _laid_out(network.to(device), config, task)
+    if parallel.only_chooses_kernels and not is_distributed():
+        warnings.warn(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
+            FutureWarning,
+            stacklevel=2,
+        )
     return ModelParallel(
         network,
         strategy=parallel.strategy,

@@ -35,7 +35,10 @@ __all__ = ["RunFolder"]
 
 logger = logging.getLogger(__name__)
 
-PLACES = ("output", "data.root", "data.keep", "split.file", "device", "parallel.", "training.checkpoint_minutes")
+PLACES = (
+    *("output", "data.root", "data.keep", "split.file"),
+    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes"),
+)
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
 trained; not what. A name that ends with a dot stands for a whole section. The cases are compared by id."""
 

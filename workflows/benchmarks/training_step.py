@@ -60,10 +60,9 @@ def main() -> None:
 
 
 def configured(chosen: argparse.Namespace, operators: str, layout: str, *, capture: bool) -> ExperimentConfig:
-    """Return the config of a variant; the own operators are those of the spatial strategy, on one device."""
+    """Return the config of a variant; the own operators are the fast kernels."""
     overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.capture={capture}"]
-    strategy = "{strategy: spatial, devices: 1}" if operators == "own" else "{strategy: none}"
-    overrides.append(f"parallel={strategy}")
+    overrides += ["parallel={strategy: none}", f"training.kernels={'fast' if operators == 'own' else 'torch'}"]
     return experiment.load_config(chosen.config, overrides)
 
 
