@@ -88,7 +88,7 @@ def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
     ("overrides", "reason"),
     [
         (["training.precision=fp32"], "pay in bfloat16, and training.precision is another"),
-        (["training.capture=false"], "no step is recorded with training.capture: false"),
+        (["training.record=false"], "no step is recorded with training.record: false"),
         (["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
         (["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
     ],

@@ -5,8 +5,9 @@ follows from the data (channels, classes) is not written here.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -126,6 +127,8 @@ class ScheduleConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """The loop."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"training.capture": "training.record"}
+
     epochs: Count = 100
     iterations: Count = 250
     """Batches per epoch."""
@@ -149,7 +152,7 @@ class TrainingConfig(ConfigModel):
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
     contiguous in deterministic mode. The fast kernels have a layout of their own, channels last, whatever this says."""
-    capture: bool = True
+    record: bool = True
     """Record the training step as a CUDA graph where it can be."""
     deterministic: bool = False
     """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with

@@ -263,6 +263,6 @@ def build_training(
         clip=settings.clip,
         accumulate=settings.accumulate,
         average_decay=settings.ema,
-        capture=settings.capture,
+        record=settings.record,
         hooks=hooks,
     )

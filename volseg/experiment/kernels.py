@@ -72,8 +72,8 @@ def _explain_slowness(config: ExperimentConfig, device: torch.device) -> str | N
     if Precision.choose(settings.precision, device).dtype is not torch.bfloat16:
         return "the fast kernels pay in bfloat16, and training.precision is another"
     launched = "launched one by one they take longer than torch's, and no step is recorded"
-    if not settings.capture:
-        return f"{launched} with training.capture: false"
+    if not settings.record:
+        return f"{launched} with training.record: false"
     if settings.accumulate > 1:
         return f"{launched} with training.accumulate: {settings.accumulate}"
     if not is_fused_on_gpu(config.optimizer.spec()):

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +22,6 @@ from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.parallel import RecordedStep
 from volseg.parallel.devices import is_main_process
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.captured_step import can_be_recorded, plain_rates
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
 from volseg.workflow.named import Named
@@ -29,6 +29,7 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
+from volseg.workflow.recorded_step import can_be_recorded, plain_rates
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
@@ -90,11 +91,13 @@ class Training:
         Batches per optimizer step; their gradients are averaged.
     average_decay : float, optional
         Decay of an exponential moving average of the weights, with which is validated.
-    capture : bool
+    record : bool
         Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
         or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
     hooks : sequence of Hook
         Called in this order.
+    capture : bool, optional
+        The old name of ``record``, for one release.
 
     Attributes
     ----------
@@ -134,9 +137,17 @@ class Training:
         clip: float | None = None,
         accumulate: int = 1,
         average_decay: float | None = None,
-        capture: bool = True,
+        record: bool = True,
         hooks: Sequence[Hook] = (),
+        capture: bool | None = None,
     ) -> None:
+        if capture is not None:
+            warnings.warn(
+                "Training(capture=) is Training(record=) now; the old name goes with the next release",
+                FutureWarning,
+                stacklevel=2,
+            )
+            record = capture
         for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -172,9 +183,9 @@ class Training:
         self._num_checked = 0
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._captured: RecordedStep | None = None
-        if capture and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
-            self._captured = RecordedStep(self.network, self._computed, optimizer=optimizer)
+        self._recorded: RecordedStep | None = None
+        if record and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
+            self._recorded = RecordedStep(self.network, self._computed, optimizer=optimizer)
 
     @property
     def finished(self) -> bool:
@@ -212,8 +223,8 @@ class Training:
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
-                if self._captured is not None:
-                    self._captured.release()  # its memory is the final validation's; and no group ends before
+                if self._recorded is not None:
+                    self._recorded.release()  # its memory is the final validation's; and no group ends before
                 self._emit("on_training_end")
         self._interruption.raise_as_signal()
         return self.history
@@ -241,10 +252,10 @@ class Training:
         self._emit("on_batch_begin", batch)
         self._cases.append(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        if self._captured is None:
+        if self._recorded is None:
             losses = self._computed(tensors)
         else:  # the next replay overwrites them
-            losses = {name: loss.clone() for name, loss in self._captured(tensors).items()}
+            losses = {name: loss.clone() for name, loss in self._recorded(tensors).items()}
         self._losses.append(losses)
         self.position += 1
         if self.position % self.accumulate == 0 or self.position == self.num_batches:

@@ -57,7 +57,7 @@ def trained(chosen: argparse.Namespace, gpus: int, folder: Path) -> dict:
     return {
         "gpus": gpus,
         "seconds": time.perf_counter() - begin,
-        "recorded": torch.cuda.is_available() and "training.capture=false" not in chosen.overrides and not refused,
+        "recorded": torch.cuda.is_available() and "training.record=false" not in chosen.overrides and not refused,
         "why_not_recorded": refused[:1],
         "seconds_per_epoch": [record.seconds for record in history],
         "seconds_waited": [record.seconds_waited for record in history],

@@ -1,6 +1,6 @@
 """A group's recorded steps train as its eager ones, and the group ends.
 
-``python test_captured_group.py FOLDER`` in each process writes what it found.
+``python test_recorded_group.py FOLDER`` in each process writes what it found.
 """
 
 import json
@@ -53,7 +53,7 @@ class RunTheModel(Hook):
             torch.rand(3, device=training.device)
 
 
-def trained(capture, dropout=(), epochs=2):
+def trained(record, dropout=(), epochs=2):
     model = ModelParallel(network(dropout), strategy="spatial")
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=device.type == "cuda")
@@ -68,7 +68,7 @@ def trained(capture, dropout=(), epochs=2):
         clip=1.0,
         schedule=lambda progress: 1 - progress / 2,
         average_decay=0.9,
-        capture=capture,
+        record=record,
         hooks=[RunTheModel()],
     )
     training.run()
@@ -77,12 +77,12 @@ def trained(capture, dropout=(), epochs=2):
 
 def found(training):
     weights = torch.cat([p.detach().flatten() for p in training.network.parameters()]).cpu()
-    captured = training._captured
+    recorded = training._recorded
     return {
         "losses": [record.losses["loss"] for record in training.history],
         "weights": weights.tolist(),
-        "recorded": captured.num_recorded if captured else None,
-        "refused": captured.refused if captured else None,
+        "recorded": recorded.num_recorded if recorded else None,
+        "refused": recorded.refused if recorded else None,
     }
 
 
@@ -90,10 +90,10 @@ def follow(folder):
     torch.backends.cudnn.allow_tf32 = False
     start_group()
     results = {
-        "eager": found(trained(capture=False)),
-        "recorded": found(trained(capture=True)),
+        "eager": found(trained(record=False)),
+        "recorded": found(trained(record=True)),
         # Masks of recorded steps are others than those of eager ones; what all processes must share is the weights.
-        "dropout": found(trained(capture=True, dropout=[nn.Dropout3d(0.5), nn.Dropout(0.2)])),
+        "dropout": found(trained(record=True, dropout=[nn.Dropout3d(0.5), nn.Dropout(0.2)])),
     }
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
