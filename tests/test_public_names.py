@@ -39,5 +39,7 @@ def test_every_error_is_documented_in_the_tree_and_is_a_builtin_too(name):
 
 
 def test_the_parallel_package_is_reached_without_a_second_import() -> None:
-    call = "import volseg; volseg.parallel.verify, volseg.parallel.whole, volseg.parallel.pointwise_function"
+    call = (
+        "import volseg; volseg.parallel.verification.verify, volseg.parallel.whole, volseg.parallel.pointwise_function"
+    )
     subprocess.run([sys.executable, "-c", call], check=True)

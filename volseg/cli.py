@@ -58,12 +58,11 @@ def train(
     from volseg.config.loading import path_override
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    if gpus == 1:
-        overrides.append("parallel.devices=1")
-    elif gpus is not None:
+    if gpus is not None and gpus > 1:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
-    outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)
+    loaded = experiment.load_config(config, overrides)
+    outcome = experiment.train(loaded if gpus is None else loaded.on_one_device(), resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()
@@ -231,6 +230,7 @@ def _leaving_nothing_half_done() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
+    # As `volseg.parallel.devices.is_launched` does, whose import would keep `volseg --help` waiting for torch.
     if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import DataError, ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verify import compare
+from volseg.parallel.verification.verify import compare
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def scattered() -> dict[str, float]:
     """Train with a batch that one process loads; the loss and the gradients are those of one device, on every rank."""
     from monai.losses import DiceCELoss
 
-    from volseg.parallel.sharding.scatter import loads_batches, scatter_batch
+    from volseg.parallel.batches import loads_batches, scatter_batch
 
     torch.manual_seed(7)
     plain = monai("UNet", 3, 1, 3, WIDTHS, STRIDES, num_res_units=1)().double()
@@ -362,7 +362,7 @@ def supervised(**where: Any) -> dict[str, float]:
 
 def refused() -> dict[str, float]:
     """A label that is no class, in the slab of one process, is refused by all: no process waits for another."""
-    from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
+    from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 
     model = ModelParallel(nn.Conv3d(1, 3, 1), strategy="spatial")
     label = torch.zeros(1, 1, 8, 4, 4, dtype=torch.uint8)

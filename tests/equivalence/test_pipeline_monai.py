@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.launch import WARM_UP
+from volseg.parallel.pipeline.record.choice import WARM_UP
 
 NETWORKS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("monai_networks.py")))).NETWORKS
 

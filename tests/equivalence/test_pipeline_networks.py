@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.launch import WARM_UP
+from volseg.parallel.pipeline.record.choice import WARM_UP
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:monai")
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, PartitionError, PlacementError
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.launch import WARM_UP
+from volseg.parallel.pipeline.record.choice import WARM_UP
 
 ROUND_OFF = {"rtol": 1e-10, "atol": 1e-10}
 THREE = ["cpu"] * 3

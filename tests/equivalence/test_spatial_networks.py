@@ -13,8 +13,8 @@ import torch
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.launch import launch
-from volseg.parallel.verify import TOLERANCE, compare
+from volseg.parallel.launcher import launch
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 SCRIPT = Path(__file__).with_name("spatial_cases.py")
 spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))

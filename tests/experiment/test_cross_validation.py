@@ -41,7 +41,7 @@ def planned(quick, task):
 
 
 def weights(folder):
-    return load_checkpoint(folder.checkpoints / "latest.pt")["model"]
+    return load_checkpoint(folder.checkpoints / "latest.pt").model
 
 
 def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
@@ -306,7 +306,7 @@ def test_ctrl_c_reaches_the_processes_which_save(planned):
         train_in_processes([fold], [None], lambda fold, seconds: pytest.fail("it cannot be finished"))
     thread.join()
     saved = load_checkpoint(fold.folder.checkpoints / "latest.pt")
-    assert saved["epoch"] + saved["position"] > 0
+    assert saved.epoch + saved.position > 0
 
 
 def test_without_gpus_processes_share_the_cpu(quick):

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume
 
 CHANNELS = 4
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.costs import observe
-from volseg.parallel.pipeline.launch import WARM_UP
-from volseg.parallel.pipeline.trace import segments
+from volseg.parallel.pipeline.observe.costs import observe
+from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.pipeline.record.choice import WARM_UP
 
 
 def held_without_grad(x: Tensor) -> Tensor:

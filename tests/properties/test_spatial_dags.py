@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from volseg.errors import ParallelError
-from volseg.parallel.launch import launch
-from volseg.parallel.sharding.volume import ShardedVolume
+from volseg.parallel.launcher import launch
+from volseg.parallel.spatial.volume import ShardedVolume
 
 SCRIPT = Path(__file__).with_name("spatial_dags.py")
 dags = SimpleNamespace(**runpy.run_path(str(SCRIPT)))

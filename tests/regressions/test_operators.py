@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding import ShardedVolume
+from volseg.parallel.spatial import ShardedVolume
 
 DEVICES = ["cpu", "cpu:1"]
 VOLUME = torch.randn(2, 3, 12, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.launch import WARM_UP
+from volseg.parallel.pipeline.record.choice import WARM_UP
 
 TWO = ["cpu", "cpu:1"]
 LAUNCHES = ["eager", "graphs"]

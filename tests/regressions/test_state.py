@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.module_state import remember
+from volseg.parallel.state.module import remember
 
 COPIES = ["cpu", "cpu:1"]
 DEVICES = [["cpu"], COPIES, ["cpu", "cpu:1", "cpu:1"]]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.sharding.context import Context
-from volseg.parallel.sharding.local import LocalDevices
-from volseg.parallel.sharding.volume import ShardedVolume, from_whole
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
 DEVICES = [["cpu", "cpu:1"], ["cpu", "cpu:1", "cpu:2", "cpu:3"]]
 SHAPE = (2, 3, 9, 4, 5)

@@ -9,7 +9,7 @@ from torch import Tensor
 from volseg.data.cases import Batch
 from volseg.data.patches import PatchBatches
 from volseg.data.seeds import mix_seed
-from volseg.parallel.capture import Captured
+from volseg.device.graph import RecordedFunction
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
@@ -51,7 +51,7 @@ class AugmentedBatches:
         self.augmentation = augmentation
         self.seed = seed
         self.generator = torch.Generator(device)
-        self._recording: Captured | None = None
+        self._recording: RecordedFunction | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.generator.device)
@@ -86,7 +86,7 @@ class AugmentedBatches:
                 if self._recording is None:
                     # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
                     self._cut_and_augment(**places)
-                    self._recording = Captured(
+                    self._recording = RecordedFunction(
                         self._cut_and_augment, places, generators=[self.generator], stream=self._stream
                     )
                 self.generator.manual_seed(mix_seed(self.seed, number, position))

@@ -28,7 +28,7 @@ from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
-from volseg.parallel.launch import is_worker
+from volseg.parallel.devices import is_launched
 
 __all__ = ["cross_validate"]
 
@@ -149,7 +149,7 @@ def _write(gathered: CrossValidated) -> None:
 
 
 def _require_own_folder(config: ExperimentConfig) -> None:
-    if is_worker():
+    if is_launched():
         raise ConfigError(
             "a cross-validation starts its own processes (--gpus) and cannot run under torchrun; there train fold by "
             "fold with `volseg train --set split.fold=K`"

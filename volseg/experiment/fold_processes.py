@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.folds import Fold
+from volseg.parallel.devices import count_gpus
 from volseg.workflow.interrupts import catch_signals
 
 __all__ = ["choose_gpus", "train_in_processes"]
@@ -47,7 +46,7 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
             f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
             f"{parallel.devices}; leave out --gpus to train one fold after another on all of them"
         )
-    visible = 0 if config.device == "cpu" else torch.cuda.device_count()
+    visible = 0 if config.device == "cpu" else count_gpus()
     if not visible and config.device != "cuda":
         return [None] * count
     if visible < count:

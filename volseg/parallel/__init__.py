@@ -3,23 +3,21 @@
 It imports nothing of volseg but the errors, and works in any PyTorch loop.
 """
 
-from volseg.parallel.launch import is_worker, launch
+import warnings
+from typing import Any
+
+from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
+from volseg.parallel.fast_kernels import FastKernels
+from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.sharding import (
-    CapturedStep,
-    ShardedVolume,
-    from_slab,
-    loads_batches,
-    pointwise_function,
-    scatter_batch,
-    slab_shape,
-    whole,
-)
-from volseg.parallel.verify import Report, verify
+from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.spatial import ShardedVolume, pointwise_function, whole
+from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
-    "CapturedStep",
+    "FastKernels",
     "ModelParallel",
+    "RecordedStep",
     "Report",
     "ShardedVolume",
     "from_slab",
@@ -32,3 +30,14 @@ __all__ = [
     "verify",
     "whole",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CapturedStep":
+        warnings.warn(
+            "volseg.parallel.CapturedStep is RecordedStep now; the old name goes with the next release",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return RecordedStep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

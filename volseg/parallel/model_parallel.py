@@ -22,8 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.module_state import remember
-from volseg.parallel.random_state import RandomState
+from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.state.module import remember
+from volseg.parallel.state.random import RandomState
 
 __all__ = ["ModelParallel", "Strategy"]
 
@@ -38,6 +41,14 @@ class Strategy(Protocol):
     @property
     def partition(self) -> Any:
         """Describe which device does what; printable."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes, all of which run the network together."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's own ``forward``."""
@@ -126,13 +137,9 @@ class ModelParallel(nn.Module):
         object.__setattr__(self, "strategy", None)
         common = {"devices": devices, "mesh": mesh, **options}
         if chosen == "spatial":
-            from volseg.parallel.sharding import SpatialStrategy
-
             common |= {"on_unsupported": on_unsupported, "checkpoint": checkpoint, "replicated": replicated}
             built: Strategy = SpatialStrategy(net, **common)
         else:
-            from volseg.parallel.pipeline import PipelineStrategy
-
             if on_unsupported != "raise" or checkpoint is not None:
                 raise ParallelError(
                     f"on_unsupported={on_unsupported!r} and checkpoint={checkpoint!r} belong to strategy='spatial'; "
@@ -171,8 +178,6 @@ class ModelParallel(nn.Module):
         return result
 
     def _take_layers(self, reason: str) -> None:
-        from volseg.parallel.pipeline import PipelineStrategy
-
         pipeline = PipelineStrategy(self.module, devices=self._arguments["devices"])
         object.__setattr__(self, "strategy", pipeline)
         self._tries, self.chosen = False, "pipeline"
@@ -244,9 +249,6 @@ def _choose(strategy: str, split_size: int | str | None) -> tuple[str, str]:
 
 
 def _is_in_one_process(strategy: Strategy) -> bool:
-    from volseg.parallel.sharding import SpatialStrategy
-    from volseg.parallel.sharding.local import LocalDevices
-
     return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
 
 

@@ -107,9 +107,9 @@ def run(folder: str, options: list[str]) -> list[dict[str, float]]:
 
 def operators() -> list[dict[str, float]]:
     """Return the shortest host time of operators (microseconds), of 600 rows of five calls."""
-    from volseg.parallel.sharding.context import Context
-    from volseg.parallel.sharding.local import LocalDevices
-    from volseg.parallel.sharding.volume import from_whole
+    from volseg.parallel.spatial.context import Context
+    from volseg.parallel.spatial.transport.one_process import LocalDevices
+    from volseg.parallel.spatial.volume import from_whole
 
     torch.set_num_threads(1)
     volume = from_whole(torch.randn(1, 2, 8, 2, 2), [2], Context(LocalDevices(["cpu"])))
@@ -143,9 +143,9 @@ def build(name: str) -> nn.Module:
 
 def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, float]:
     """Return milliseconds of a step: forward in bfloat16, loss, backward, optimizer."""
+    from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
     from volseg.parallel import ModelParallel
-    from volseg.parallel.sharding import CapturedStep
-    from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
+    from volseg.parallel.spatial import RecordedStep
 
     model = ModelParallel(build(name), strategy="spatial", devices=[device])
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=device.type == "cuda")
@@ -160,7 +160,7 @@ def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, 
         optimizer.step()
         return loss.detach()
 
-    run_step: Callable[..., Any] = CapturedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
+    run_step: Callable[..., Any] = RecordedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
     host = []
     for _ in range(WARM_UP + MEASURED):
         begin = now(device)

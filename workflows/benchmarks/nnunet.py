@@ -1,7 +1,7 @@
 """nnU-Net (PyPI nnunetv2) on the same fold, cores and GPU: seconds by phase, Dice over time, final Dice.
 
 python workflows/benchmarks/nnunet.py DIR/Task04_Hippocampus --fold 0 --epochs 20 --cores 2 \
-        --result workflows/benchmarks/results/nnunet.json
+        --result workflows/benchmarks/results/nnunet_h200_task04_fold0.json
 
 nnU-Net runs as its documentation says: planning and preprocessing, then training and validation (mirrored, with the
 last weights) in processes of its own, torch.compile as it chooses. The one thing changed is the number of epochs; its

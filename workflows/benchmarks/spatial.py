@@ -36,10 +36,10 @@ from spatial_peers import Stack, shard_tensor_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.parallel.sharding.graphs import CapturedStep
-from volseg.parallel.sharding.scatter import from_slab, slab_shape
+from volseg.parallel.batches import from_slab, slab_shape
+from volseg.parallel.recorded_step import RecordedStep
 
 CLASSES = 3
 
@@ -120,7 +120,7 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    run: Any = CapturedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
+    run: Any = RecordedStep(model, step) if row.get("graph") and cuda else step  # type: ignore[arg-type]
     for number in range(row.get("warm", 5)):
         if cuda and row.get("graph") and number == run.warm_up:  # this call records
             torch.cuda.reset_peak_memory_stats()
@@ -298,8 +298,9 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="GiB that each process may use; the searches find what then fits")
     parser.add_argument("--multiple", type=int, default=64, help="sides that the searches try are multiples of this")
     parser.add_argument("--total", type=float, default=500, help="seconds after which no row is started")
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/spatial.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/scaling.json"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     wanted = json.loads(arguments.rows) if arguments.rows else rows(arguments.gpus, set(arguments.parts))
     for row in wanted:
         if row["kind"] == "largest":

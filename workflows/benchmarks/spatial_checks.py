@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.norm import choice
+from volseg.losses.dice import reference
 from volseg.parallel import ModelParallel
-from volseg.parallel.sharding import dice_kernels, kernels
 
 __all__ = ["CHECKS"]
 
@@ -75,26 +76,26 @@ def _slices(depth: int, count: int = 64) -> list[slice]:
 
 def _norms(slab: Tensor, gradient: Tensor) -> dict[str, float]:
     """Compare statistics, a norm and its gradient."""
-    act = kernels.Activation("leaky", 0.01)
-    mean, variance = kernels.moments(slab).unbind(0)
+    act = choice.Activation("leaky", 0.01)
+    mean, variance = choice.moments(slab).unbind(0)
     depth = slab.shape[2]
     parts = [torch.stack([slab[:, :, s].float().sum((2, 3, 4)), slab[:, :, s].float().square().sum((2, 3, 4))]).double()
              for s in _slices(depth, 16)]  # fmt: skip
     sums = torch.stack(parts).sum(0) / slab.shape[2:].numel()
     scale, shift = variance.rsqrt(), -mean * variance.rsqrt()
-    out = kernels.affine(slab, scale, shift, act)
+    out = choice.affine(slab, scale, shift, act)
     worst = {"mean": relative(mean, sums[0]), "variance": relative(variance, sums[1] - sums[0] ** 2)}
-    total = kernels.gradient_sums(gradient, slab, mean, scale, shift, act)
+    total = choice.gradient_sums(gradient, slab, mean, scale, shift, act)
     by_slice = torch.zeros_like(total)
     slope = offset = torch.full_like(scale, 1e-3)
-    back = kernels.gradient_input(gradient, slab, scale, shift, slope, offset, act)
+    back = choice.gradient_input(gradient, slab, scale, shift, slope, offset, act)
     worst["norm"] = worst["norm gradient"] = 0.0
     for s in _slices(depth):
         own, g = slab[:, :, s], gradient[:, :, s]
-        worst["norm"] = max(worst["norm"], relative(out[:, :, s], kernels.affine(own, scale, shift, act)))
-        expected = kernels.gradient_input(g, own, scale, shift, slope, offset, act)
+        worst["norm"] = max(worst["norm"], relative(out[:, :, s], choice.affine(own, scale, shift, act)))
+        expected = choice.gradient_input(g, own, scale, shift, slope, offset, act)
         worst["norm gradient"] = max(worst["norm gradient"], relative(back[:, :, s], expected))
-        by_slice += kernels.gradient_sums(g, own, mean, scale, shift, act)
+        by_slice += choice.gradient_sums(g, own, mean, scale, shift, act)
     return worst | {"norm sums": relative(total, by_slice)}
 
 
@@ -146,14 +147,14 @@ def _loss(row: dict[str, Any], device: torch.device) -> dict[str, float]:
     for s in _slices(depth):
         logits[:, :, s].normal_()
         label[:, :, s].random_(0, 3)
-    total = dice_kernels.sums(logits, label, False).double().sum(0)
+    total = reference.sums(logits, label, False).double().sum(0)
     slopes = torch.ones_like(total, dtype=torch.float32) * torch.arange(1, 5, device=device).view(4, 1, 1)
-    back = dice_kernels.gradient(logits, label, slopes, False)
+    back = reference.gradient(logits, label, slopes, False)
     by_slice, worst = torch.zeros_like(total), 0.0
     for s in _slices(depth, 320):
         own, truth = logits[:, :, s].contiguous(), label[:, :, s].contiguous()
-        by_slice += dice_kernels.sums(own, truth, False).double().sum(0)
-        worst = max(worst, relative(back[:, :, s], dice_kernels.gradient(own, truth, slopes, False)))
+        by_slice += reference.sums(own, truth, False).double().sum(0)
+        worst = max(worst, relative(back[:, :, s], reference.gradient(own, truth, slopes, False)))
     return {"loss elements": float(logits.numel()), "loss sums": relative(total, by_slice), "loss gradient": worst}
 
 

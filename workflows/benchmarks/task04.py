@@ -1,7 +1,7 @@
 """Dice and time of a Task04 config on this machine, as JSON and SVG: each fold from the cold start of its own process.
 
 python workflows/benchmarks/task04.py configs/task04_unet.yaml DIR/Task04_Hippocampus --cores 2 --gpus 4 \
-        --folds 0 1 2 3 4 --result workflows/benchmarks/results/task04_unet.json
+        --folds 0 1 2 3 4 --result workflows/benchmarks/results/dynunet_h200_task04_folds.json
 
 The seconds of a fold begin when its process is started and end when that has exited: imports, reading, checking,
 preprocessing, training, validation with mirroring and the writing of the predictions lie between. The curve's points

@@ -1,7 +1,7 @@
 """Batches per second of a config's training: ours beside the plain MONAI loop, in one run on the same cores.
 
 python workflows/benchmarks/throughput.py configs/task04_unet.yaml DIR/Task04_Hippocampus --cores 2 \
-        --result workflows/benchmarks/results/throughput_unet.json
+        --result workflows/benchmarks/results/dynunet_h200_batches_per_second.json
 
 Each loop makes its batches (crop, augmentation), trains on them, and is timed in windows of batches, the device waited
 for at a window's end only. A warm-up comes first: recording and tuning are not what is measured.

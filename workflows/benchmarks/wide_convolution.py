@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding import wide_convolution
+from volseg.device.convolution import many_taps
 
 CASES = [
     (128, (32, 32, 32)),
@@ -62,10 +62,10 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
         return found[0 if of_input else 1]
 
     def own_forward() -> Tensor:
-        return wide_convolution.forward(x, weight, None, (2, 2, 2))
+        return many_taps.forward(x, weight, None, (2, 2, 2))
 
     def own_weight() -> Tensor:
-        return wide_convolution.weight_gradient(gradient, x, weight, (2, 2, 2))
+        return many_taps.weight_gradient(gradient, x, weight, (2, 2, 2))
 
     work = 2 * 125 * channels**2 * prod(sides) / 1e9
     found = {}
@@ -86,8 +86,9 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
 def main() -> None:
     """Measure all cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("workflows/benchmarks/results/wide_convolution.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/wide_convolution.json"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),

@@ -1,9 +1,9 @@
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline.costs import Stopwatch, measure, observe
-from volseg.parallel.pipeline.memory import Activation
-from volseg.parallel.pipeline.trace import segments
+from volseg.parallel.pipeline.observe.costs import Stopwatch, measure, observe
+from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.pipeline.plan.memory import Activation
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.balance import EVEN, balance, most_even, pipeline_ms, quickest, spans, sums, unevenness
-from volseg.parallel.pipeline.memory import Activation, held_bytes, sums_of_runs
-from volseg.parallel.pipeline.partition import LayerCost, Partition
+from volseg.parallel.pipeline.plan.balance import (
+    EVEN,
+    balance,
+    most_even,
+    pipeline_ms,
+    quickest,
+    spans,
+    sums,
+    unevenness,
+)
+from volseg.parallel.pipeline.plan.memory import Activation, held_bytes, sums_of_runs
+from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
 
 
 def every_split(layers: int, stages: int):

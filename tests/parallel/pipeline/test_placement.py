@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from volseg.parallel.pipeline import transfer
-from volseg.parallel.pipeline.costs import observe
-from volseg.parallel.pipeline.placement import Location, PlacedRun, Placement, place
-from volseg.parallel.pipeline.statistics import FrozenStatistics
+from volseg.parallel.pipeline.flow import transfer
+from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
+from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
+from volseg.parallel.pipeline.observe.costs import observe
+from volseg.parallel.pipeline.observe.trace import segments
 from volseg.parallel.pipeline.strategy import PipelineStrategy
-from volseg.parallel.pipeline.trace import segments
 
 
 class Net(nn.Module):

@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from volseg.parallel.pipeline.costs import Measured
-from volseg.parallel.pipeline.memory import Activation
-from volseg.parallel.pipeline.partition import LayerCost
-from volseg.parallel.pipeline.plan import make_plan
-from volseg.parallel.pipeline.trace import Trace
+from volseg.parallel.pipeline.observe.costs import Measured
+from volseg.parallel.pipeline.observe.trace import Trace
+from volseg.parallel.pipeline.plan.memory import Activation
+from volseg.parallel.pipeline.plan.partition import LayerCost
+from volseg.parallel.pipeline.plan.stages import make_plan
 
 SIZES = [3 * 2**30, 2 * 2**30, 2**30, 2**30]
 GPUS = [torch.device("cuda", index) for index in range(4)]

@@ -2,9 +2,9 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel.pipeline import PipelineStrategy
-from volseg.parallel.pipeline.capture import capture
 from volseg.parallel.pipeline.micro_batch import split
-from volseg.parallel.pipeline.replay import Replay
+from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.replay import Replay
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-from volseg.parallel.pipeline.trace import Call, Enter, Leave, Operation, Trace, segments
+from volseg.parallel.pipeline.observe.trace import Call, Enter, Leave, Operation, Trace, segments
 
 
 def forward(*events, outputs=()):

@@ -1,6 +1,6 @@
 import pytest
 
-from volseg.parallel.pipeline.trial import EAGER, Trial
+from volseg.parallel.pipeline.record.trial import EAGER, Trial
 
 
 def tried(*steps: tuple[int | None, float], ways: tuple[int, ...]) -> Trial:

@@ -14,7 +14,7 @@ Why not a chain of children (Eisen), a rewritten network (torchgpipe) or a trace
 another network, the third freezes Python's control flow and one shape.
 """
 
-from volseg.parallel.pipeline.partition import LayerCost, Partition, StageCost
+from volseg.parallel.pipeline.plan.partition import LayerCost, Partition, StageCost
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 
 __all__ = ["LayerCost", "Partition", "PipelineStrategy", "StageCost"]

@@ -4,8 +4,8 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from volseg.parallel.pipeline import run as runs
-from volseg.parallel.watch import HOOKS_OF_ALL, Watch
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.state.watch import HOOKS_OF_ALL, Watch
 
 __all__ = ["Fingerprint"]
 

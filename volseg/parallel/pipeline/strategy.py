@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.balance import quickest, spans
+from volseg.parallel.pipeline.batch import run_batch, untraced
 from volseg.parallel.pipeline.batching import Batching, Runner
 from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, start_of
-from volseg.parallel.pipeline.costs import activations_of, measure, observe
 from volseg.parallel.pipeline.fingerprint import Fingerprint
-from volseg.parallel.pipeline.flow import run_batch, untraced
-from volseg.parallel.pipeline.launch import Recordings, situation
-from volseg.parallel.pipeline.memory import held_bytes
+from volseg.parallel.pipeline.flow.placement import Placement, place
 from volseg.parallel.pipeline.micro_batch import Call, batch_size, candidates, split, split_sizes
-from volseg.parallel.pipeline.partition import LayerCost, Partition
-from volseg.parallel.pipeline.placement import Placement, place
-from volseg.parallel.pipeline.plan import Plan, make_plan, memory_limits
-from volseg.parallel.pipeline.trace import Trace, segments
-from volseg.parallel.random_state import own_random_numbers
+from volseg.parallel.pipeline.observe.costs import activations_of, measure, observe
+from volseg.parallel.pipeline.observe.trace import Trace, segments
+from volseg.parallel.pipeline.plan.balance import quickest, spans
+from volseg.parallel.pipeline.plan.memory import held_bytes
+from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
+from volseg.parallel.pipeline.plan.stages import Plan, make_plan, memory_limits
+from volseg.parallel.pipeline.record.choice import Recordings, situation
+from volseg.parallel.state.random import own_random_numbers
 
 __all__ = ["PipelineStrategy"]
 
@@ -111,6 +111,16 @@ class PipelineStrategy:
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes: never, a pipeline runs in one."""
+        return False
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a whole step can be one CUDA graph: no, a pipeline records its stages by itself."""
+        return False
 
     @property
     def partition(self) -> Partition:

@@ -1,57 +1,42 @@
-"""One volume over many devices: spatial model parallelism for unmodified networks.
+"""The old name of ``volseg.parallel.spatial`` and of what was taken out of it. It goes with the next release."""
 
-Every device holds a slab of the volume at every layer. The network's own ``forward`` runs once per process, on
-``ShardedVolume`` objects, whose ``__torch_function__`` looks each torch function up in a table of handlers. A
-handler works on ordinary tensors with ordinary autograd::
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
 
-    net.forward --> torch function --> table --> handler --> slabs, one per shard of this process
-                                                    |
-                                                    +--> communicator: fetch planes, collect, gather, spread, cut
-                                                         (devices of this process, or processes of a group)
+__all__: list[str] = []
 
-The parts, from plan to effect:
+RENAMED = {"CapturedStep": "RecordedStep"}
 
-- ``layout``: which shard owns which planes, a function of the size alone, so that volumes of one size are always
-  cut alike.
-- ``windows``: which input planes an operator's output planes need. Convolution, transposed convolution, pooling,
-  interpolation, slices and padding are this map and a few lines.
-- ``communicator``, ``local``, ``group``: the movements of planes with their gradients. There are *slabs*, whose
-  gradients belong to one shard, and *whole* values, which everybody holds alike, and whose gradient is the full one
-  everywhere.
-- ``volume``, ``context``, ``parameters``: the sharded volume, and what a network's volumes share.
-- ``table``, ``operators``: which function is run on slabs, and how; ``dispatch`` takes a call there by ``signatures``
-  (torch's names of its arguments), ``contract`` (what torch makes of its shapes) and ``copied_view`` (copies of what
-  torch has as views); ``gathered``: functions on the whole volume.
-- ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_*``: norms that wait for their activation,
-  joins that wait for their convolution, inputs that are computed again instead of kept.
-- ``halo``, ``direct``: convolution of a process's one slab with the halo received in place; ``first_convolution``,
-  ``last_convolution``, ``wide_convolution``: those that cuDNN is slow at.
-- ``dice_cross_entropy``, ``dice_kernels``, ``dice_triton``: the usual loss in one pass over logits and label.
-- ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``: what a user sees.
+HOMES = {
+    "SpatialStrategy": "volseg.parallel.spatial",
+    "CapturedStep": "volseg.parallel",
+    "ShardedVolume": "volseg.parallel",
+    "from_slab": "volseg.parallel",
+    "loads_batches": "volseg.parallel",
+    "pointwise_function": "volseg.parallel",
+    "scatter_batch": "volseg.parallel",
+    "slab_shape": "volseg.parallel",
+    "whole": "volseg.parallel",
+}
+"""Where the names are now that this package had."""
 
-Where this refuses: a function without a handler raises. Nothing is run on what only looks like the volume, nothing
-is approximated, and no level is too coarse: a volume with fewer planes than shards is computed whole by everybody.
 
-Why not DTensor or PhysicsNeMo's ShardTensor: both sit below autograd, where each operator needs its backward rule
-written again, in Python, and both return wrong or no results for stock medical networks. Above autograd the
-backward pass is torch's own. Why not tracing: shapes and control flow stay the network's.
-"""
+def moved(old: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` that finds names where they are now, and warns."""
 
-from volseg.parallel.sharding.custom_function import pointwise_function
-from volseg.parallel.sharding.graphs import CapturedStep
-from volseg.parallel.sharding.scatter import from_slab, loads_batches, scatter_batch, slab_shape
-from volseg.parallel.sharding.strategy import SpatialStrategy
-from volseg.parallel.sharding.volume import ShardedVolume
-from volseg.parallel.sharding.whole import whole
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        home, now = homes[name], RENAMED.get(name, name)
+        warnings.warn(
+            f"{old}.{name} is {home}.{now} now; the old name goes with the next release", FutureWarning, stacklevel=2
+        )
+        # By name: this package may not import the losses.
+        return getattr(importlib.import_module(home), now)
 
-__all__ = [
-    "CapturedStep",
-    "ShardedVolume",
-    "SpatialStrategy",
-    "from_slab",
-    "loads_batches",
-    "pointwise_function",
-    "scatter_batch",
-    "slab_shape",
-    "whole",
-]
+    return find
+
+
+__getattr__ = moved(__name__, HOMES)

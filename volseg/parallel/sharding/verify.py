@@ -1,7 +1,14 @@
-"""The old place of ``volseg.parallel.verify``, which compares every strategy and not the spatial one alone."""
+"""The old place of what compares a network with itself on several devices."""
 
-from volseg.parallel.comparison import compare, default_objective
-from volseg.parallel.verify import TOLERANCE, verify
-from volseg.parallel.verify_report import Report
+from volseg.parallel.sharding import moved
 
-__all__ = ["TOLERANCE", "Report", "compare", "default_objective", "verify"]
+__getattr__ = moved(
+    __name__,
+    {
+        "Report": "volseg.parallel",
+        "verify": "volseg.parallel",
+        "TOLERANCE": "volseg.parallel.verification.verify",
+        "compare": "volseg.parallel.verification.comparison",
+        "default_objective": "volseg.parallel.verification.comparison",
+    },
+)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.parallel.sharding.triton_tiles import available, launch_on, tl, triton
+from volseg.device.triton_tiles import available, launch_on, tl, triton
 
 __all__ = ["available", "read_patches"]
 

@@ -1,0 +1,92 @@
+"""The first convolution's own kernels against convolution in float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from volseg.device.convolution import few_taps
+from volseg.device.convolution.settings import Settings
+
+SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
+    "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),
+    "slab with its halo, two channels": ((1, 2, 6, 5, 7), 16, (3, 3, 3), (0, 1, 1)),
+    "V-Net's kernel, odd width": ((1, 1, 16, 7, 15), 20, (5, 5, 5), (2, 2, 2)),
+    "flat kernel, four channels": ((2, 4, 4, 5, 5), 64, (1, 3, 3), (0, 1, 1)),
+}
+
+
+def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
+    slab, weight = torch.zeros(1, 1, 4, 4, 4).bfloat16(), torch.zeros(32, 1, 3, 3, 3).bfloat16()
+    assert not few_taps.suits(slab, weight, None, settings((1, 1, 1)))  # on the CPU
+
+
+@pytest.mark.gpu
+def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
+    slab = torch.zeros(1, 1, 4, 4, 4, device="cuda").bfloat16()
+    weight = torch.zeros(32, 1, 3, 3, 3, device="cuda").bfloat16()
+    padding = (1, 1, 1)
+    assert few_taps.suits(slab, weight, None, settings(padding))
+    assert not few_taps.suits(slab.float(), weight.float(), None, settings(padding))
+    assert not few_taps.suits(slab, weight, weight[:, 0, 0, 0, 0], settings(padding))
+    assert not few_taps.suits(slab, weight, None, settings(padding, stride=(2, 2, 2)))
+    assert not few_taps.suits(slab.repeat(1, 8, 1, 1, 1), weight.repeat(1, 8, 1, 1, 1), None, settings(padding))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_equal_float64(name: str, channels_last: bool, dtype: torch.dtype) -> None:
+    shape, channels, kernel, padding = SHAPES[name]
+    x = torch.randn(shape, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last_3d) if channels_last else x
+    weight = (torch.randn(channels, shape[1], *kernel, device="cuda") / 5).to(dtype)
+    exact = weight.double().requires_grad_()
+    expected = F.conv3d(x.double(), exact, padding=padding)
+    gradient = torch.randn_like(expected).to(dtype).contiguous(memory_format=torch.channels_last_3d)
+    (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
+    got = few_taps.forward(x, weight, padding)
+    assert got.is_contiguous(memory_format=torch.channels_last_3d)
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=rounding, atol=1e-4)
+    derived = few_taps.weight_gradient(gradient, x, weight, padding)
+    assert derived.equal(few_taps.weight_gradient(gradient, x, weight, padding))
+    error = (derived.double() - wanted).abs().max() / wanted.abs().max()
+    assert float(error) < 2 * rounding  # of the largest, and of the sums
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("classes", "kernel", "padding"),
+    [(3, (5, 5, 5), (2, 2, 2)), (3, (5, 5, 5), (0, 2, 2)), (2, (4, 4, 4), (1, 2, 1)), (4, (5, 5, 3), (1, 2, 0))],
+)
+def test_weight_gradient_of_few_channels_out_equals_float64(
+    classes: int, kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
+) -> None:
+    def half(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
+
+    x, weight = half(2, 32, 9, 7, 10), half(classes, 32, *kernel)
+    exact = weight.double().requires_grad_()
+    expected = F.conv3d(x.double(), exact, padding=padding)
+    gradient = half(*expected.shape)
+    assert few_taps.few_out_suits(gradient, x, weight, settings(padding))
+    assert not few_taps.few_out_suits(gradient, x, weight, settings(padding, dilation=(2, 2, 2)))
+    assert not few_taps.few_out_suits(gradient, x.contiguous(), weight, settings(padding))
+    (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
+    got = few_taps.weight_gradient_of_few_out(gradient, x, weight, padding)
+    assert got.shape == wanted.shape
+    assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < 2**-7
+
+
+@pytest.mark.gpu
+def test_a_network_trains_with_them(beside_float64: Callable[..., list[tuple[Tensor, Tensor]]]) -> None:
+    def layers() -> list[nn.Module]:
+        first = nn.Conv3d(1, 32, 3, padding=1, bias=False)
+        return [first, nn.InstanceNorm3d(32), nn.LeakyReLU(), nn.Conv3d(32, 2, 1)]
+
+    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
+        assert float((one - other).norm() / other.norm()) < 0.05  # bfloat16 has three digits; plain torch is 0.01 away

@@ -1,0 +1,124 @@
+"""The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from volseg.device import triton_tiles
+from volseg.device.norm import choice, statistics
+from volseg.device.norm.choice import Activation
+from volseg.parallel.spatial.transport.halo import roomy
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
+ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_derivative_is_that_of_the_activation(activation: Activation) -> None:
+    x = torch.linspace(-3, 3, 50, dtype=torch.float64).requires_grad_()
+    activation.apply(x).sum().backward()
+    torch.testing.assert_close(activation.derivative(x.detach()), x.grad)
+
+
+def test_only_the_ends_are_written() -> None:
+    x, scale, shift = torch.randn(2, 3, 5, 2, 2), torch.rand(2, 3), torch.rand(2, 3)
+    whole, ends = choice.affine(x, scale, shift), torch.zeros_like(x)
+    choice.affine(x, scale, shift, out=ends, ends=(1, 2))
+    assert torch.equal(ends[:, :, [0, 3, 4]], whole[:, :, [0, 3, 4]])
+    assert (ends[:, :, 1:3] == 0).all()
+
+
+def slabs(dtype: torch.dtype, layout: str, channels: int) -> Tensor:
+    torch.manual_seed(0)
+    shape = (2, channels, 5, 9, 11)
+    x = torch.randn(shape, device="cuda") * 3 + 20
+    if layout == "channels last":
+        return x.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+    if layout == "slice of channels":
+        return torch.cat([x, x], 1).to(dtype).contiguous(memory_format=torch.channels_last_3d)[:, channels:]
+    x = x.to(dtype)
+    return roomy(x, 2).copy_(x) if layout == "room" else x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "room", "slice of channels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [1, 3, 32, 200])
+def test_triton_equals_plain(dtype: torch.dtype, layout: str, activation: Activation, channels: int) -> None:
+    assert triton_tiles.available()
+    x = slabs(dtype, layout, channels)
+    gradient = torch.randn_like(x)
+    exact, exact_gradient = x.double(), gradient.double()
+    pairs = [torch.rand(2, channels, device="cuda") + 0.5 for _ in range(5)]
+    scale, shift, mean, slope, offset = pairs
+    shift = shift - 20 * scale
+    wide = [value.double() for value in (scale, shift, mean, slope, offset)]
+    # One rounding to the slab's dtype at the end, and float32 sums over 495 voxels before.
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(choice.moments(x).double(), choice.moments(exact), rtol=1e-4, atol=1e-4)
+    got = choice.affine(x, scale, shift, activation)
+    torch.testing.assert_close(got.double(), choice.affine(exact, *wide[:2], activation), **close)
+    ends = torch.zeros_like(x)
+    choice.affine(x, scale, shift, activation, out=ends, ends=(1, 2))
+    assert torch.equal(ends[:, :, [0, 3, 4]], got[:, :, [0, 3, 4]])
+    assert (ends[:, :, 1:3] == 0).all()
+    sums = choice.gradient_sums(gradient, x, mean, scale, shift, activation)
+    wanted = choice.gradient_sums(exact_gradient, exact, wide[2], *wide[:2], activation)
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-3, atol=2e-1)
+    inputs = choice.gradient_input(gradient, x, scale, shift, slope, offset, activation)
+    wanted = choice.gradient_input(exact_gradient, exact, *wide[:2], *wide[3:], activation)
+    torch.testing.assert_close(inputs.double(), wanted, **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("affine", [False, True])
+def test_triton_combines_shards_like_plain(shards: int, affine: bool) -> None:
+    stacked = torch.rand(shards, 2, 2, 40, device="cuda") + 0.1
+    shares = torch.full((shards, 1, 1), 1 / shards, device="cuda")
+    weight, bias = (torch.rand(40, device="cuda") if affine else None for _ in range(2))
+    wide = [None if t is None else t.double() for t in (stacked, shares, weight, bias)]
+    got = choice.coefficients(stacked, shares, weight, bias, 1e-5, None)
+    torch.testing.assert_close(got.double(), choice.coefficients(*wide, 1e-5, None), rtol=1e-4, atol=1e-5)
+    mean, rstd = torch.rand(2, 2, 40, device="cuda")
+    got = choice.backward_coefficients(stacked, mean, rstd, weight, 77, None)
+    wanted = choice.backward_coefficients(wide[0], mean.double(), rstd.double(), wide[2], 77, None)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "room", "slice of channels"])
+@pytest.mark.parametrize("last", [False, True])
+def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
+    x = slabs(torch.bfloat16, layout, 3)
+    target = torch.full((2, 8, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
+    target = target.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+    choice.copy(x, target[:, 4:7])
+    assert target[:, 4:7].equal(x)
+    assert bool(target[:, :4].isnan().all())
+    assert choice.in_layout(x, channels_last=last).equal(x)
+
+
+@with_kernels
+def test_weights_need_not_be_dense() -> None:
+    x, stacked, sums = (torch.randn(shape, device=DEVICE) for shape in [(2, 7, 3, 4, 5), (3, 2, 2, 7), (3, 2, 2, 7)])
+    mean, rstd, share = torch.randn(2, 7, device=DEVICE), torch.rand(2, 7, device=DEVICE), torch.ones((), device=DEVICE)
+    shares = (share / 3).expand(3).contiguous()
+    every_second, one = torch.randn(14, device=DEVICE)[::2], torch.randn(1, device=DEVICE).expand(7)
+    for weight, bias in ((every_second, one), (one, every_second)):
+        results = [
+            (
+                statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
+                statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
+            )
+            for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
+        ]
+        torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -1,0 +1,155 @@
+"""What is recorded when, and that processes decide alike; CUDA is not needed for any of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from volseg.device.record_policy import Recorder
+from volseg.parallel import launch
+
+
+class Played:
+    """A recording that says which one it is."""
+
+    def __init__(self, name):
+        self.name, self.released = name, False
+
+    def __call__(self, *inputs):
+        return f"replayed {self.name}"
+
+    def release(self):
+        self.released = True
+
+
+@pytest.fixture
+def made():
+    return []
+
+
+@pytest.fixture
+def make(made):
+    def record(x):
+        made.append(Played(tuple(x.shape)))
+        return made[-1]
+
+    def make(record=record, agree=lambda yes: yes, **options):
+        return Recorder(lambda x: "ran", record, agree, **{"warm_up": 2, "limit": 2, **options})
+
+    return make
+
+
+def called(recorder, *sizes):
+    return [recorder(torch.zeros(size)) for size in sizes]
+
+
+def test_each_shape_runs_some_times_before_it_is_recorded(make):
+    recorder = make()
+    assert called(recorder, 1, 2, 1, 1, 2, 2) == ["ran", "ran", "ran", "replayed (1,)", "ran", "replayed (2,)"]
+    assert called(recorder, 1, 2) == ["replayed (1,)", "replayed (2,)"]
+
+
+def test_shapes_beyond_the_limit_run_as_they_are(make, made):
+    recorder = make(limit=1)
+    called(recorder, 1, 1, 1)
+    assert called(recorder, 2, 2, 2, 2, 1) == [*4 * ["ran"], "replayed (1,)"]
+    assert len(made) == recorder.num_recorded == 1
+
+
+def test_type_and_plain_values_are_part_of_the_signature(make):
+    recorder = Recorder(lambda *x: "ran", lambda *x: Played(x[1]), bool, warm_up=1, limit=9)
+    x = torch.zeros(1)
+    expected = ["ran", "replayed True", "ran", "replayed False"]
+    assert [recorder(x, flag) for flag in (True, True, False, False)] == expected
+    assert recorder(x.double(), True) == "ran"
+
+
+def test_a_failed_recording_is_told_once_and_not_tried_again(make, caplog):
+    tries = []
+
+    def record(x):
+        tries.append(x)
+        raise ValueError("looks at values\nmore")
+
+    recorder = make(record)
+    assert called(recorder, 1, 1, 1, 1, 2, 2, 2) == 7 * ["ran"]
+    assert len(tries) == 1
+    assert recorder.refused == "looks at values"
+    assert caplog.text.count("cannot be recorded as a CUDA graph and runs kernel by kernel (looks at values)") == 1
+
+
+def test_what_another_process_cannot_record_is_freed(make, made):
+    recorder = make(agree=lambda yes: False)
+    assert called(recorder, 1, 1, 1, 1) == 4 * ["ran"]
+    assert [recording.released for recording in made] == [True]
+    assert recorder.refused == "in another process"
+
+
+def test_a_failure_after_a_recording_leaves_the_recording(make, made):
+    recorder = make(lambda x: Played(1) if len(x) == 1 else 1 / 0)
+    assert called(recorder, 1, 1, 1, 2, 2, 2, 1) == ["ran", "ran", "replayed 1", "ran", "ran", "ran", "replayed 1"]
+    assert recorder.refused == "division by zero"
+
+
+def test_released_recordings_are_freed_and_made_anew(make, made):
+    recorder = make()
+    called(recorder, 1, 1, 1)
+    recorder.release()
+    assert made[0].released
+    assert called(recorder, 1, 1, 1) == ["ran", "ran", "replayed (1,)"]
+
+
+def test_an_interrupt_is_not_taken_for_a_failure(make):
+    def record(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        called(make(record), 1, 1, 1)
+
+
+def follow(folder: Path) -> None:
+    """Sum over two processes in every call; recording fails on one of them, the first time around."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def total(x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x.item()
+
+    class Replay(Played):
+        def __call__(self, x):
+            return total(x) + 1000
+
+    def agree(yes):
+        vote = torch.tensor([int(yes)])
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+        return bool(vote)
+
+    def fails_on_one(x):
+        if rank == 1:
+            raise RuntimeError("out of memory")
+        return Replay("here")
+
+    results = {}
+    for name, record in (("fails", fails_on_one), ("works", lambda x: Replay("everywhere"))):
+        recorder = Recorder(total, record, agree, warm_up=1, limit=1)
+        results[name] = [recorder(torch.full((size,), 1.0 + rank)) for size in (1, 1, 1)]
+        results[f"{name}: refused"] = recorder.refused
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def test_processes_of_which_one_fails_go_on_together(tmp_path):
+    launch([__file__, str(tmp_path)], 2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["fails"] == second["fails"] == [3, 3, 3]
+    assert first["works"] == second["works"] == [3, 1003, 1003]
+    assert (first["fails: refused"], second["fails: refused"]) == ("in another process", "out of memory")
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]))

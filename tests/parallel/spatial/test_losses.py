@@ -1,0 +1,278 @@
+"""MONAI's and torch's losses and metrics take sharded outputs as they are; the label may be an ordinary tensor."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from monai.data import decollate_batch
+from monai.inferers import sliding_window_inference
+from monai.losses import (
+    AsymmetricUnifiedFocalLoss,
+    BendingEnergyLoss,
+    ContrastiveLoss,
+    DeepSupervisionLoss,
+    DiceCELoss,
+    DiceFocalLoss,
+    DiceLoss,
+    DiffusionLoss,
+    FocalLoss,
+    GeneralizedDiceFocalLoss,
+    GeneralizedDiceLoss,
+    GeneralizedWassersteinDiceLoss,
+    GlobalMutualInformationLoss,
+    HausdorffDTLoss,
+    JukeboxLoss,
+    LocalNormalizedCrossCorrelationLoss,
+    LogHausdorffDTLoss,
+    MaskedDiceLoss,
+    MultiScaleLoss,
+    NACLLoss,
+    SoftDiceclDiceLoss,
+    SSIMLoss,
+    TverskyLoss,
+)
+from monai.metrics import (
+    ConfusionMatrixMetric,
+    DiceMetric,
+    GeneralizedDiceScore,
+    HausdorffDistanceMetric,
+    MeanIoU,
+    PanopticQualityMetric,
+    SSIMMetric,
+    SurfaceDiceMetric,
+    SurfaceDistanceMetric,
+    compute_dice,
+)
+from monai.networks.utils import one_hot
+from monai.transforms import Activations, AsDiscrete
+from torch import Tensor, nn
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import ModelParallel, whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
+
+SHAPE = (2, 3, 7, 5, 4)
+
+
+def cut(whole: Tensor) -> ShardedVolume:
+    return from_whole(whole, (2,), Context(LocalDevices(["cpu"] * 3)))
+
+
+def logits() -> Tensor:
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def label() -> Tensor:
+    return torch.randint(0, 3, (2, 1, *SHAPE[2:]), generator=torch.Generator().manual_seed(1))
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "Dice": DiceLoss(softmax=True, to_onehot_y=True),
+    "Dice squared without background": DiceLoss(
+        softmax=True, to_onehot_y=True, squared_pred=True, include_background=False
+    ),
+    "Dice of batch": DiceLoss(sigmoid=True, to_onehot_y=True, batch=True),
+    "Dice CE": DiceCELoss(softmax=True, to_onehot_y=True),
+    "Dice CE weighted": DiceCELoss(softmax=True, to_onehot_y=True, weight=WEIGHT),
+    "focal": FocalLoss(to_onehot_y=True, use_softmax=True),
+    "focal sigmoid": FocalLoss(to_onehot_y=True),
+    "Dice focal": DiceFocalLoss(softmax=True, to_onehot_y=True),
+    "Tversky": TverskyLoss(softmax=True, to_onehot_y=True),
+    "cross entropy": lambda x, y: F.cross_entropy(x, y[:, 0]),
+    "cross entropy weighted": lambda x, y: F.cross_entropy(x, y[:, 0], WEIGHT, ignore_index=1, label_smoothing=0.1),
+    "cross entropy none": lambda x, y: F.cross_entropy(x, y[:, 0], reduction="none").square().mean(),
+    "cross entropy sum": lambda x, y: F.cross_entropy(x, y[:, 0], reduction="sum"),
+    "cross entropy soft": lambda x, y: F.cross_entropy(x, one_hot(y, 3).double(), WEIGHT),
+    "nll": lambda x, y: F.nll_loss(x.log_softmax(1), y[:, 0]),
+    "binary": lambda x, y: F.binary_cross_entropy_with_logits(x, one_hot(y, 3).double(), pos_weight=torch.tensor(2.0)),
+    "squared": lambda x, y: F.mse_loss(x, one_hot(y, 3).double()),
+    "huber": lambda x, y: F.smooth_l1_loss(x, one_hot(y, 3).double(), beta=0.5, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("sharded_label", [False, True], ids=["whole label", "sharded label"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_of_slabs_equals_loss_of_the_volume(name: str, sharded_label: bool) -> None:
+    loss = LOSSES[name]
+    x, y = logits(), label()
+    expected = loss(x, y)
+    (wanted,) = torch.autograd.grad(expected, x)
+    actual = loss(cut(x), cut(y) if sharded_label else y)
+    assert type(actual) is Tensor
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual, x)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_deep_supervision_loss() -> None:
+    loss = DeepSupervisionLoss(DiceCELoss(softmax=True, to_onehot_y=True))
+    x = torch.randn(2, 3, 8, 8, 4, dtype=torch.float64)
+    y = torch.randint(0, 3, (2, 1, 8, 8, 4)).double()
+    heads = [x, F.avg_pool3d(x, 2)]
+    torch.testing.assert_close(loss([cut(head) for head in heads], y), loss(heads, y))
+
+
+def test_dice_metric() -> None:
+    prediction, truth = one_hot(logits().argmax(1, keepdim=True), 3), one_hot(label(), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = compute_dice(prediction, truth)
+        torch.testing.assert_close(compute_dice(cut(prediction), truth), expected)
+        metric = DiceMetric(reduction="none")
+        metric(cut(prediction), cut(truth))
+        torch.testing.assert_close(metric.aggregate(), expected)
+
+
+def test_probabilities_and_labels_stay_sharded() -> None:
+    x = cut(logits().detach())
+    for result in (x.softmax(1), x.argmax(1), torch.argmax(x, dim=1, keepdim=True)):
+        assert isinstance(result, ShardedVolume)
+        assert isinstance(result, Tensor)
+    torch.testing.assert_close(x.argmax(1).full_tensor(), x.full_tensor().argmax(1))
+
+
+LARGE = (2, 3, 8, 9, 10)
+COST = np.array([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]])
+CLASSES = {"softmax": True, "to_onehot_y": True}
+
+# Each takes the logits, the label map and other logits. MONAI computes some of them in float32.
+MONAI_LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
+    "generalized Dice": lambda x, y, z: GeneralizedDiceLoss(**CLASSES, batch=True)(x, y),
+    "generalized Dice focal": lambda x, y, z: GeneralizedDiceFocalLoss(**CLASSES)(x, y),
+    "Wasserstein Dice": lambda x, y, z: GeneralizedWassersteinDiceLoss(COST, weighting_mode="GDL")(x, y),
+    "unified focal": lambda x, y, z: AsymmetricUnifiedFocalLoss(to_onehot_y=True, num_classes=3)(x, y),
+    "masked Dice": lambda x, y, z: MaskedDiceLoss(softmax=True)(x, one_hot(y, 3), mask=y > 0),
+    "soft clDice": lambda x, y, z: SoftDiceclDiceLoss()(x.softmax(1), one_hot(y, 3).double()),
+    "SSIM": lambda x, y, z: SSIMLoss(3, win_size=5)(x.sigmoid(), z.sigmoid()),
+    "NACL": lambda x, y, z: NACLLoss(classes=3, dim=3)(x, y[:, 0]),
+    "correlation": lambda x, y, z: LocalNormalizedCrossCorrelationLoss(3, kernel_size=5, kernel_type="gaussian")(x, z),
+    "mutual information": lambda x, y, z: GlobalMutualInformationLoss()(x.sigmoid(), z.sigmoid()),
+    "multi-scale": lambda x, y, z: MultiScaleLoss(nn.MSELoss(), scales=[0, 1])(x, z),
+    "contrastive": lambda x, y, z: ContrastiveLoss()(x.flatten(1), z.flatten(1)),
+    "bending energy": lambda x, y, z: BendingEnergyLoss(normalize=True)(x),
+    "diffusion": lambda x, y, z: DiffusionLoss()(x),
+    "Hausdorff": lambda x, y, z: whole(HausdorffDTLoss(**CLASSES))(x, y),
+    "log Hausdorff": lambda x, y, z: whole(LogHausdorffDTLoss(**CLASSES))(x, y),
+    "spectral": lambda x, y, z: whole(JukeboxLoss(3))(x, z),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # MONAI's spatial gradient
+@pytest.mark.parametrize("sharded_label", [False, True], ids=["whole label", "sharded label"])
+@pytest.mark.parametrize("name", MONAI_LOSSES)
+def test_losses_of_monai(name: str, sharded_label: bool) -> None:
+    x, z = (torch.randn(LARGE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    y = torch.randint(0, 3, (2, 1, *LARGE[2:]), generator=torch.Generator().manual_seed(2))
+    x.requires_grad_()
+    expected = MONAI_LOSSES[name](x, y, z)
+    (wanted,) = torch.autograd.grad(expected, x)
+    context = Context(LocalDevices(["cpu", "cpu:1", "cpu:2"]))
+    label, other = (from_whole(t, (3,), context) if sharded_label else t for t in (y, z))
+    actual = MONAI_LOSSES[name](from_whole(x, (3,), context), label, other)
+    (gradient,) = torch.autograd.grad(actual, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_a_loss_that_reads_numbers_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"volseg\.parallel\.whole"):
+        HausdorffDTLoss(**CLASSES)(cut(logits()), label())
+
+
+METRICS: dict[str, Any] = {
+    "Dice": DiceMetric(reduction="mean_batch"),
+    "Hausdorff distance": HausdorffDistanceMetric(percentile=95),
+    "surface distance": SurfaceDistanceMetric(symmetric=True),
+    "surface Dice": SurfaceDiceMetric([1.0, 1.0]),
+    "confusion matrix": ConfusionMatrixMetric(),
+    "intersection over union": MeanIoU(),
+    "generalized Dice": GeneralizedDiceScore(),
+    "structural similarity": SSIMMetric(3, win_size=5),
+}
+
+
+def aggregated(metric: Any, prediction: Any, truth: Any) -> Any:
+    metric.reset()
+    metric(prediction, truth)
+    return metric.aggregate()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_monai(name: str) -> None:
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(0, 3, (2, 1, *LARGE[2:]), generator=torch.Generator().manual_seed(2))
+    context = Context(LocalDevices(["cpu", "cpu:1"]))
+    prediction, truth = one_hot(x.argmax(1, keepdim=True), 3), one_hot(y, 3)
+    expected = aggregated(METRICS[name], prediction, truth)
+    volume = from_whole(prediction, (2,), context)
+    for other in (truth, from_whole(truth, (2,), context)):
+        torch.testing.assert_close(aggregated(METRICS[name], volume, other), expected)
+
+
+def test_panoptic_quality() -> None:
+    found, truth = (torch.randint(0, 3, (1, 2, 8, 8, 8), generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    metric = PanopticQualityMetric(num_classes=2)
+    expected = aggregated(metric, found, truth)
+    torch.testing.assert_close(aggregated(metric, cut(found), truth), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_usual_validation_loop(grad: bool) -> None:
+    x, y = logits(), label()
+    steps = [AsDiscrete(argmax=True, to_onehot=3), AsDiscrete(to_onehot=3), Activations(softmax=True)]
+
+    def loop(prediction: Any) -> list[Any]:
+        with torch.set_grad_enabled(grad):
+            found = [steps[0](case) for case in decollate_batch(prediction)]
+            smooth = [steps[2](case) for case in decollate_batch(prediction)]
+            truth = [steps[1](case) for case in decollate_batch(y)]
+            return [*found, *smooth, aggregated(DiceMetric(include_background=False), found, truth)]
+
+    for actual, expected in zip(loop(cut(x)), loop(x), strict=True):
+        torch.testing.assert_close(actual, expected)
+        assert actual.requires_grad == expected.requires_grad
+
+
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.conv(x)).relu()
+        return self.head(y), y.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "constant"},
+        {"mode": "gaussian", "overlap": 0.5, "sw_batch_size": 3},
+        {"mode": "gaussian", "sw_device": "cpu", "device": "cpu:1", "roi_size": (24, 8, 8)},
+        {"buffer_steps": 2, "buffer_dim": 0},
+    ],
+)
+def test_sliding_windows_over_a_spatial_network(settings: dict[str, Any], grad: bool) -> None:
+    torch.manual_seed(0)
+    net = Windowed().double()
+    volume = torch.randn(1, 1, 20, 17, 18, dtype=torch.float64)
+    settings = {"roi_size": (8, 8, 8), "sw_batch_size": 1, **settings}
+    results = []
+    with torch.set_grad_enabled(grad):
+        for run in (net, ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"])):
+            net.zero_grad()
+            outputs = sliding_window_inference(volume, predictor=run, **settings)
+            if grad:
+                sum(output.cpu().square().mean() for output in outputs).backward()
+            results.append([*(output.cpu() for output in outputs), *(p.grad for p in net.parameters() if grad)])
+    torch.testing.assert_close(*results)

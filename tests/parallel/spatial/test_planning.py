@@ -1,0 +1,155 @@
+"""Layouts and windows against brute force."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from volseg.parallel import ModelParallel
+from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
+from volseg.parallel.spatial.plan.windows import (
+    AdaptivePool,
+    Convolution,
+    Resize,
+    TransposedConvolution,
+    nearest_planes,
+)
+
+
+@given(size=st.integers(1, 200), shards=st.integers(1, 16))
+def test_slabs_partition_the_planes_evenly(size: int, shards: int) -> None:
+    owned = spans(size, shards)
+    assert [plane for start, stop in owned for plane in range(start, stop)] == list(range(size))
+    widths = {stop - start for start, stop in owned}
+    assert max(widths) - min(widths) <= 1
+    assert bounds(size, shards)[0] == 0
+
+
+@given(data=st.data(), size=st.integers(1, 40), shards=st.integers(1, 6))
+def test_transfers_deliver_each_wanted_plane_once_and_in_order(data: st.DataObject, size: int, shards: int) -> None:
+    wanted = []
+    for _ in range(shards):
+        start = data.draw(st.integers(0, size))
+        wanted.append((start, data.draw(st.integers(start, size))))
+    owned = spans(size, shards)
+    for target, want in enumerate(wanted):
+        moves = [move for move in transfers(size, wanted) if move.target == target]
+        assert [p for move in moves for p in range(move.start, move.stop)] == list(range(*want))
+        assert all(overlap((move.start, move.stop), owned[move.source]) == (move.start, move.stop) for move in moves)
+
+
+@given(
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 3),
+    dilation=st.integers(1, 3),
+    size=st.integers(1, 20),
+)
+def test_convolution_reads_what_it_needs(kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
+    window = Convolution(kernel, stride, padding, dilation)
+    if size + 2 * padding < (kernel - 1) * dilation + 1:
+        return
+    x = torch.randn(1, 1, size, dtype=torch.float64, requires_grad=True)
+    w = torch.ones(1, 1, kernel, dtype=torch.float64)
+    y = F.conv1d(x, w, stride=stride, padding=padding, dilation=dilation)
+    assert window.outputs(size, padding) == y.shape[-1]
+    for plane in range(y.shape[-1]):
+        (gradient,) = torch.autograd.grad(y[0, 0, plane], x, retain_graph=True)
+        used = gradient[0, 0].nonzero().flatten().tolist()
+        start, stop = window.need(plane, plane + 1)
+        assert all(start <= plane < stop for plane in used)
+
+
+@given(
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 3),
+    extra=st.integers(0, 3),
+    size=st.integers(1, 12),
+    data=st.data(),
+)
+def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
+    kernel: int, stride: int, padding: int, dilation: int, extra: int, size: int, data: st.DataObject
+) -> None:
+    window = TransposedConvolution(kernel, stride, padding, dilation)
+    outputs = window.outputs(size, extra)
+    if outputs < 1 or extra >= max(stride, dilation):
+        return
+    x, w = torch.randn(1, 1, size, dtype=torch.float64), torch.randn(1, 1, kernel, dtype=torch.float64)
+    settings = {"stride": stride, "dilation": dilation}
+    whole = F.conv_transpose1d(x, w, padding=padding, output_padding=extra, **settings)
+    assert whole.shape[-1] == outputs
+    start = data.draw(st.integers(0, outputs - 1))
+    stop = data.draw(st.integers(start + 1, outputs))
+    low, high = window.need(start, stop)
+    planes = F.pad(x, (99, 99))[..., low + 99 : high + 99]  # nothing but zeros outside the volume
+    local = F.conv_transpose1d(planes, w, **settings)
+    skip = start - window.first(start, stop)
+    assert skip >= 0
+    torch.testing.assert_close(local[..., skip : skip + stop - start], whole[..., start:stop])
+
+
+@given(size=st.integers(1, 30), outputs=st.integers(1, 30))
+def test_adaptive_pool_reads_its_intervals(size: int, outputs: int) -> None:
+    x = torch.zeros(1, 1, size, dtype=torch.float64, requires_grad=True)
+    y = F.adaptive_avg_pool1d(x, outputs)
+    for plane in range(outputs):
+        (gradient,) = torch.autograd.grad(y[0, 0, plane], x, retain_graph=True)
+        used = gradient[0, 0].nonzero().flatten().tolist()
+        assert AdaptivePool(size, outputs).need(plane, plane + 1) == (used[0], used[-1] + 1)
+
+
+@given(size=st.integers(1, 20), outputs=st.integers(1, 40), corners=st.booleans())
+def test_resize_blends_the_planes_that_torch_blends(size: int, outputs: int, corners: bool) -> None:
+    window = Resize(size, outputs, align_corners=corners)
+    x = torch.randn(1, 1, size, dtype=torch.float64)
+    expected = F.interpolate(x, size=outputs, mode="linear", align_corners=corners)[0, 0]
+    sources = [window.source(plane) for plane in range(outputs)]
+    got = torch.stack([x[0, 0, low] * (1 - w) + x[0, 0, high] * w for low, high, w in sources])
+    torch.testing.assert_close(got, expected)
+
+
+@given(
+    mode=st.sampled_from(["nearest", "nearest-exact"]),
+    size=st.integers(1, 20),
+    factor=st.floats(0.3, 3.7),
+    given_factor=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    count=st.integers(1, 3),
+    data=st.data(),
+)
+def test_nearest_takes_the_planes_that_torch_takes(
+    mode: str, size: int, factor: float, given_factor: bool, dtype: torch.dtype, count: int, data: st.DataObject
+) -> None:
+    outputs, dim = int(size * factor), data.draw(st.integers(0, count - 1))
+    assume(outputs > 0)
+    planes, same = nearest_planes(size, outputs, mode, factor if given_factor else None, dtype, dim, count)
+    x = torch.randn([2, 2, *([3] * dim), size, *([3] * (count - 1 - dim))], dtype=dtype, requires_grad=True)
+    factors = [factor if axis == dim else 1.0 for axis in range(count)]
+    extents = [outputs if axis == dim else 3 for axis in range(count)]
+    scaled: dict[str, Any] = {"scale_factor": factors} if given_factor else {"size": extents}
+    expected = F.interpolate(x, mode=mode, **scaled)
+    taken = x.index_select(dim + 2, torch.tensor(planes))
+    torch.testing.assert_close(taken, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (taken, expected)]
+    assert torch.allclose(*gradients) == same
+
+
+@pytest.mark.parametrize(
+    ("size", "dim"),
+    [((32, 96, 96), 2), ((31, 96, 96), 3), ((31, 64, 96), 4), ((96, 96, 96), 2), ((8, 8, 8), 2)],
+)
+def test_a_volume_is_cut_along_depth_unless_that_is_thin(size: tuple[int, int, int], dim: int) -> None:
+    model = ModelParallel(nn.Conv3d(1, 1, 3, padding=1), strategy="spatial", devices=["cpu"] * 2)
+    assert isinstance(model.strategy, SpatialStrategy)
+    assert model.strategy.dims_of(torch.Size((1, 1, *size))) == [dim]
+    chosen = ModelParallel(nn.Conv3d(1, 1, 3, padding=1), strategy="spatial", devices=["cpu"] * 2, axes="H")
+    assert isinstance(chosen.strategy, SpatialStrategy)
+    assert chosen.strategy.dims_of(torch.Size((1, 1, *size))) == [3]

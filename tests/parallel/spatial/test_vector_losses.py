@@ -1,0 +1,119 @@
+"""Losses of vectors, classes, counts and samples at given places: values and gradients are those of one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import whole
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.volume import from_whole
+
+SHAPE = (2, 3, 8, 6, 8)
+CUTS = {"D": ((2,), None), "H": ((3,), (3,)), "grid": ((2, 4), (2, 2))}
+
+
+def random(seed: int) -> Tensor:
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(y: Tensor) -> Tensor:
+    """Return a label map (B, D, H, W) whose highest class lies in one slab alone."""
+    return (y[:, 0].abs() < 2.9).long() + (y[:, 1] > 0).long()
+
+
+def last(volume: Tensor) -> Tensor:
+    return volume.movedim(1, -1)
+
+
+EDGES = torch.linspace(-1, 1, 5, dtype=torch.float64)
+PLACES = torch.tanh(torch.randn(2, 8, 6, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+TILT = torch.tensor([[[0.9, 0.1, 0, 0], [-0.1, 0.9, 0, 0], [0, 0, 1, 0.2]]], dtype=torch.float64).expand(2, 3, 4)
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "cosine similarity": F.cosine_similarity,
+    "cosine similarity named, broadcast": lambda x, y: F.cosine_similarity(x1=x, x2=y[:1], dim=1, eps=0.1),
+    "cosine similarity over D": lambda x, y: F.cosine_similarity(x, y, dim=2),
+    "cosine similarity of zeros": lambda x, y: F.cosine_similarity(x * 0, y, dim=-1),
+    "pairwise distance": lambda x, y: F.pairwise_distance(last(x), last(y), p=1, keepdim=True),
+    "pairwise distance over W": lambda x, y: F.pairwise_distance(x, y, eps=0.1),
+    "distance": lambda x, y: torch.dist(x, y, 3),
+    "triplet": lambda x, y: F.triplet_margin_loss(last(x), last(y), last(y).flip(0), swap=True),
+    "triplet over W": lambda x, y: F.triplet_margin_loss(x, y, y.flip(0), margin=2.0, reduction="sum"),
+    "triplet of a distance": lambda x, y: F.triplet_margin_with_distance_loss(
+        x, y, y.flip(0), distance_function=lambda a, b: (a - b).abs().mean(1)
+    ),
+    "gaussian": lambda x, y: F.gaussian_nll_loss(x, y, y.square(), full=True, eps=0.5),
+    "gaussian, a variance per voxel": lambda x, y: F.gaussian_nll_loss(x, y, y.square()[:, :1], reduction="none"),
+    "multilabel": lambda x, y: F.multilabel_soft_margin_loss(last(x), (last(y) > 0).double(), EDGES[:3] + 2),
+    "multilabel over W": lambda x, y: F.multilabel_soft_margin_loss(x, (y > 0).double(), reduction="none"),
+    "sum by the old name": lambda x, y: F.mse_loss(x, y, size_average=False),
+    "none by the old name": lambda x, y: F.smooth_l1_loss(x, y, reduce=False),
+    "one-hot": lambda x, y: F.one_hot(classes(y)).movedim(-1, 1) * x,
+    "one-hot of some": lambda x, y: F.one_hot(classes(y), num_classes=5),
+    "bucketize": lambda x, y: torch.bucketize(x, EDGES, right=True, out_int32=True),
+    "searchsorted": lambda x, y: torch.searchsorted(EDGES, x),
+    "isin": lambda x, y: torch.isin(classes(y), torch.tensor([0, 2]), invert=True),
+    "isin a number": lambda x, y: torch.isin(classes(y), 2),
+    "is in the volume": lambda x, y: torch.isin(torch.tensor([0, 7]), classes(y)),
+    "where": lambda x, y: torch.where(y > 1),
+    "nonzero": lambda x, y: [classes(y).nonzero(), torch.nonzero(classes(y), as_tuple=True), torch.argwhere(y > 1)],
+    "unique": lambda x, y: torch.unique(classes(y), return_counts=True),
+    "histogram": lambda x, y: torch.histc(y, 10, -1, 1),
+    "mean of numbers": lambda x, y: torch.nanmean(torch.where(y > 0, x, float("nan")), (1, 2)),
+    "integral": lambda x, y: [torch.trapezoid(x, dx=0.5, dim=1), torch.trapz(x, y, dim=1), x.movedim(1, 3).sum(3)],
+    "integral over uneven steps": lambda x, y: torch.trapezoid(x, EDGES[:3], dim=1),
+    "sampled": lambda x, y: F.grid_sample(x, PLACES, align_corners=False),
+    "sampled elsewhere": lambda x, y: F.grid_sample(x, PLACES[:, :3, :3, :3], mode="nearest", align_corners=True),
+    "places cut": lambda x, y: F.grid_sample(random(3), last(x).tanh(), align_corners=True, padding_mode="border"),
+    "turned": lambda x, y: F.grid_sample(x, F.affine_grid(TILT, x.shape, align_corners=False), align_corners=False),
+    "whole": lambda x, y: whole(lambda a, *, b: (a * b).cumsum(2).flip(2))(x, b=y),
+}
+
+
+def outcome(call: Callable, x: Tensor, y: Tensor) -> list[Tensor]:
+    results = [v.full_tensor() if isinstance(v, ShardedVolume) else v for v in tree_leaves(call(x, y))]
+    differentiable = [result for result in results if result.requires_grad]
+    for result in differentiable:
+        weights = torch.linspace(1, 2, result.numel(), dtype=result.dtype).reshape(result.shape)
+        (result * weights).sum().backward(retain_graph=True)
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:F.grid_sample may read", "ignore:size_average and reduce args")
+@pytest.mark.parametrize("sharded", [False, True], ids=["other whole", "other sharded"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_slabs_equals_that_on_the_volume(name: str, cut: str, sharded: bool) -> None:
+    dims, grid = CUTS[cut]
+    devices = ["cpu", *(f"cpu:{index}" for index in range(1, 2 if grid is None else 3 if cut == "H" else 4))]
+    context = Context(LocalDevices(devices, grid))
+    x, y = random(0).requires_grad_(), random(1)
+    expected = outcome(CALLS[name], x, y)
+    image = random(0).requires_grad_()
+    actual = outcome(CALLS[name], from_whole(image, dims, context), from_whole(y, dims, context) if sharded else y)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(image.grad, x.grad)
+
+
+def test_wrong_classes_are_refused_wherever_they_lie() -> None:
+    labels = torch.zeros(1, 8, 4, 4, dtype=torch.int64)
+    for value, message in ((3, "smaller than num_classes"), (-1, "must be non-negative")):
+        labels[0, 7, 0, 0] = value
+        volume = from_whole(labels, (1,), Context(LocalDevices(["cpu", "cpu:1"])))
+        with pytest.raises(RuntimeError, match=message):
+            F.one_hot(volume, 3)
+
+
+def test_code_that_reads_numbers_is_told_of_whole() -> None:
+    volume = from_whole(random(0), (2,), Context(LocalDevices(["cpu", "cpu:1"])))
+    for read in (volume.numpy, volume.tolist, lambda: 1.0 in volume):
+        with pytest.raises(UnsupportedOperatorError, match=r"full_tensor\(\).*volseg\.parallel\.whole"):
+            read()

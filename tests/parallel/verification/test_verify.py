@@ -1,0 +1,504 @@
+"""`verify` names what is wrong: fake strategies, each wrong in one way, and networks that cannot be compared."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from volseg.errors import GridError, ParallelError, UnsupportedOperatorError
+from volseg.parallel import ModelParallel, Report, verify
+from volseg.parallel.verification.comparison import compare, differences
+
+SHAPE = (2, 1, 8, 4, 4)
+CPU = ["cpu"] * 2
+
+
+class Net(nn.Module):
+    """Two convolutions, a norm with running statistics, a buffer and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 3, 3, padding=1)
+        self.norm = nn.BatchNorm3d(3)
+        self.last = nn.Conv3d(3, 2, 3, padding=1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.add_(1)
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+class Function(nn.Module):
+    """A function as a module, with some layers."""
+
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def conv(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
+    return nn.Conv3d(inputs, outputs, 3, padding=1)
+
+
+class Right(ModelParallel):
+    """A strategy that runs the plain network, so that what a subclass adds is the only thing wrong."""
+
+    def __init__(self, net: nn.Module, *args: Any, checkpoint: Any = None, **options: Any) -> None:
+        super().__init__(net, *args, checkpoint=checkpoint, **options)
+        self.recomputed, self.steps = checkpoint is not None, 0
+
+    def forward(self, *args: Any) -> Any:
+        self.steps += 1
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class HalvedGradient(Right):
+    def run(self, x: Tensor) -> Tensor:
+        y = self.module(x)
+        self.module.last.weight.register_hook(lambda grad: grad / 2)
+        return y
+
+
+class StaleBuffer(Right):
+    def run(self, x: Tensor) -> Tensor:
+        before = self.module.norm.running_mean.clone()
+        y = self.module(x)
+        self.module.norm.running_mean = before
+        return y
+
+
+class CountedTwiceWhenRecomputed(Right):
+    def run(self, x: Tensor) -> Tensor:
+        if self.recomputed and self.training:
+            self.module.norm(self.module.first(x.detach()))
+        return self.module(x)
+
+
+class WithoutHalo(Right):
+    def run(self, x: Tensor) -> Tensor:
+        self.module.calls -= 1
+        self.module.seen.sub_(1)
+        return torch.cat([self.module(part) for part in x.chunk(2, 2)], 2)
+
+
+class WrongInTheSecondStep(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x) * (1 if self.steps == 1 else 1.001)
+
+
+class WrongInEvaluation(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x) * (1 if self.training else 1.001)
+
+
+class WrongWithoutGradients(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x) * (1 if torch.is_grad_enabled() else 1.001)
+
+
+class CalledTwice(Right):
+    def run(self, x: Tensor) -> Tensor:
+        self.module.calls += 1
+        return self.module(x)
+
+
+class ChangesItsInput(Right):
+    def run(self, x: Tensor) -> Tensor:
+        y = self.module(x.clone())
+        x.detach().mul_(2)
+        return y
+
+
+class WithoutAGradient(Right):
+    def run(self, x: Tensor) -> Tensor:
+        bias = self.module.first.bias
+        bias.requires_grad_(False)
+        y = self.module(x)
+        bias.requires_grad_(True)
+        return y
+
+
+class NaNInOnePlace(Right):
+    def run(self, x: Tensor) -> Tensor:
+        y = self.module(x).clone()
+        y[0, 0, 1, 2, 3] = float("nan")
+        return y
+
+
+class InATuple(Right):
+    def run(self, x: Tensor) -> tuple[Tensor]:
+        return (self.module(x),)
+
+
+class InSingle(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x).float()
+
+
+class LeavesTheMode(Right):
+    def run(self, x: Tensor) -> Tensor:
+        y = self.module(x)
+        self.module.norm.eval()
+        return y
+
+
+class Crashes(Right):
+    def run(self, x: Tensor) -> Tensor:
+        raise IndexError("list index out of range")
+
+
+class RefusesRecomputation(Right):
+    def run(self, x: Tensor) -> Tensor:
+        if self.recomputed:
+            raise UnsupportedOperatorError("torch.frobnicate has no sharded form")
+        return self.module(x)
+
+
+@pytest.fixture
+def verify_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Return `verify` with a fake in the place of ``ModelParallel``."""
+
+    def run(fake: type, net: nn.Module | None = None, **options: Any) -> Report:
+        monkeypatch.setattr(sys.modules["volseg.parallel.verification.modes"], "ModelParallel", fake)
+        monkeypatch.setattr(sys.modules["volseg.parallel.verification.comparison"], "ModelParallel", fake)
+        return verify(net or Net(), SHAPE, CPU, **options)
+
+    return run
+
+
+def different(report: Report) -> dict[str, list[str]]:
+    return {mode.name: list(mode.wrong) for mode in report.modes if mode.status == "different"}
+
+
+ALL = {"train", "train, recomputed", "eval", "eval, recomputed", "eval, without gradients"}
+TRAINED = ALL - {"eval, without gradients"}
+IN_TRAINING = {"train", "train, recomputed"}
+
+WRONG = [
+    (HalvedGradient, TRAINED, "gradient of last.weight"),
+    (StaleBuffer, IN_TRAINING, "buffer norm.running_mean"),
+    (CountedTwiceWhenRecomputed, {"train, recomputed"}, "buffer norm.num_batches_tracked"),
+    (WithoutHalo, ALL, "output 0"),
+    (WrongInTheSecondStep, ALL, "output 0, step 2"),
+    (WrongInEvaluation, ALL - IN_TRAINING, "output 0"),
+    (WrongWithoutGradients, {"eval, without gradients"}, "output 0"),
+    (CalledTwice, ALL, "attribute calls"),
+    (ChangesItsInput, ALL, "input 0 after the call"),
+    (WithoutAGradient, TRAINED, "gradient of first.bias"),
+    (NaNInOnePlace, ALL, "output 0"),
+    (InATuple, ALL, "output structure"),
+    (InSingle, ALL, "output 0"),
+    (LeavesTheMode, IN_TRAINING, "attribute norm.training"),
+]
+
+
+@pytest.mark.parametrize(("fake", "modes", "name"), WRONG, ids=[case[0].__name__ for case in WRONG])
+def test_what_is_wrong_is_named_in_the_modes_where_it_is(fake, modes, name, verify_with):
+    report = verify_with(fake)
+    assert not report.ok
+    found = different(report)
+    assert set(found) == modes
+    assert all(name in wrong for wrong in found.values())
+    assert "are DIFFERENT on a volume of" in str(report)
+    assert name in str(report)
+
+
+def test_what_is_wrong_in_the_second_step_is_right_in_the_first(verify_with):
+    report = verify_with(WrongInTheSecondStep)
+    assert all(name.endswith(", step 2") for wrong in different(report).values() for name in wrong)
+
+
+def test_a_strategy_that_is_right_passes(verify_with):
+    report = verify_with(Right)
+    assert report.ok, report
+    assert set(report.errors.values()) == {0.0}
+
+
+def test_reasons_say_what_is_there_instead(verify_with):
+    def text(fake: type) -> str:
+        return str(verify_with(fake))
+
+    assert "gradient of first.bias: None, where the plain network has a tensor (3,)" in text(WithoutAGradient)
+    assert "output 0: nan at (0, 0, 1, 2, 3), where the plain network has " in text(NaNInOnePlace)
+    assert "output 0: dtype torch.float32, where the plain network has torch.float64" in text(InSingle)
+    assert "attribute calls: 2, where the plain network has 1" in text(CalledTwice)
+    assert "attribute norm.training: False, where the plain network has True" in text(LeavesTheMode)
+
+
+def test_an_untyped_error_counts_as_a_difference(verify_with):
+    report = verify_with(Crashes)
+    assert report.verdict == "different"
+    assert "Failed, train; train, recomputed; eval; eval, recomputed; eval, without gradients: IndexError" in str(
+        report
+    )
+
+
+def test_a_mode_that_is_refused_is_named_with_its_message(verify_with):
+    report = verify_with(RefusesRecomputation)
+    assert report.ok
+    assert [mode.name for mode in report.modes if mode.status == "refused"] == ["train, recomputed", "eval, recomputed"]
+    assert "Refused, train, recomputed; eval, recomputed: torch.frobnicate has no sharded form" in str(report)
+
+
+def test_a_network_that_is_refused_in_every_mode_raises():
+    net = Function(lambda net, x: torch.cumsum(net.a(x), 2).sort(2)[0], a=conv())
+    with pytest.raises(UnsupportedOperatorError):
+        verify(net, SHAPE, CPU)
+
+
+def test_a_network_of_convolutions_is_equal_and_the_table_says_what_was_compared():
+    net = nn.Sequential(conv(1, 3), nn.InstanceNorm3d(3, affine=True), nn.ReLU(), conv(3, 2))
+    report = verify(net, SHAPE, CPU)
+    assert report.ok, report
+    text = str(report)
+    assert "2 shards and one device are equal to round-off on a volume of (2, 1, 8, 4, 4) (float64):" in text
+    assert "Compared: outputs 1, input gradients 1, gradients 6, parameters 6, attributes " in text
+    assert {mode.name for mode in report.modes} >= ALL
+    assert report.devices == ("cpu", "cpu:1")  # real copies, though "cpu" was named twice
+    if not torch.cuda.is_available():
+        assert "Not compared, train, recorded; train, recomputed, recorded: needs a GPU" in text
+
+
+def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
+    net = nn.Sequential(conv(1, 3), nn.BatchNorm3d(3), nn.ReLU(), conv(3, 2))
+    report = verify(net, SHAPE, CPU, strategy="pipeline")
+    assert report.ok, report
+    modes = {mode.name: mode for mode in report.modes}
+    assert set(modes) == {
+        "train, one micro-batch",
+        "train, micro-batches of 1",
+        "eval, micro-batches of 1",
+        "eval, without gradients",
+        "train, recorded",
+    }
+    assert modes["train, one micro-batch"].errors["buffer 1.running_var"] < 1e-12
+    assert "buffer 1.running_var" not in modes["train, micro-batches of 1"].errors
+    assert any("a pipeline takes those of the whole batch" in note for note in report.notes)
+
+
+def test_one_sample_makes_no_micro_batches():
+    report = verify(nn.Sequential(conv(), conv()), (1, *SHAPE[1:]), CPU, strategy="pipeline")
+    assert report.ok
+    assert "a batch of 1 makes one micro-batch of 1; give a larger first side" in str(report)
+
+
+def test_dropout_is_off_for_values_and_looked_at_apart():
+    net = nn.Sequential(conv(1, 3), nn.Dropout3d(0.5), nn.ReLU(), nn.Dropout(0.2), conv(3, 2))
+    report = verify(net, SHAPE, CPU)
+    assert report.ok, report
+    repeated = [mode.name for mode in report.modes if not mode.plain]
+    assert repeated == ["train, one seed twice", "train, another seed differs", "train, one seed, recomputed or not"]
+    assert "train: compared by value with dropout off" in report.notes
+
+
+class LosesDropout(Right):
+    def run(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.module(x)
+
+
+class DrawsAnew(Right):
+    drawn = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        DrawsAnew.drawn += 1
+        torch.manual_seed(DrawsAnew.drawn)
+        return self.module(x)
+
+
+@pytest.mark.parametrize(
+    ("fake", "name"),
+    [(LosesDropout, "train, another seed differs"), (DrawsAnew, "train, one seed twice")],
+    ids=["loses", "draws anew"],
+)
+def test_random_numbers_that_do_not_follow_the_seed_are_found(fake, name, verify_with):
+    report = verify_with(fake, nn.Sequential(conv(1, 3), nn.Dropout(0.5), conv(3, 2)))
+    assert not report.ok
+    assert name in different(report)
+
+
+def test_random_functions_outside_of_dropout_leave_only_repetition_to_compare():
+    net = Function(lambda net, x: net.a(x) + net.a(x).mean() * torch.rand(()).to(x), a=conv())
+    report = verify(net, SHAPE, CPU)
+    assert report.verdict == "not compared"
+    assert not report.ok
+    assert "NOT COMPARED" in str(report)
+    assert "draws random numbers outside of Dropout modules" in str(report)
+    assert {mode.status for mode in report.modes if mode.name == "train, one seed twice"} == {"equal"}
+
+
+def test_random_functions_in_training_leave_evaluation_to_compare():
+    net = Function(lambda net, x: net.a(F.dropout(x, 0.5, net.training)), a=conv())
+    report = verify(net, SHAPE, CPU)
+    status = {mode.name: mode.status for mode in report.modes}
+    assert status["train"] == "not compared"
+    assert status["eval"] == "equal"
+
+
+def test_a_network_that_does_not_repeat_itself_is_said_so():
+    draw = random.Random(0)
+    report = verify(Function(lambda net, x: net.a(x) * draw.random(), a=conv()), SHAPE, CPU)
+    assert report.verdict == "not compared"
+    assert "does not repeat itself: one seed gives two outputs" in str(report)
+
+
+def test_modules_in_eval_inside_train_stay_so_and_are_told():
+    net = nn.Sequential(conv(1, 3), nn.BatchNorm3d(3), nn.ReLU(), conv(3, 2))
+    net[1].eval()
+    report = verify(net, SHAPE, CPU)
+    assert report.ok, report
+    assert "in eval mode inside train: 1" in report.notes
+
+
+def test_what_is_equal_and_odd_is_told():
+    def forward(net: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sqrt(net.a(x)), torch.ones(2, 1, dtype=torch.float64)
+
+    report = verify(Function(forward, a=conv(), unused=conv()), SHAPE, CPU)
+    assert any("NaN in the same places on both sides: output 0" in note for note in report.notes)
+    assert any(note.endswith("output 1 does not depend on the input") for note in report.notes)
+    assert "without a gradient on either side (unused): unused.weight, unused.bias" in report.notes
+
+
+def test_a_network_that_changes_its_input_is_told(verify_with):
+    net = Function(lambda net, x: net.a(x.mul_(2)), a=conv())
+    report = verify_with(Right, net)
+    assert report.ok, report
+    assert any(note.startswith("train: the network changes input 0 in place") for note in report.notes)
+
+
+class MovesByRoundOff(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x * (1 + 2**-52))
+
+
+class MovesByMore(Right):
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x * (1 + 1e-9))
+
+
+def chaotic(net: Function, x: Tensor) -> Tensor:
+    """Double every difference some 25 times: round-off becomes 1e-8."""
+    y = net.a(x).sigmoid()
+    for _ in range(25):
+        y = 4 * y * (1 - y)
+    return y
+
+
+def test_round_off_that_the_plain_network_blows_up_counts_as_equal_and_is_told(verify_with):
+    report = verify_with(MovesByRoundOff, Function(chaotic, a=conv()))
+    assert max(report.errors.values()) > report.tolerance
+    assert report.ok, report
+    assert any("ill-conditioned at this size" in note for note in report.notes)
+    assert not verify_with(MovesByMore, Function(chaotic, a=conv())).ok
+
+
+def test_the_caller_keeps_network_and_random_state():
+    net = nn.Sequential(conv(1, 3), nn.BatchNorm3d(3), conv(3, 2)).eval()
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    random_state, python_state = torch.get_rng_state(), random.getstate()
+    verify(net, SHAPE, CPU)
+    torch.testing.assert_close(net.state_dict(), state)
+    assert not net.training
+    assert all(parameter.dtype == torch.float32 for parameter in net.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert random.getstate() == python_state
+
+
+def test_further_arguments_go_to_the_network():
+    net = Function(lambda net, x, scale: net.a(x) * scale, a=conv())
+    report = verify(net, SHAPE, CPU, more=[torch.tensor(2.0)])
+    assert report.ok, report
+    assert report.errors["input 1"] < 1e-12
+
+
+def test_the_report_is_json_too(verify_with):
+    told = json.loads(json.dumps(verify_with(WithoutAGradient).as_dict(), allow_nan=False))
+    assert told["verdict"] == "different"
+    train = next(mode for mode in told["modes"] if mode["name"] == "train")
+    assert train["errors"]["gradient of first.bias"] is None
+    assert train["reasons"]["gradient of first.bias"].startswith("None, where")
+    assert train["errors"]["output 0"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "options", "error", "message"),
+    [
+        (conv(), (1, 8, 4), {}, ParallelError, r"shape must be \(B, C, D, H, W\) or \(B, C, H, W\)"),
+        (conv(), SHAPE, {"devices": ["cpu"]}, ParallelError, r"got 1; name one several times.*\['cpu'\] \* 2"),
+        (conv(), (1, 1, 2, 2, 2), {"devices": ["cpu"] * 4}, ParallelError, "too thin to be cut over 4 devices"),
+        (conv(), SHAPE, {"strategy": "auto"}, ParallelError, "'spatial' or 'pipeline', got 'auto'"),
+        (conv(3), SHAPE, {}, GridError, "the plain network itself fails on this shape: Conv3d in train mode"),
+        (nn.LazyConv3d(2, 3), SHAPE, {}, ParallelError, "lazy parameters .* call it once before verify"),
+    ],
+    ids=["dims", "one device", "thin", "strategy", "channels", "lazy"],
+)
+def test_errors_say_what_to_do(net, shape, options, error, message):
+    with pytest.raises(error, match=message):
+        verify(net, shape, **{"devices": CPU, **options})
+
+
+def test_a_fault_of_the_plain_network_in_the_backward_pass_is_its_own():
+    def forward(net: Function, x: Tensor) -> Tensor:
+        y = net.a(x).exp()
+        z = y * 1
+        y.mul_(2)  # the backward pass of exp needs it as it was
+        return z
+
+    with pytest.raises(GridError, match="the plain network itself fails on this shape"):
+        verify(Function(forward, a=conv()), SHAPE, CPU)
+
+
+def test_nan_on_one_side_differs_and_on_both_does_not():
+    nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])
+    assert differences({"output 0": nan}, {"output 0": nan.clone()}).both_nan == ("output 0",)
+    assert not differences({"output 0": nan}, {"output 0": nan.clone()}).wrong
+    assert differences({"output 0": nan}, {"output 0": one}).wrong
+    assert differences({"output 0": one}, {"output 0": nan}).wrong
+    inf = torch.tensor([1.0, float("inf")])
+    assert not differences({"output 0": inf}, {"output 0": inf.clone()}).wrong
+    assert differences({"output 0": inf}, {"output 0": -inf}).wrong
+
+
+def test_compare_leaves_alone_what_differed_from_the_start():
+    """Two networks that were built apart hold other random fillers; a counter that runs apart is found all the same."""
+    plain, sharded = Net(), Net()
+    sharded.load_state_dict(plain.state_dict())
+    plain.filler, sharded.filler = torch.zeros(1), torch.ones(1)
+    errors = compare(plain, sharded, [torch.randn(SHAPE)])
+    assert "attribute filler" not in errors
+    assert errors["attribute calls"] == 0.0
+
+
+def test_the_report_of_errors_alone_still_prints():
+    report = Report((1, 1, 8, 8, 8), 2, {"output 0": 1e-15, "gradient of weight": 0.5})
+    assert not report.ok
+    assert "DIFFERENT" in str(report)
+    assert "5.0e-01  gradient of weight" in str(report)
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_is_compared_on_a_gpu():
+    net = nn.Sequential(conv(1, 3), nn.InstanceNorm3d(3, affine=True), nn.ReLU(), conv(3, 2))
+    report = verify(net, (2, 1, 16, 8, 8), ["cuda:0"] * 2)
+    assert report.ok, report
+    status = {mode.name: (mode.status, mode.message) for mode in report.modes}
+    assert status["train, recorded"] == ("equal", "")
+    assert status["train, copies on the CPU"] == ("equal", "")

@@ -1,0 +1,78 @@
+"""The pages point to what exists, and every result and decision is reached from a page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS, DECISIONS = ROOT / "workflows" / "benchmarks" / "results", ROOT / "docs" / "decisions"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("datasets/*.md"), *ROOT.glob("docker/*.md")])
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED_PATH = re.compile(r"`((?:docs|configs|workflows)/[\w./-]+)`")
+RESULT_NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*_(cpu|[ahv]\d+(x\d+)?)(_[a-z0-9]+)+\.(json|svg|json\.gz)")
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code, where brackets are no links and ``#`` begins no heading."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    titles = [line.lstrip("# ") for line in prose(page).splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def local_links(page: Path) -> list[tuple[str, Path, str]]:
+    """Return each local link of a page as it is written, the file it means, and the heading there."""
+    written = [target for target in LINK.findall(prose(page)) if not re.match(r"[a-z]+:", target)]
+    parts = [(target, *target.partition("#")[::2]) for target in written]
+    return [(target, (page.parent / path).resolve() if path else page, anchor) for target, path, anchor in parts]
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the local targets of a page that are not there: files, folders, headings, paths in backticks."""
+    broken = [
+        target
+        for target, file, anchor in local_links(page)
+        if not file.exists() or (anchor and anchor not in headings(file))
+    ]
+    return broken + [path for path in NAMED_PATH.findall(prose(page)) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_of_a_page_exist(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_link_to_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# One `idea`, said\n\n```\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    good = "[a](there.md) [b](there.md#one-idea-said) [c](https://nowhere.invalid/x) [d](#own) `docs/data.md`"
+    page.write_text(
+        f"# Own\n{good}\n[e](gone.md) [f](there.md#no-heading) [g](#gone) `docs/gone.md`\n```\ncall[0](x)\n```\n"
+    )
+    assert broken_links(page) == ["gone.md", "there.md#no-heading", "#gone", "docs/gone.md"]
+
+
+def test_every_result_is_linked_from_a_page_and_named_by_network_hardware_and_question() -> None:
+    results = sorted(path for path in RESULTS.rglob("*") if path.is_file())
+    assert results
+    linked = {file for page in PAGES for _, file, _ in local_links(page)}
+    assert [path.name for path in results if path.resolve() not in linked] == []
+    assert [path.name for path in results if not RESULT_NAME.fullmatch(path.name)] == []
+
+
+def test_decisions_are_numbered_without_a_gap_dated_indexed_and_whole() -> None:
+    index = (DECISIONS / "README.md").read_text(encoding="utf-8")
+    pages = sorted(DECISIONS.glob("[0-9]*.md"))
+    assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    for number, page in enumerate(pages, 1):
+        title, _, date, *rest = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith(f"# {number}. "), page
+        assert re.fullmatch(r"Date: \d{4}-\d\d-\d\d", date), page
+        sections = [line for line in rest if line.startswith("## ")]
+        assert sections == ["## Context", "## Decision", "## Tried and rejected", "## Consequences"], page
+        assert f"[{title.partition('. ')[2]}]({page.name})" in index, page

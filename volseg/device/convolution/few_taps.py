@@ -1,0 +1,171 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Convolution of few channels in half precision with channels last, a network's first: two Triton kernels.
+
+cuDNN has no tensor core kernel for one input channel, computes in contiguous layout and converts afterwards. Here the
+taps of a voxel (3 x 3 x 3 of one channel: 27, padded to 32) take the place of the channels: a matrix product of
+``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. The input's
+gradient, which a first convolution is not asked for, is left to cuDNN.
+
+Where a convolution has few channels *out* (the 5 x 5 x 5 one before a V-Net's classes), the gradient of its weight
+is one of these for each of them: the output's gradient takes the input's place, and the kernel is flipped.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.convolution.settings import Settings
+from volseg.device.triton_tiles import tl, triton
+
+__all__ = ["few_out_suits", "forward", "suits", "weight_gradient", "weight_gradient_of_few_out"]
+
+MOST_TAPS = 128
+"""Of one output voxel: 125 for the first convolution of a V-Net."""
+
+MOST_OUT = 4
+
+
+def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> bool:
+    """Say whether the kernels take this convolution."""
+    taps = weight.shape[1] * prod(weight.shape[2:])
+    return bias is None and taps <= MOST_TAPS and _simple(slab, weight.shape[0], weight, settings)
+
+
+def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether the weight's gradient of this convolution is such a one: a wide kernel and few channels out."""
+    taps = prod(weight.shape[2:])
+    if (
+        weight.shape[0] > MOST_OUT
+        or not 64 <= taps <= MOST_TAPS
+        or not _simple(gradient, weight.shape[1], weight, settings)
+    ):
+        return False
+    inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
+    return inside and slab.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def _simple(slab: Tensor, channels: int, weight: Tensor, settings: Settings) -> bool:
+    ones = (1,) * (slab.ndim - 2)
+    simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
+    half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
+    return triton is not None and slab.is_cuda and slab.ndim == 5 and half and simple and 16 <= channels <= 64
+
+
+if triton is not None:
+
+    @triton.jit
+    def _gather(
+        x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    ):  # fmt: skip
+        """Return the input under each tap of the output voxels from ``first`` on, ``[BV, BT]``."""
+        v = first + tl.arange(0, BV)
+        line = v // OW
+        plane = line // OH
+        w, h, d, b = v % OW, line % OH, plane % OD, plane // OD
+        t = tl.arange(0, BT)
+        zd = d[:, None] + ((t // (KW * KH)) % KD - PD)[None, :]
+        zh = h[:, None] + ((t // KW) % KH - PH)[None, :]
+        zw = w[:, None] + (t % KW - PW)[None, :]
+        inside = (zd >= 0) & (zd < D) & (zh >= 0) & (zh < H) & (zw >= 0) & (zw < W)
+        inside = inside & (v[:, None] < stop) & (t[None, :] < TAPS)
+        place = b.to(tl.int64)[:, None] * sb + (t // (KW * KH * KD)).to(tl.int64)[None, :] * sc
+        place += zd.to(tl.int64) * sd + zh.to(tl.int64) * sh + zw.to(tl.int64) * sw
+        return tl.load(x + place, mask=inside, other=0.0)
+
+    @triton.jit
+    def _forward_kernel(
+        x, weight, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    ):  # fmt: skip
+        first = tl.program_id(0) * BV
+        taps = _gather(
+            x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+        )  # fmt: skip
+        t, n = tl.arange(0, BT), tl.arange(0, BN)
+        kernel = tl.load(
+            weight + n[None, :] * TAPS + t[:, None], mask=(n[None, :] < N) & (t[:, None] < TAPS), other=0.0
+        )
+        v = first + tl.arange(0, BV)
+        place = out + v.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(place, tl.dot(taps, kernel).to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
+
+    @triton.jit
+    def _weight_kernel(
+        x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    ):  # fmt: skip
+        part = tl.program_id(0)
+        stop = tl.minimum((part + 1) * per_program, V)
+        t, n = tl.arange(0, BT), tl.arange(0, BN)
+        total = tl.zeros((BT, BN), tl.float32)
+        for first in range(part * per_program, stop, BV):
+            taps = _gather(
+                x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+            )  # fmt: skip
+            v = first + tl.arange(0, BV)
+            place = gradient + v.to(tl.int64)[:, None] * N + n[None, :]
+            slopes = tl.load(place, mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0)
+            total += tl.dot(tl.trans(taps), slopes)
+        tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
+
+
+def _geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
+    """Return the output's sides, and what both kernels are told of the volume."""
+    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, kernel, strict=True)]
+    told = {
+        **dict(zip("DHW", slab.shape[2:], strict=True)),
+        **dict(zip(("OD", "OH", "OW"), sides, strict=True)),
+        **dict(zip(("sb", "sc", "sd", "sh", "sw"), slab.stride(), strict=True)),
+        **dict(zip(("PD", "PH", "PW"), padding, strict=True)),
+        **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
+        "TAPS": slab.shape[1] * prod(kernel),
+    }
+    return sides, told
+
+
+def _tile(taps: int, channels: int) -> dict[str, int]:
+    width = max(16, triton.next_power_of_2(taps))
+    return {"BT": width, "BN": max(16, triton.next_power_of_2(channels)), "BV": max(32, 4096 // width)}
+
+
+def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
+    sides, told = _geometry(slab, weight.shape[2:], padding)
+    channels = weight.shape[0]
+    shape = (slab.shape[0], channels, *sides)
+    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    voxels = slab.shape[0] * prod(sides)
+    tile = _tile(told["TAPS"], channels)
+    with torch.cuda.device_of(slab):
+        _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
+            slab, weight.reshape(channels, -1).contiguous(), out, voxels, channels, **told, **tile, num_warps=4
+        )
+    return out
+
+
+def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the weight from that of the output, which lies densely with channels last."""
+    sides, told = _geometry(slab, weight.shape[2:], padding)
+    channels = weight.shape[0]
+    voxels = slab.shape[0] * prod(sides)
+    tile = _tile(told["TAPS"], channels)
+    programs = 4 * torch.cuda.get_device_properties(slab.device).multi_processor_count if slab.is_cuda else 3
+    per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), programs) * tile["BV"]
+    parts = triton.cdiv(voxels, per_program)
+    out = torch.empty((parts, tile["BN"], tile["BT"]), dtype=torch.float32, device=slab.device)
+    with torch.cuda.device_of(slab):
+        _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
+    return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
+
+
+def weight_gradient_of_few_out(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the weight of a convolution with few channels out; the slab lies with channels last."""
+    around = tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
+    turned = weight.transpose(0, 1)
+    # One channel at a time: the taps of three take thirty times as long as those of one.
+    each = [weight_gradient(slab, gradient[:, c : c + 1], turned[:, c : c + 1], around) for c in range(len(weight))]
+    return torch.cat(each, 1).flip(2, 3, 4).transpose(0, 1)

@@ -1,0 +1,119 @@
+"""Convolutions of tensors above 2**31 elements, a stack of planes at a time.
+
+cuDNN's fast kernels count elements in 32 bits; above that torch takes others, tens of times slower. Planes of a volume
+with channels last lie one behind the other in memory, so a stack of them is convolved where it lies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.device.dims import DIM
+
+__all__ = ["LIMIT", "convolution", "convolution_backward"]
+
+LIMIT = 2**31 - 1
+"""Elements of the largest tensor that is convolved at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Output planes, the input planes they need inside the volume, and planes of zeros in front and behind these."""
+
+    outputs: tuple[int, int]
+    inputs: tuple[int, int]
+    zeros: tuple[int, int]
+
+    def of(self, slab: Tensor) -> Tensor:
+        """Return the input planes, zeros included."""
+        start, stop = self.inputs
+        planes = slab.narrow(DIM, start, stop - start)
+        return F.pad(planes, (0, 0, 0, 0, *self.zeros)) if any(self.zeros) else planes
+
+    def result(self, whole: Tensor) -> Tensor:
+        """Return the output planes of a whole tensor."""
+        return whole.narrow(DIM, self.outputs[0], self.outputs[1] - self.outputs[0])
+
+
+def _stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) -> list[_Stack]:
+    """Return one stack where nothing is large; ``arguments`` are those of ``torch.ops.aten.convolution``."""
+    stride, padding, dilation, transposed = arguments[:4]
+    elements = slab.shape[0] * slab.shape[2:].numel() * max(slab.shape[1], weight.shape[0])
+    if elements <= limit or slab.ndim != 5 or transposed:
+        return []
+    planes, reach = slab.shape[DIM], (weight.shape[DIM] - 1) * dilation[0] + 1
+    outputs = (planes + 2 * padding[0] - reach) // stride[0] + 1
+    # Half of the limit: the halo, and a stride that does not divide, fit in.
+    count = min(outputs, -(-2 * elements // limit))
+    found = []
+    for index in range(count):
+        first, last = index * outputs // count, (index + 1) * outputs // count
+        start, stop = first * stride[0] - padding[0], (last - 1) * stride[0] - padding[0] + reach
+        # Where the padding is as wide as the kernel, a stack may lie in it altogether: it needs no plane of the volume.
+        begin = min(max(start, 0), planes)
+        end = max(begin, min(stop, planes))
+        front = min(max(-start, 0), stop - start)
+        found.append(_Stack((first, last), (begin, end), (front, stop - start - front - (end - begin))))
+    return found
+
+
+def _inside(arguments: Sequence[Any]) -> list[Any]:
+    stride, padding, *rest = arguments
+    return [stride, [0, *padding[1:]], *rest]
+
+
+def convolution(
+    slab: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], limit: int = LIMIT
+) -> Tensor:
+    """Return ``torch.ops.aten.convolution`` of these arguments."""
+    stacks = _stacks(slab, weight, arguments, limit)
+    if not stacks:
+        return torch.ops.aten.convolution(slab, weight, bias, *arguments)
+    whole = None
+    for stack in stacks:
+        part = torch.ops.aten.convolution(stack.of(slab), weight, bias, *_inside(arguments))
+        if whole is None:
+            shape = list(part.shape)
+            shape[DIM] = stacks[-1].outputs[1]
+            last = part.stride(1) == 1 and part.shape[1] > 1
+            layout = torch.channels_last_3d if last else torch.contiguous_format
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
+        stack.result(whole).copy_(part)
+    assert whole is not None
+    return whole
+
+
+def convolution_backward(
+    gradient: Tensor,
+    slab: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    arguments: Sequence[Any],
+    mask: list[bool],
+    limit: int = LIMIT,
+) -> Sequence[Tensor | None]:
+    """Return ``torch.ops.aten.convolution_backward`` of these arguments; the weights' parts add up in float32."""
+    backward = torch.ops.aten.convolution_backward
+    stacks = _stacks(slab, weight, arguments, limit)
+    if not stacks:
+        found: Sequence[Tensor | None] = backward(gradient, slab, weight, bias_sizes, *arguments, mask)
+        return found
+    inputs = torch.zeros_like(slab) if mask[0] else None
+    weights: list[Tensor | None] = [None, None]
+    for stack in stacks:
+        parts = backward(stack.result(gradient), stack.of(slab), weight, bias_sizes, *_inside(arguments), mask)
+        if inputs is not None:
+            start, stop = stack.inputs
+            # Neighbouring stacks share the planes of their halo.
+            inputs.narrow(DIM, start, stop - start).add_(parts[0].narrow(DIM, stack.zeros[0], stop - start))
+        for number, part in enumerate(parts[1:]):
+            if part is not None:
+                wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+                before = weights[number]
+                weights[number] = wide if before is None else before + wide
+    narrow = [None if part is None else part.to(gradient.dtype) for part in weights]
+    return inputs, *narrow

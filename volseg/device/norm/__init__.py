@@ -1,0 +1,1 @@
+"""A norm and the activation behind it, on one slab."""

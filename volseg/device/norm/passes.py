@@ -1,0 +1,195 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""The norms' passes over the voxels in Triton: scale, shift and activation, its gradient, and copies."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from volseg.device.triton_tiles import (
+    even,
+    launch_on,
+    settings,
+    spaced,
+    split_voxels,
+    tile_size,
+    tl,
+    triton,
+    voxel_count,
+)
+
+if TYPE_CHECKING:
+    from volseg.device.norm.choice import Activation
+
+if triton is not None:
+    from volseg.device.triton_tiles import elements
+
+__all__ = ["affine", "copy", "gradient_input", "gradient_sums"]
+
+KINDS = {"none": 0, "leaky": 1, "elu": 2}
+
+if triton is not None:
+
+    @triton.jit
+    def _derivative(value, alpha, KIND: tl.constexpr):
+        if KIND == 1:
+            return tl.where(value > 0, 1.0, alpha)
+        return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+
+    @triton.jit
+    def _affine_kernel(
+        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov, front, skipped,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ENDS: tl.constexpr,
+    ):  # fmt: skip
+        v = tl.program_id(0) * BV + tl.arange(0, BV)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        b = tl.program_id(2)
+        mask = (v[:, None] < V) & (c[None, :] < C)
+        if ENDS:  # the first voxels and the last ones, of V in all
+            v = tl.where(v < front, v, v + skipped)
+        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        if KIND != 3:  # 3 copies
+            a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+            s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+            value = value * a[None, :] + s[None, :]
+        if KIND == 1:
+            value = tl.where(value > 0, value, value * alpha)
+        if KIND == 2:
+            value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+        tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _sums_kernel(
+        g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ):  # fmt: skip
+        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        c = block * BC + tl.arange(0, BC)
+        inside = c < C
+        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+        s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+        m = tl.load(mean + b * C + c, mask=inside, other=0.0)
+        start = part * per_program
+        stop = tl.minimum(start + per_program, V)
+        first_sum = tl.zeros((BC,), tl.float32)
+        second_sum = tl.zeros((BC,), tl.float32)
+        for first in range(start, stop, BV):
+            v = first + tl.arange(0, BV)
+            mask = (v[:, None] < stop) & inside[None, :]
+            value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            if KIND != 0:
+                grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+            first_sum += tl.sum(grad, 0)
+            second_sum += tl.sum(grad * (value - m[None, :]), 0)
+        pairs = tl.num_programs(2) * C
+        place = part * 2 * pairs + b * C + c
+        tl.store(out + place, first_sum, mask=inside)
+        tl.store(out + place + pairs, second_sum, mask=inside)
+
+    @triton.jit
+    def _input_kernel(
+        g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,
+        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ):  # fmt: skip
+        v = tl.program_id(0) * BV + tl.arange(0, BV)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        b = tl.program_id(2)
+        inside = c < C
+        mask = (v[:, None] < V) & inside[None, :]
+        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+        k = tl.load(slope + b * C + c, mask=inside, other=0.0)
+        o = tl.load(offset + b * C + c, mask=inside, other=0.0)
+        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        if KIND != 0:
+            s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+            grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+        result = grad * a[None, :] + value * k[None, :] + o[None, :]
+        tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
+
+
+def affine(
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: "Activation",
+    out: Tensor | None,
+    ends: tuple[int, int] | None = None,
+) -> Tensor:
+    """See ``kernels.affine``."""
+    slab = even(slab, slab)
+    out = torch.empty_like(slab) if out is None else out
+    tile = tile_size(slab)
+    voxels, front, skipped = voxel_count(slab), 0, 0
+    if ends is not None:
+        plane = slab.shape[3:].numel()
+        front, skipped = ends[0] * plane, voxels - sum(ends) * plane
+        voxels -= skipped
+    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with launch_on(slab):
+        _affine_kernel[grid](
+            slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], voxels, activation.parameter,
+            *spaced(slab), *spaced(out), front, skipped,
+            **settings(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
+        )  # fmt: skip
+    return out
+
+
+def copy(slab: Tensor, out: Tensor) -> None:
+    """See ``kernels.copy``."""
+    slab = even(slab, slab)
+    # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
+    tile = max(tile_size(slab), tile_size(out), key=lambda size: size[1])
+    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with launch_on(slab):
+        _affine_kernel[grid](
+            slab, slab, slab, out, slab.shape[1], voxel_count(slab), 0.0,
+            *spaced(slab), *spaced(out), 0, 0, **settings(tile, KIND=3, ENDS=False),
+        )  # fmt: skip
+
+
+def gradient_sums(
+    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: "Activation"
+) -> Tensor:
+    """Return the sums of ``kernels.gradient_sums`` over each part of the slab, ``(parts, 2, B, C)``."""
+    slab = even(slab, slab)
+    gradient = even(gradient, slab)
+    batch, channels = slab.shape[:2]
+    tile = tile_size(slab)
+    parts, per_program = split_voxels(slab, tile)
+    out = slab.new_empty((parts, 2, batch, channels), dtype=torch.float32)
+    grid = (parts, triton.cdiv(channels, tile[1]), batch)
+    with launch_on(slab):
+        _sums_kernel[grid](
+            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels, voxel_count(slab),
+            per_program, activation.parameter, *spaced(gradient), *spaced(slab),
+            **settings(tile, KIND=KINDS[activation.kind]),
+        )  # fmt: skip
+    return out
+
+
+def gradient_input(
+    gradient: Tensor,
+    slab: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    slope: Tensor,
+    offset: Tensor,
+    activation: "Activation",
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``kernels.gradient_input``."""
+    slab = even(slab, slab)
+    gradient = even(gradient, slab)
+    out = torch.empty_like(slab) if out is None else out
+    tile = tile_size(slab)
+    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with launch_on(slab):
+        _input_kernel[grid](
+            gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
+            voxel_count(slab), activation.parameter, *spaced(gradient), *spaced(slab), *spaced(out),
+            **settings(tile, KIND=KINDS[activation.kind]),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,338 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Statistics of the norms in Triton: moments of a slab, and what the shards' moments and gradient sums come to."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.peer.values import CAPACITY, Mailbox
+from volseg.device.triton_tiles import (
+    even,
+    launch_on,
+    settings,
+    spaced,
+    split_voxels,
+    tile_size,
+    tl,
+    triton,
+    voxel_count,
+)
+
+if triton is not None:
+    from volseg.device.peer.values import count, get, put
+    from volseg.device.triton_tiles import elements
+
+__all__ = [
+    "backward_coefficients",
+    "coefficients",
+    "direct_backward_coefficients",
+    "direct_coefficients",
+    "moments",
+]
+
+BLOCK = 8
+TILE = {"PARTS": 128, "BLOCK": BLOCK, "num_warps": 4}
+"""Parts of a slab and pairs of sample and channel that a program joins."""
+
+if triton is not None:
+
+    @triton.jit
+    def _moments_kernel(
+        x,
+        means,
+        squares,
+        C,
+        V,
+        per_program,
+        sb,
+        sc,
+        sv,
+        BV: tl.constexpr,
+        BC: tl.constexpr,
+    ):
+        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        c = block * BC + tl.arange(0, BC)
+        inside = c < C
+        start = part * per_program
+        stop = tl.minimum(start + per_program, V)
+        count = tl.zeros((BC,), tl.float32)
+        mean = tl.zeros((BC,), tl.float32)
+        square = tl.zeros((BC,), tl.float32)
+        for first in range(start, stop, BV):
+            v = first + tl.arange(0, BV)
+            mask = (v[:, None] < stop) & inside[None, :]
+            value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+            number = tl.minimum(stop - first, BV).to(tl.float32)
+            own = tl.sum(value, 0) / number
+            deviation = tl.where(mask, value - own[None, :], 0.0)
+            # Chan's update: statistics of this tile joined to those so far.
+            delta = own - mean
+            total = count + number
+            square += tl.sum(deviation * deviation, 0) + delta * delta * count * number / total
+            mean += delta * number / total
+            count = total
+        place = (part * tl.num_programs(2) + b) * C + c
+        tl.store(means + place, mean, mask=inside)
+        tl.store(squares + place, square, mask=inside)
+
+    @triton.jit
+    def _joined(
+        means, squares, i, inside, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        """Return mean and biased variance of the pairs ``i`` over all parts of the slab."""
+        mean = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside[None, :]
+            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
+        mean = mean / (V * 1.0)
+        square = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside[None, :]
+            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            delta = own - mean[None, :]
+            within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
+        return mean, square / (V * 1.0)
+
+    @triton.jit
+    def _summed(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+        """Return the two sums of the pairs ``i`` over all parts of the slab."""
+        total = tl.zeros((BLOCK,), tl.float32)
+        moment = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            there = (part[:, None] < parts) & inside[None, :]
+            place = partials + part[:, None] * 2 * pairs + i[None, :]
+            total += tl.sum(tl.load(place, mask=there, other=0.0), 0)
+            moment += tl.sum(tl.load(place + pairs, mask=there, other=0.0), 0)
+        return total, moment
+
+    @triton.jit
+    def _store_coefficients(
+        mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+    ):  # fmt: skip
+        rstd = 1.0 / tl.sqrt_rn(variance + eps)
+        scale = rstd
+        if WEIGHT:
+            scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        shift = -mean * scale
+        if BIAS:
+            shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, variance, mask=inside)
+        tl.store(out + 2 * pairs + i, rstd, mask=inside)
+        tl.store(out + 3 * pairs + i, scale, mask=inside)
+        tl.store(out + 4 * pairs + i, shift, mask=inside)
+
+    @triton.jit
+    def _store_backward(
+        total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
+    ):  # fmt: skip
+        m = tl.load(mean + i, mask=inside, other=0.0)
+        r = tl.load(rstd + i, mask=inside, other=0.0)
+        moment *= r
+        w = tl.full((BLOCK,), 1.0, tl.float32)
+        if WEIGHT:
+            w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        slope = -r * r * moment * w / voxels
+        offset = -r * total * w / voxels - slope * m
+        tl.store(out + i, slope, mask=inside)
+        tl.store(out + pairs + i, offset, mask=inside)
+        tl.store(out + 2 * pairs + i, moment, mask=inside)
+        tl.store(out + 3 * pairs + i, total, mask=inside)
+
+    @triton.jit
+    def _join_kernel(
+        means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        tl.store(out + i, mean, mask=inside)
+        tl.store(out + pairs + i, variance, mask=inside)
+
+    @triton.jit
+    def _coefficients_kernel(
+        stacked, shares, weight, bias, out, eps, C, pairs, shards,
+        WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+        variance = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            share = tl.load(shares + shard)
+            delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
+            own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+            variance += share * (own + delta * delta)
+        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+    @triton.jit
+    def _backward_kernel(
+        stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
+        WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        total = tl.zeros((BLOCK,), tl.float32)
+        moment = tl.zeros((BLOCK,), tl.float32)
+        for shard in range(shards):
+            total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+            moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
+
+    @triton.jit(do_not_specialize=["rank", "patience"])
+    def _direct_coefficients_kernel(
+        means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
+        WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
+        PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        if SHARDS > 1:
+            call = (tl.load(calls) + 1).to(tl.int64)
+            put(mean, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            put(variance, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+            mean = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                share = tl.load(shares + peer)
+                mean += share * get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            variance = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                share = tl.load(shares + peer)
+                delta = get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY) - mean
+                own = get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                variance += share * (own + delta * delta)
+            count(calls, call)
+        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+    @triton.jit(do_not_specialize=["rank", "patience"])
+    def _direct_backward_kernel(
+        partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
+        WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < pairs
+        total, moment = _summed(partials, i, inside, pairs, parts, PARTS, BLOCK)
+        if SHARDS > 1:
+            call = (tl.load(calls) + 1).to(tl.int64)
+            put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            tl.debug_barrier()
+            total = tl.zeros((BLOCK,), tl.float32)
+            moment = tl.zeros((BLOCK,), tl.float32)
+            for peer in tl.static_range(SHARDS):
+                total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            count(calls, call)
+        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
+
+
+def _partial_moments(slab: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return mean and sum of squares of each part of the slab, ``(parts, B, C)``, and the voxels of a part."""
+    batch, channels = slab.shape[:2]
+    tile = tile_size(slab)
+    parts, per_program = split_voxels(slab, tile)
+    means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
+    with launch_on(slab):
+        grid = (parts, triton.cdiv(channels, tile[1]), batch)
+        _moments_kernel[grid](
+            slab, means, squares, channels, voxel_count(slab), per_program, *spaced(slab), **settings(tile)
+        )
+    return means, squares, per_program
+
+
+def moments(slab: Tensor) -> Tensor:
+    """See ``kernels.moments``."""
+    slab = even(slab, slab)
+    means, squares, per_program = _partial_moments(slab)
+    parts, batch, channels = means.shape
+    pairs = batch * channels
+    out = slab.new_empty((2, batch, channels), dtype=torch.float32)
+    with launch_on(slab):
+        _join_kernel[(triton.cdiv(pairs, BLOCK),)](
+            means, squares, out, pairs, parts, voxel_count(slab), per_program, **TILE
+        )  # fmt: skip
+    return out
+
+
+def direct_coefficients(
+    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: Mailbox | None
+) -> Tensor:
+    """See ``kernels.direct_coefficients``."""
+    slab = even(slab, slab)
+    means, squares, per_program = _partial_moments(slab)
+    parts, batch, channels = means.shape
+    pairs = batch * channels
+    out = means.new_empty((5, batch, channels))
+    with launch_on(slab):
+        _direct_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
+            means, squares, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, parts, voxel_count(slab),
+            per_program,
+            **_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
+        )  # fmt: skip
+    return out
+
+
+def direct_backward_coefficients(
+    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: Mailbox | None
+) -> Tensor:
+    """See ``kernels.direct_backward_coefficients``."""
+    parts, _, batch, channels = partials.shape
+    pairs = batch * channels
+    out = partials.new_empty((4, batch, channels))
+    with launch_on(partials):
+        _direct_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
+            partials, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, parts,
+            **_peers(mailbox), WEIGHT=weight is not None, **TILE,
+        )  # fmt: skip
+    return out
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    """Return weights or biases as the kernels read them: one behind the other, which those of a style may not be."""
+    return None if values is None else values.contiguous()
+
+
+def _peers(mailbox: Mailbox | None) -> dict[str, Any]:
+    """Return what a kernel is told of the other processes."""
+    if mailbox is None:
+        return {"boxes": None, "calls": None, "rank": 0, "patience": 0, "SHARDS": 1, "CAPACITY": CAPACITY}
+    return mailbox.told()
+
+
+def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """See ``kernels.coefficients``."""
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((5, batch, channels))
+    with launch_on(stacked):
+        _coefficients_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, shards,
+            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
+    """See ``kernels.backward_coefficients``."""
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((4, batch, channels))
+    with launch_on(stacked):
+        _backward_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, shards,
+            WEIGHT=weight is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out

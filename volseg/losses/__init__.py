@@ -1,0 +1,7 @@
+"""Losses about label maps, and the form that sharded volumes take."""
+
+from volseg.losses import sharded  # noqa: F401  (registers the form of slabs)
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
+from volseg.losses.monai import DiceCELoss
+
+__all__ = ["DiceCELoss", "Terms", "dice_cross_entropy"]

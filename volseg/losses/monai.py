@@ -1,0 +1,49 @@
+"""MONAI's Dice plus cross entropy, in one pass over the logits where its parameters allow."""
+
+import monai.losses
+from torch import Tensor
+
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
+
+__all__ = ["DiceCELoss"]
+
+
+class DiceCELoss(monai.losses.DiceCELoss):
+    """`monai.losses.DiceCELoss`: the same parameters, values and gradients, and no volumes but logits and label.
+
+    One pass over logits and label takes the place of volumes of probabilities and of one-hot labels where the
+    activation is a softmax, the label a map ``(B, 1, D, H, W)`` and the reduction a mean. With class weights, label
+    smoothing, a sum, one-hot labels, a single class, images, or another activation MONAI's own code runs. The result
+    is in float32 for logits in half precision.
+    """
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the parameters are those of the single pass."""
+        dice, entropy = self.dice, self.cross_entropy
+        softmax = dice.softmax and dice.to_onehot_y and not dice.sigmoid and dice.other_act is None
+        plain = entropy.weight is None and dice.class_weight is None and entropy.label_smoothing == 0
+        return bool(softmax and plain and entropy.reduction == "mean")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (MONAI's name)
+        """Return the scalar loss of logits ``(B, K, D, H, W)`` against a label map on the same grid."""
+        same_grid = input.ndim == target.ndim == 5 and input.shape[2:] == target.shape[2:]
+        if self.is_fused and same_grid and input.shape[1] > 1 and target.shape[1] == 1:
+            return self.of_head(input, target, 1.0)
+        loss: Tensor = super().forward(input, target)
+        return loss
+
+    def of_head(self, logits: Tensor, label: Tensor, weight: float) -> Tensor:
+        """Return ``weight`` times the loss of a supervision head; the label is read at the head's voxels."""
+        dice = self.dice
+        terms = Terms(
+            dice=weight * self.lambda_dice,
+            cross_entropy=weight * self.lambda_ce,
+            include_background=dice.include_background,
+            batch=dice.batch,
+            squared=dice.squared_pred,
+            jaccard=dice.jaccard,
+            smooth_nr=dice.smooth_nr,
+            smooth_dr=dice.smooth_dr,
+        )
+        return dice_cross_entropy(logits, label, terms)

@@ -1,0 +1,205 @@
+"""One process of a spatial group loads a batch; the others receive their slabs.
+
+The description of the batch travels as JSON over gloo (a host-side message: the GPUs need not wait for it), the
+voxels over the group's own backend, each slab to its owner only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from volseg.errors import ParallelError
+from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.strategy import SpatialStrategy
+from volseg.parallel.spatial.transport.communicator import box
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
+
+_headers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""A gloo group of the same processes for each spatial group."""
+
+
+def loads_batches(model: ModelParallel) -> bool:
+    """Say whether this process is the one of its spatial group that loads."""
+    communicator = _strategy(model).communicator
+    return not isinstance(communicator, ProcessGroupShards) or communicator.rank == 0
+
+
+def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Give every process of the spatial group its slabs of a batch.
+
+    Parameters
+    ----------
+    model
+        Says which processes share a volume, and how it is cut.
+    batch
+        Fields by name on the process for which ``loads_batches(model)``; None on the others. Tensors ``(B, C, D, H,
+        W)`` are cut, other tensors are sent whole, other values must be JSON.
+
+    Returns
+    -------
+    dict
+        The batch, its volumes as sharded volumes on this process's devices. An empty mapping travels too, and can
+        mean the end.
+
+    Raises
+    ------
+    ParallelError
+        If the loading process passes no batch, another passes one, or a value can be neither cut nor sent.
+    """
+    strategy = _strategy(model)
+    communicator = strategy.communicator
+    if not isinstance(communicator, ProcessGroupShards):
+        return {name: strategy.cut(value) for name, value in _given(batch).items()}
+    source = communicator.rank == 0
+    if not source and batch is not None:
+        raise ParallelError(
+            f"process {communicator.rank} of the spatial group passed a batch; only process 0 loads: pass None"
+        )
+    fields = _share_header(communicator, _describe(_given(batch)) if source else None)
+    return {
+        name: _receive(strategy, communicator, field, batch[name] if batch is not None else None)
+        for name, field in fields.items()
+    }
+
+
+def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of this process's first slab of a volume of ``shape``.
+
+    Raises
+    ------
+    ParallelError
+        If the volume is too thin to be cut.
+    """
+    strategy = _strategy(model)
+    dims = strategy.dims_of(torch.Size(shape))
+    if dims is None:
+        raise ParallelError(
+            f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards"
+        )
+    own = list(shape)
+    for dim, (start, stop) in zip(dims, strategy.communicator.owned([shape[d] for d in dims])[0], strict=True):
+        own[dim] = stop - start
+    return tuple(own)
+
+
+def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> ShardedVolume:
+    """Make a volume of ``shape`` from this process's own slab, for volumes that no process could hold whole.
+
+    Raises
+    ------
+    ParallelError
+        If the slab has another shape than ``slab_shape`` says.
+    """
+    expected = slab_shape(model, shape)
+    if tuple(slab.shape) != expected:
+        raise ParallelError(
+            f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}"
+        )
+    strategy = _strategy(model)
+    if len(strategy.communicator.devices) != 1:
+        raise ParallelError(
+            f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one"
+        )
+    return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
+
+
+def _strategy(model: ModelParallel) -> SpatialStrategy:
+    if not isinstance(model.strategy, SpatialStrategy):
+        raise ParallelError(
+            f"batches are scattered for strategy='spatial', this model has {type(model.strategy).__name__}"
+        )
+    return model.strategy
+
+
+def _given(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if batch is None:
+        raise ParallelError("the process that loads must pass a batch, got None")
+    return batch
+
+
+def _describe(batch: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            fields[name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        else:
+            fields[name] = {"value": value}
+    return fields
+
+
+def _share_header(communicator: ProcessGroupShards, fields: dict[str, Any] | None) -> dict[str, Any]:
+    group = communicator.group
+    if group not in _headers:
+        ranks = dist.get_process_group_ranks(group)
+        gloo = dist.get_backend(group) == "gloo"
+        _headers[group] = group if gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    first = dist.get_global_rank(group, 0)
+    try:
+        text = b"" if fields is None else json.dumps(fields).encode()
+    except TypeError as error:
+        raise ParallelError(
+            f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering"
+        ) from None
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, first, group=_headers[group])
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    if fields is None:
+        message = torch.empty(int(length.item()), dtype=torch.uint8)
+    dist.broadcast(message, first, group=_headers[group])
+    shared: dict[str, Any] = json.loads(bytes(message.tolist()))
+    return shared
+
+
+def _receive(strategy: SpatialStrategy, communicator: ProcessGroupShards, field: dict[str, Any], value: Any) -> Any:
+    if "value" in field:
+        return field["value"]
+    shape, dtype = torch.Size(field["shape"]), getattr(torch, field["dtype"])
+    home = communicator.home
+    dims = strategy.dims_of(shape) if len(shape) in (4, 5) else None
+    if value is not None:
+        value = value.as_subclass(Tensor).detach().to(home)
+    if dims is None:
+        whole = value.contiguous() if value is not None else torch.empty(shape, dtype=dtype, device=home)
+        dist.broadcast(whole, dist.get_global_rank(communicator.group, 0), group=communicator.group)
+        return whole
+    slab = _send_slabs(communicator, value, dims, shape, dtype)
+    return ShardedVolume([slab], dims, shape, strategy.context)
+
+
+def _send_slabs(
+    communicator: ProcessGroupShards, value: Tensor | None, dims: list[int], shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Send each slab to its owner; return one's own."""
+    group = communicator.group
+    layouts = [spans(shape[dim], count) for dim, count in zip(dims, communicator.grid, strict=True)]
+    own = communicator.owned([shape[dim] for dim in dims])[0]
+    if value is None:
+        size = list(shape)
+        for dim, (start, stop) in zip(dims, own, strict=True):
+            size[dim] = stop - start
+        slab = torch.empty(size, dtype=dtype, device=communicator.home)
+        source = dist.get_global_rank(group, 0)
+        for request in dist.batch_isend_irecv([dist.P2POp(dist.irecv, slab, source, group)]):
+            request.wait()
+        return slab
+    operations = []
+    for number in range(1, communicator.shards):
+        position, rest = [], number
+        for count in reversed(communicator.grid):
+            position.append(rest % count)
+            rest //= count
+        owned = [layout[p] for layout, p in zip(layouts, reversed(position), strict=True)]
+        piece = box(value, dims, owned).contiguous()
+        operations.append(dist.P2POp(dist.isend, piece, dist.get_global_rank(group, number), group))
+    # In one batch: NCCL warns of single ones, and would open a communicator for each pair.
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    return box(value, dims, own).clone()

@@ -1,0 +1,1 @@
+"""Run micro-batches over the devices."""

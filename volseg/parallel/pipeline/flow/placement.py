@@ -1,0 +1,374 @@
+"""Run the network's own ``forward`` with each layer on its stage's device.
+
+Every leaf call has a stage; a tensor that meets a function on another stage is sent there, straight from where it is
+(a skip never travels through the stages between). What ``forward`` does between the layers happens on the stage
+of the last one called. All of it is ordinary autograd, so backward needs no code: the engine runs one C++ thread per
+device, and the micro-batches flow back as they came.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline.flow.statistics import (
+    NORMS,
+    FrozenStatistics,
+    Statistics,
+    batch_counters,
+    bound,
+    norm_with,
+)
+from volseg.parallel.pipeline.flow.transfer import send
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.observe.trace import Trace, segments, self_contained
+
+__all__ = ["Location", "PlacedRun", "Placement", "place"]
+
+MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
+"""Notes on tensors."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Location:
+    """A stage's place. Compared by identity: two stages may share a device, yet share no tensors."""
+
+    stage: int
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Placement:
+    """Where every leaf call, parameter and buffer of a network belongs."""
+
+    locations: tuple[Location, ...]
+    anchors: dict[nn.Module, list[Location]]
+    """For each module that may begin a stage: its location, call by call."""
+    owners: dict[int, Location]
+    """Location of each parameter and buffer, by identity."""
+    states: tuple[Tensor, ...]
+    """Those parameters and buffers, held so that no other tensor can take an identity over."""
+    counters: frozenset[int] = frozenset()
+    """Identities of the ``num_batches_tracked`` buffers."""
+    quiet: frozenset[nn.Module] = frozenset()
+    """Leaves inside of which nothing needs to be brought: their functions are not looked at."""
+    aliased: set[int] = field(default_factory=set)
+    """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
+    written: tuple[Tensor, ...] = ()
+    """Parameters and buffers that forward was seen to change."""
+    changes_arguments: bool = False
+    """Whether forward was seen to change its arguments in place."""
+    buffered: tuple[nn.Module, ...] = ()
+    """Modules with buffers."""
+    devices: frozenset[torch.device] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.devices = frozenset(location.device for location in self.locations)
+
+    def forget_marks(self, outputs: Any) -> None:
+        """Take off what ``forward`` hands out, or leaves in buffers, the notes of where it was made.
+
+        They would be saved with it.
+        """
+        for tensor in runs.tensors_of(outputs):
+            _unmark(tensor)
+        for module in self.buffered:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    _unmark(buffer)
+
+    def late_run(self) -> "PlacedRun":
+        """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
+        return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
+
+
+def _unmark(tensor: Tensor) -> None:
+    notes = vars(tensor)
+    if notes:
+        for name in MARKS:
+            notes.pop(name, None)
+
+
+def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
+    """Give the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
+
+    Each goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
+    tied weights keep their hold. What the trace never saw goes with the layer registered before it.
+    """
+    locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
+    stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
+    modules, states = dict(net.named_modules(remove_duplicate=False)), _states(net)
+    anchors: dict[nn.Module, list[Location]] = defaultdict(list)
+    owners: dict[int, Location] = {}
+    for segment, location in zip(segments(trace), stage_of, strict=True):
+        for call in segment.calls:
+            anchors[modules[call.path]].append(location)
+        for name in segment.states:
+            owners.setdefault(id(states[name]), location)
+    latest = locations[0]
+    for module in net.modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        found = next((owners[id(state)] for state in own if id(state) in owners), None)
+        latest = found or anchors.get(module, [latest])[0]
+        for state in own:
+            if state is not None:
+                owners.setdefault(id(state), latest)
+        if own and found is None and not any(module.children()):
+            anchors.setdefault(module, [latest])
+    for state in states.values():
+        gradient, state.grad = state.grad, None
+        state.data = state.data.to(owners[id(state)].device)
+        state.grad = None if gradient is None else gradient.to(state.device)
+    quiet = frozenset(modules[path] for path in _quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
+    aliased = {id(states[name]) for name in trace.aliased}
+    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet, aliased)
+    placement.written = tuple(states[name] for name in sorted(trace.written))
+    placement.changes_arguments = trace.changes_arguments
+    placement.buffered = tuple(module for module in net.modules() if module._buffers)
+    runs.watch(net)
+    weak = ref(placement)
+    for module in net.modules():
+        runs.latecomers[module] = weak
+    return placement
+
+
+def _quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
+    """Yield the paths of self-contained leaves without running statistics."""
+    buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
+    for path, operations in self_contained(trace).items():
+        norms = (operation for operation in operations if operation.name in ("batch_norm", "instance_norm"))
+        if not any(buffers.intersection(norm.states) for norm in norms):
+            yield path
+
+
+def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], owners: Mapping[int, Location]) -> bool:
+    """Whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
+    owned = {owners[id(state)] for state in (*module.parameters(), *module.buffers())}
+    return len(owned.union(anchors.get(module, ()))) == 1
+
+
+def _states(net: nn.Module) -> Mapping[str, Tensor]:
+    """Return parameters and buffers by name, tied ones under each of their names."""
+    return {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
+
+
+class PlacedRun(runs.Run):
+    """One micro-batch's passage over the stages.
+
+    Inside of leaves that the trace found self-contained, functions run unseen: looking at each costs several
+    microseconds, which launching kernels cannot spare.
+
+    Parameters
+    ----------
+    placement
+        Where everything belongs.
+    statistics
+        What to do with running statistics; ``None`` leaves norms alone.
+    borrowed
+        Copies of parameters for stages that use, but do not own them; shared by the micro-batches of one batch.
+    """
+
+    skips_quiet = True
+
+    def __init__(
+        self,
+        placement: Placement,
+        statistics: Statistics | None = None,
+        borrowed: dict[Any, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.here = placement.locations[0]
+        self._statistics = statistics
+        self._borrowed = {} if borrowed is None else borrowed
+        self._calls: dict[nn.Module, int] = defaultdict(int)
+        self._received: list[tuple[Tensor, int]] = []
+        self._senders: list[ref[Tensor]] = []
+        self._device_before: int | None = None
+        self._quiet: nn.Module | None = None
+
+    def __enter__(self) -> "PlacedRun":
+        super().__enter__()
+        if self.here.device.type == "cuda":
+            self._device_before = torch.cuda.current_device()
+            torch.cuda.set_device(self.here.device)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._device_before is not None:
+            torch.cuda.set_device(self._device_before)
+        super().__exit__(*failure)
+        for sender in self._senders:
+            tensor = sender()
+            if tensor is not None:
+                # What backward keeps must not keep copies that only forward needed.
+                del tensor._volseg_copies  # type: ignore[attr-defined]
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
+        """Turn to the stage of ``module`` and bring its arguments there."""
+        calls = self.placement.anchors.get(module)
+        if calls is None:
+            return None
+        index = self._calls[module]
+        self._calls[module] = index + 1
+        self.turn_to(calls[min(index, len(calls) - 1)])
+        # What is done here is no part of forward, and must not be brought itself.
+        silence = torch._C.DisableTorchFunction()
+        silence.__enter__()
+        try:
+            if self._all_here(args, kwargs):
+                return None
+            return runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        finally:
+            if self.skips_quiet and module in self.placement.quiet and not runs.has_foreign_hooks(module):
+                self._quiet, self._silence = module, silence
+            else:
+                silence.__exit__(None, None, None)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Look at functions again."""
+        if module is self._quiet:
+            self._received.clear()
+            self._settle(output)
+            self._quiet = None
+            self._silence.__exit__(None, None, None)
+
+    def turn_to(self, location: Location) -> None:
+        """Continue on another stage."""
+        if location is not self.here:
+            if location.device.type == "cuda":
+                # Tensors that forward makes on plain "cuda" belong to the current stage.
+                torch.cuda.set_device(location.device)
+            self.here = location
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if runs.keeps_place(function):
+            result = function(*args, **kwargs)
+            return self._inherit(result, args) if isinstance(result, Tensor) else result
+        if self._statistics is not None:
+            if function in NORMS:
+                result = norm_with(self._statistics, function, (), self._without_running(function, args, kwargs))
+                if result is not None:
+                    return self._settle(result)
+            elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
+                # Counted where it lives, and once per batch.
+                return function(*args, **kwargs) if self._statistics.counts_batch(args[0]) else args[0]
+        if not self._all_here(args, kwargs):
+            args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
+        result = function(*args, **kwargs)
+        if self._received:
+            self._check_received(function)
+        return self._settle(result)
+
+    def _all_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether every tensor in the arguments is here; written out, since every function comes by."""
+        here = self.here
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                if getattr(value, "_volseg_location", None) is not here and not self.is_here(value):
+                    return False
+            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.tensors_of(value))):
+                return False
+        return True
+
+    def is_here(self, tensor: Tensor) -> bool:
+        """Whether a function of the current stage may read ``tensor`` as it is."""
+        at = getattr(tensor, "_volseg_location", None) or self.placement.owners.get(id(tensor))
+        if at is not None:
+            return at is self.here
+        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA
+        # tensors.
+        return tensor.device == self.here.device or tensor.device not in self.placement.devices
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` on the current stage, sent once and remembered."""
+        if self.is_here(tensor):
+            return tensor
+        # A copy made without grad must not serve a use with grad: it has no way back.
+        with_grad = torch.is_grad_enabled()
+        copies: dict[Any, Tensor]
+        key: Any
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise PartitionError(
+                f"a function inside of torch.vmap or torch.func, on stage {self.here.stage}, meets a tensor of another "
+                f"stage: keep the transformed function inside the forward of one layer, or give the cuts by hand "
+                f"(cuts=[...]) so that both are on one device"
+            )
+        if id(tensor) in self.placement.owners:
+            # A buffer that forward has changed since is copied again.
+            number = runs.version(tensor)
+            copies, key = self._borrowed, (id(tensor), self.here, with_grad, number)
+            if id(tensor) in self.placement.aliased:
+                copies.pop(key, None)
+        else:
+            # Kept on the tensor itself, so that the copies live no longer than the original or this passage.
+            if not hasattr(tensor, "_volseg_copies"):
+                tensor._volseg_copies = {}  # type: ignore[attr-defined]
+                self._senders.append(ref(tensor))
+            copies, key = tensor._volseg_copies, (self.here, with_grad, runs.version(tensor))  # type: ignore[attr-defined]
+        if key not in copies:
+            copies[key] = self.receive(tensor)
+            copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
+        if not copies[key].is_inference():
+            self._received.append((copies[key], copies[key]._version))
+        return copies[key]
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Send ``tensor`` to the current stage."""
+        if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
+            # The next micro-batch may change the buffer while this one's copy is on its way.
+            tensor = tensor.clone()
+        copied, passage = send(tensor, self.here.device)
+        return passage.wait(copied)
+
+    def _settle(self, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            if result.device == self.here.device:
+                result._volseg_location = self.here  # type: ignore[attr-defined]
+            return result
+        for tensor in runs.tensors_of(result):
+            if tensor.device == self.here.device:
+                tensor._volseg_location = self.here  # type: ignore[attr-defined]
+        return result
+
+    def _inherit(self, result: Any, args: tuple[Any, ...]) -> Any:
+        """Let an attribute that is a tensor (``x.T``, ``x.data``) live where its owner does."""
+        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
+            owner = args[0]
+            at = getattr(owner, "_volseg_location", None) or self.placement.owners.get(id(owner))
+            if at is not None and result is not owner and id(result) not in self.placement.owners:
+                result._volseg_location = at  # type: ignore[attr-defined]
+                if id(owner) in self.placement.owners:
+                    self.placement.aliased.add(id(owner))
+        return result
+
+    def _without_running(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Bring a norm's arguments, except the running buffers, which it will not touch."""
+        kept = ("running_mean", "running_var")
+        return {
+            name: value if name in kept else runs.map_tensors(self.bring, value)
+            for name, value in bound(function, args, kwargs).items()
+        }
+
+    def _check_received(self, function: Callable[..., Any]) -> None:
+        """Refuse a change in place of a copy: the original, on its own stage, would keep the old value."""
+        if runs.changes_in_place(self._received):
+            name = getattr(function, "__name__", repr(function))
+            raise PartitionError(
+                f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which "
+                f"the partition did not "
+                f"foresee: forward took another way than in the call that was measured. Use the function that "
+                f"is not in "
+                f"place, or give the cuts by hand (cuts=[...]) so that both ends are on one device"
+            )
+        self._received.clear()

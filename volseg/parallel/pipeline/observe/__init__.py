@@ -1,0 +1,1 @@
+"""Follow a forward pass: what it calls, in which order, at what cost."""

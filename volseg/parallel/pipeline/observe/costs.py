@@ -1,0 +1,291 @@
+"""Measure what each part of a network costs, by running it.
+
+The network's copy runs on one device, part by part: each part's inputs are cut off from autograd, its forward
+is timed, then its backward at once, and its activations are let go before the next part begins. So the memory
+needed is that of the largest part, and a network can be measured that one device could not train.
+"""
+
+import contextlib
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline.micro_batch import Call, private
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Recording, record
+from volseg.parallel.pipeline.observe.trace import Segment, Trace, segments
+from volseg.parallel.pipeline.plan.memory import Activation
+from volseg.parallel.pipeline.plan.partition import LayerCost
+from volseg.parallel.state.random import own_random_numbers
+
+__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe"]
+
+REPEATS = 2
+"""Timed passes after one to warm up; the quickest counts."""
+
+# Long enough for the host to queue a part before the device starts on it, else launching would be timed.
+SLEEP_CYCLES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A network's segments and their costs for one micro-batch."""
+
+    trace: Trace
+    segments: tuple[Segment, ...]
+    layers: tuple[LayerCost, ...]
+    activations: tuple[Activation, ...]
+    launch_ms: float
+    """Host time in which one micro-batch's forward is launched; 0 where functions run on the host anyway."""
+
+
+def observe(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[nn.Module, Trace, Recording]:
+    """Copy the network to ``device``, watch the copy, and record one forward of it.
+
+    Without the user's hooks, and without keeping what backward needs, if that will do: a hook may change shapes, and a
+    network may differentiate inside.
+    """
+    first: Exception | None = None
+    ways = ((False, True), (False, False), (True, True), (True, False))
+    for with_hooks, counts in ways if runs.is_hooked(net) else ways[:2]:
+        probe = copy_of(net, device, with_hooks)
+        own_args, own_kwargs = moved((args, kwargs), device)
+        try:
+            trace, recording = record(probe, own_args, own_kwargs, counts)
+        except Exception as failure:  # that of the first way is the network's own
+            first = first or failure
+            continue
+        return probe, trace, recording
+    assert first is not None
+    raise first
+
+
+def moved(call: Call, device: torch.device) -> Call:
+    """Copy the tensors of a call to ``device``."""
+
+    def brought(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, brought, private(call))
+
+
+def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
+    """Copy the network to ``device``, with the user's hooks or without.
+
+    Raises
+    ------
+    PartitionError
+        If it cannot be copied.
+    """
+    try:
+        probe = copy.deepcopy(net)
+    except Exception as failure:
+        raise PartitionError(
+            f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
+            f"{failure}. "
+            f"Make it copyable (tensors kept as attributes belong in buffers)"
+        ) from failure
+    if not with_hooks:
+        runs.unwatch(probe)
+    for state in (*probe.parameters(), *probe.buffers()):
+        state.data = state.data.to(device)
+        state.grad = None
+    runs.watch(probe)
+    return probe
+
+
+def measure(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int = REPEATS
+) -> Measured:
+    """Time every segment of ``net`` on ``device`` with the given micro-batch; ``net`` itself stays as it is.
+
+    Raises
+    ------
+    PartitionError
+        If the network cannot be copied.
+    """
+    on_gpu = device.type == "cuda"
+    selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+    with selected, own_random_numbers([device]):
+        probe, trace, recording = observe(net, args, kwargs, device)
+        found = segments(trace)
+        passes = []
+        for _ in range(repeats + 1):
+            own_args, own_kwargs = moved((args, kwargs), device)
+            with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
+                probe(*own_args, **own_kwargs)
+                watch.finish()
+            passes.append(watch.times)
+        launch_ms = _launch_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
+    quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
+    activations = activations_of(recording, found)
+    sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
+    layers = [
+        LayerCost(
+            modules=tuple(call.path or type(net).__name__ for call in segment.calls),
+            forward_ms=forward,
+            backward_ms=backward,
+            parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
+            activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
+            sent_bytes=sum(recording.made_bytes[number] for number in segment.sends),
+        )
+        for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
+    ]
+    return Measured(trace, tuple(found), tuple(layers), tuple(activations), launch_ms)
+
+
+def activations_of(recording: Recording, parts: Sequence[Segment]) -> list[Activation]:
+    """Return what outlives an operation, by the segments that handle it."""
+    segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
+
+    def named(operations: set[int]) -> tuple[int, ...]:
+        # The caller's number is one more than the last operation's, and than the last segment's.
+        return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
+
+    found = [
+        Activation(block.num_bytes, named({block.made})[0], named(block.read), named(block.kept))
+        for block in recording.blocks
+    ]
+    return [block for block in found if block.kept or set(block.read) - {block.made}]
+
+
+def _launch_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the host time of one forward that keeps nothing."""
+
+    def dropped(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
+        return None
+
+    torch.cuda.synchronize()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(dropped, dropped):
+        start = time.perf_counter()
+        net(*args, **kwargs)
+        elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed * 1e3
+
+
+class Stopwatch(runs.Run):
+    """Time each segment's forward and backward on its own."""
+
+    def __init__(self, net: nn.Module, parts: Sequence[Segment], device: torch.device) -> None:
+        super().__init__()
+        paths = dict(net.named_modules())
+        self._begins = {(paths[part.calls[0].path], part.calls[0].index): n for n, part in enumerate(parts)}
+        self._sends = {number for part in parts for number in part.sends}
+        self._parameters = list(net.parameters())
+        self._clock: Callable[[], Callable[[], float]] = _device_clock if device.type == "cuda" else _host_clock
+        self._calls: dict[nn.Module, int] = defaultdict(int)
+        self._number = 0
+        self._paused = False
+        self.times: list[tuple[float, float]] = []
+        """Forward and backward milliseconds per segment."""
+
+    def __enter__(self) -> "Stopwatch":
+        super().__enter__()
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        self._part, self._sent = object(), list[Tensor]()
+        self._stop = self._clock()
+
+    def finish(self) -> None:
+        """End the current segment: stop the clock, then time its backward."""
+        forward = self._stop()
+        sent = [tensor for tensor in self._sent if tensor.requires_grad and tensor.grad_fn is not None]
+        # Recomputation inside is backward's: it is neither counted nor cut.
+        self._paused = True
+        try:
+            backward = self._backward(sent) if sent else 0.0
+        except RuntimeError as failure:
+            if "backward through the graph a second time" not in str(failure):
+                raise
+            # A reentrant checkpoint hands its gradient past the cut, to a segment that is done: forward once more,
+            # and twice that for the gradients.
+            backward = 3 * forward
+        self._paused = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.times.append((forward, backward))
+
+    def _backward(self, sent: list[Tensor]) -> float:
+        gradients = [torch.ones_like(tensor) for tensor in sent]
+        stop = self._clock()
+        with torch._C.DisableTorchFunction():
+            torch.autograd.backward(sent, gradients)
+        return stop()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
+        """Begin the next segment where this call does; cut its arguments off."""
+        if self._paused:
+            return None
+        index = self._calls[module]
+        self._calls[module] += 1
+        number = self._begins.get((module, index))
+        if number is None:
+            return None
+        if number:
+            self.finish()
+            self._begin()
+        # What is done here is no part of forward: it must be neither counted nor marked.
+        with torch._C.DisableTorchFunction():
+            return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or (runs.keeps_place(function) and function not in DIFFERENTIATE):
+            return function(*args, **kwargs)
+        args, kwargs = runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
+        result = function(*args, **kwargs)
+        tensors = list(runs.tensors_of(result))
+        for tensor in tensors:
+            tensor._volseg_part = self._part  # type: ignore[attr-defined]
+        if self._number in self._sends:
+            self._sent += tensors
+        self._number += 1
+        return result
+
+    def _cut_off(self, tensor: Tensor) -> Tensor:
+        """Return a leaf in place of a tensor that an earlier segment made."""
+        made = getattr(tensor, "_volseg_part", self._part)
+        if made is self._part:
+            return tensor
+        known = getattr(tensor, "_volseg_leaf", None)
+        if known is None or known[0] is not self._part:
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            known = tensor._volseg_leaf = (self._part, leaf)  # type: ignore[attr-defined]
+        return known[1]
+
+
+def _host_clock() -> Callable[[], float]:
+    start = time.perf_counter()
+    return lambda: (time.perf_counter() - start) * 1e3
+
+
+def _device_clock() -> Callable[[], float]:
+    """Time the device's own work: the host runs ahead while the device sleeps."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    begin.record()
+
+    def stop() -> float:
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return stop

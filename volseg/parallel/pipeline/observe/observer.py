@@ -1,0 +1,228 @@
+"""Record one forward as a ``Trace``: module calls, torch functions, what they read, keep and change.
+
+Nothing is kept for backward (saved tensors are counted and dropped), so recording needs little more memory than
+inference.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, batch_counters, norm_with
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
+
+__all__ = ["Block", "Recording", "record"]
+
+DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of memory, which several tensors may view."""
+
+    num_bytes: int
+    made: int
+    """The operation that made it, or first read it."""
+    read: set[int] = field(default_factory=set)
+    """Operations that use it."""
+    kept: set[int] = field(default_factory=set)
+    """Operations that keep it for backward."""
+
+
+class _Memory:
+    """The blocks that operations make and read; those of ``states`` are not listed."""
+
+    def __init__(self, states: Iterable[tuple[str, Tensor]]) -> None:
+        self.blocks: list[Block] = []
+        # By memory, not identity: a linear layer keeps a transposed view of its weight.
+        self._states = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in states}
+        self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
+
+    def state_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter or buffer in whose memory ``tensor`` is."""
+        if tensor.layout != torch.strided:
+            return None
+        return self._states.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+    def seen(self, tensor: Tensor, number: int) -> Block:
+        """Return the memory of ``tensor``, made by operation ``number`` if it is new."""
+        if tensor.layout != torch.strided:
+            return Block(0, number)
+        storage = tensor.untyped_storage()
+        weak = StorageWeakRef(storage)
+        known = self._known.get(weak.cdata)
+        # An address is used again once its memory has been freed.
+        if known is None or known[0].expired():
+            self._known[weak.cdata] = known = (weak, Block(storage.nbytes(), number))
+            if weak.cdata not in self._states:
+                self.blocks.append(known[1])
+        return known[1]
+
+
+class Recording(runs.Run):
+    """Write down what a forward does."""
+
+    def __init__(self, net: nn.Module, counts: bool = True) -> None:
+        super().__init__()
+        self._counts = counts
+        self.events: list[Event] = []
+        self.made_bytes: dict[int, int] = {}
+        self._paths = {module: path for path, module in net.named_modules()}
+        names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+        self._states = {id(state): name for name, state in reversed(names)}
+        self._counters = batch_counters(net)
+        self._calls: dict[str, int] = defaultdict(int)
+        self._memory = _Memory(names)
+        self._guards: list[tuple[Any, bool]] = []
+        self._aliased: set[str] = set()
+        self._written: set[str] = set()
+        self._arguments: list[Block] = []
+        self._changes_arguments = False
+        self._number = 0
+
+    def __enter__(self) -> "Recording":
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda dropped: dropped)
+        self._hooks = hooks if self._counts else contextlib.nullcontext()
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._hooks.__exit__(*failure)
+
+    def _count(self, tensor: Tensor) -> None:
+        """Note a tensor that backward would need, and let it go."""
+        self._memory.seen(tensor, self._number).kept.add(self._number)
+
+    def note_arguments(self, values: Any) -> None:
+        """Count the memory of the call's tensors as made before the first operation."""
+        self._arguments = [self._memory.seen(tensor, 0) for tensor in runs.tensors_of(values)]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All memory that was used but that of parameters and buffers."""
+        return self._memory.blocks
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write the beginning of a module call."""
+        path = self._paths[module]
+        call = Call(path, self._calls[path])
+        self._calls[path] += 1
+        self.events.append(Enter(call, self._makers((args, kwargs)), self._guard()))
+
+    def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
+        """Write the end of a module call."""
+        self.events.append(Leave())
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        differentiates = function in DIFFERENTIATE
+        if runs.keeps_place(function) and not differentiates:
+            result = function(*args, **kwargs)
+            if isinstance(result, Tensor) and args and id(args[0]) in self._states:
+                # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
+                result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
+                self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
+            return result
+        name = getattr(function, "__name__", "")
+        # What torch.vmap wraps has no memory of its own.
+        read = [runs.unwrapped(tensor) for tensor in runs.tensors_of((args, kwargs))]
+        versions = [(tensor, runs.version(tensor)) for tensor in read]
+        blocks = [self._memory.seen(tensor, self._number) for tensor in read]
+        for block in blocks:
+            block.read.add(self._number)
+        dice = _random_state(read)
+        result = None
+        if function in NORMS:
+            # Whole-batch statistics tie no two calls of a norm together.
+            result = norm_with(FrozenStatistics(), function, args, kwargs)
+        result = function(*args, **kwargs) if result is None else result
+        changed = {id(tensor) for tensor in runs.changes_in_place(versions)} - self._counters
+        since = [block.made for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
+        if differentiates:
+            # What lies between the differentiated tensor and the derivative stays together.
+            since = [block.made for block in blocks]
+        named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
+        states = dict.fromkeys(name for name in named if name is not None)
+        self._written.update(
+            name for tensor in read if id(tensor) in changed and (name := self._memory.state_of(tensor))
+        )
+        self._changes_arguments |= any(
+            block in self._arguments for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed
+        )
+        self.events.append(
+            Operation(
+                number=self._number,
+                name=name,
+                uses=self._makers(read),
+                states=tuple(states),
+                changed_since=min(since, default=None),
+                is_random=not torch.equal(dice, _random_state(read)),
+                guard=self._guard(),
+            )
+        )
+        self._sign(result)
+        return result
+
+    def _sign(self, result: Any) -> None:
+        """Mark results as made by this operation."""
+        tensors = list(runs.tensors_of(result))
+        for tensor in tensors:
+            tensor._volseg_made = (self, self._number)  # type: ignore[attr-defined]
+            self._memory.seen(runs.unwrapped(tensor), self._number)
+        self.made_bytes[self._number] = sum(tensor.nbytes for tensor in tensors)
+        self._number += 1
+
+    def _makers(self, values: Any) -> tuple[int, ...]:
+        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.tensors_of(values))
+        return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
+
+    def _guard(self) -> int:
+        """Return a number for the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
+        for number, (known, mode) in enumerate(self._guards):
+            if known is pack and mode == with_grad:
+                return number
+        # Kept alive, so that its identity is not used again.
+        self._guards.append((pack, with_grad))
+        return len(self._guards) - 1
+
+    def trace(self, output: Any) -> Trace:
+        """Return what was recorded; note that the caller reads the output."""
+        for tensor in runs.tensors_of(output):
+            self._memory.seen(tensor, self._number).read.add(self._number)
+        made = self._makers(pytree.tree_leaves(output))
+        names = frozenset(self._aliased), frozenset(self._written)
+        return Trace(tuple(self.events), made, *names, self._changes_arguments)
+
+
+def _random_state(read: list[Tensor]) -> Tensor:
+    """Return the state of the generator that a function of these tensors would draw from."""
+    device = read[0].device if read else torch.device("cpu")
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def record(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
+) -> tuple[Trace, Recording]:
+    """Run a watched network once and return what it did.
+
+    Unless it ``counts`` what backward needs, that is kept: for networks that differentiate inside.
+    """
+    with torch.enable_grad(), Recording(net, counts) as recording:
+        # Arguments that forward changes in place are there from the beginning.
+        recording.note_arguments((args, kwargs))
+        output = net(*args, **kwargs)
+    return recording.trace(output), recording

@@ -1,0 +1,1 @@
+"""Where a network is cut: pure arithmetic over measured costs."""

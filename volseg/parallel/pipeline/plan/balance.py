@@ -1,0 +1,264 @@
+"""Cut a sequence of layers into stages, and predict how long a batch will take: pure arithmetic, exact.
+
+A loss comes after the last micro-batch, so all forwards end before a backward begins::
+
+    stage 0  F0 F1 F2 F3                    B3 B2 B1 B0
+    stage 1     F0 F1 F2 F3              B3 B2 B1 B0
+    stage 2        F0 F1 F2 F3 (loss) B3 B2 B1 B0
+
+The forward phase is as fast as the stage that is slowest forward, the backward phase as the one that is slowest
+backward, and these need not be the same: the cut minimises the sum of the two. (Balancing forward and backward
+together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of
+cuts that are as fast within ``TOLERANCE``, the one whose fullest device holds least is taken; if that one still holds
+more than ``EVEN`` times the mean, and phases slower by up to ``PRICE`` mend it, they are accepted. More time is never
+given away: where memory is scarce, the devices' limits decide. Nothing here touches a module or a device.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline.plan.memory import Held, sums_of_runs
+
+__all__ = [
+    "EVEN",
+    "balance",
+    "most_even",
+    "pipeline_ms",
+    "price_of_evenness",
+    "quickest",
+    "spans",
+    "sums",
+    "unevenness",
+]
+
+TOLERANCE = 0.02
+"""How much slower than the best each phase may be where that evens out memory."""
+
+EVEN = 1.3
+"""How many times the mean the fullest device may hold where layers allow it."""
+
+PRICE = 0.1
+"""How much slower each phase may become for that."""
+
+# Sums of floats taken as differences differ in the last bits from sums taken in order.
+SLACK = 1 + 1e-9
+
+PRICES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+"""Shares of time at which an even cut is looked for, to say what it would cost."""
+
+UNLIMITED = float("inf")
+
+TINY_MS = 1e-9
+
+Found = tuple[tuple[float, ...], tuple[int, ...]]
+"""The most expensive stage of a cut in each cost, and its lengths."""
+
+
+def balance(
+    forward: Sequence[float],
+    stages: int,
+    backward: Sequence[float] | None = None,
+    held: Held | None = None,
+    memory_limits: Sequence[float] | None = None,
+    tolerance: float = TOLERANCE,
+    price: float = PRICE,
+) -> list[int]:
+    """Cut layers into consecutive non-empty stages with the least slowest forward plus slowest backward.
+
+    Parameters
+    ----------
+    forward, backward
+        Milliseconds per layer, non-negative; no backward by default.
+    stages
+        Between one and the number of layers.
+    held
+        Bytes of every possible stage. Of cuts whose phases are within ``tolerance`` of the fastest's, the least
+        fullest stage wins.
+    memory_limits
+        Bytes that each stage may hold.
+    tolerance
+        Relative slack in time, of each phase.
+    price
+        The slack where it makes the fullest stage hold at most ``EVEN`` times the mean, which it would exceed.
+
+    Returns
+    -------
+    list of int
+        Layers per stage.
+
+    Raises
+    ------
+    PartitionError
+        If there are fewer layers than stages, or no cut respects the limits.
+
+    Examples
+    --------
+    >>> balance([3, 1, 1, 1, 2], 2)
+    [2, 3]
+    >>> balance([1, 1, 2, 2], 2, backward=[5, 1, 2, 2])
+    [2, 2]
+    """
+    layers = len(forward)
+    if not 1 <= stages <= layers:
+        raise PartitionError(f"cannot split {layers} layers into {stages} non-empty stages; use 1 to {layers} devices")
+    behind = [0.0] * layers if backward is None else backward
+    phases = [sums_of_runs(forward), sums_of_runs(behind)]
+    memory = sums_of_runs([0.0] * layers) if held is None else held
+    free = [UNLIMITED] * stages
+    limits = free if memory_limits is None else list(memory_limits)
+    fastest = _fastest(phases, memory, limits)
+    if fastest is None:
+        peak = max(spans(memory, most_even(memory, stages)))
+        raise PartitionError(
+            f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
+            f"device, and the "
+            f"devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; "
+            f"use more devices, a smaller batch or smaller volumes"
+        )
+    if held is None:
+        return list(fastest[1])
+    lengths = _least_full(phases, fastest[0], held, limits, tolerance)
+    if unevenness(held, lengths) > EVEN:
+        slower = _least_full(phases, fastest[0], held, limits, max(tolerance, price))
+        lengths = slower if unevenness(held, slower) <= EVEN else lengths
+    return list(lengths)
+
+
+def _least_full(
+    phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
+) -> tuple[int, ...]:
+    """Return the cut of the least fullest stage among those whose phases are within ``tolerance`` of the fastest's."""
+    quick = [[phase * (1 + tolerance)] * len(limits) for phase in fastest]
+    ((_, lengths),) = _front([held, *phases], [limits, *quick], minimised=1)
+    return lengths
+
+
+def spans(held: Held, lengths: Sequence[int]) -> list[float]:
+    """Return what each stage holds.
+
+    Examples
+    --------
+    >>> spans(sums_of_runs([1, 2, 3, 4]), [1, 3])
+    [1.0, 9.0]
+    """
+    return [held[start][end] for start, end in pairwise([0, *accumulate(lengths)])]
+
+
+def unevenness(held: Held, lengths: Sequence[int]) -> float:
+    """Return what the fullest stage holds, as a multiple of the mean."""
+    stages = spans(held, lengths)
+    return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
+
+
+def price_of_evenness(
+    forward: Sequence[float], backward: Sequence[float], held: Held, lengths: Sequence[int]
+) -> float | None:
+    """Return how much slower a cut would be whose fullest stage holds at most ``EVEN`` times the mean.
+
+    As a share of the phases of the cut ``lengths``; ``None`` if none was found up to twice as slow.
+
+    Examples
+    --------
+    >>> price_of_evenness([1, 1, 1, 1], [0, 0, 0, 0], sums_of_runs([3, 2, 1, 1]), [2, 2])
+    0.5
+    """
+    phases, free = [sums_of_runs(forward), sums_of_runs(backward)], [UNLIMITED] * len(lengths)
+    now = [max(spans(phase, lengths)) for phase in phases]
+    for slack in PRICES:
+        slower = _least_full(phases, now, held, free, slack)
+        if unevenness(held, slower) <= EVEN:
+            return sum(max(spans(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
+    return None
+
+
+def most_even(held: Held, stages: int) -> list[int]:
+    """Return the layers per stage of the cut whose fullest stage holds least."""
+    ((_, lengths),) = _front([held], [[UNLIMITED] * stages], minimised=1)
+    return list(lengths)
+
+
+def _fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
+    """Return the cut of the least sum of phases within the limits."""
+    free = [UNLIMITED] * len(limits)
+    front = _front([*phases, held], [free, free, limits], minimised=2)
+    return min(front, key=lambda found: (sum(found[0]), found), default=None)
+
+
+def _front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
+    """Return the cuts that no other cut beats in every one of the first ``minimised`` costs (one or two).
+
+    A cut counts by its most expensive stage in each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
+    with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
+    """
+    layers = len(costs[0]) - 1
+    best: list[list[Found]] = [[((0.0,) * minimised, ())], *([] for _ in range(layers))]
+    for stage, allowed in enumerate(zip(*limits, strict=True)):
+        reached: list[list[Found]] = [[] for _ in best]
+        for end in range(stage + 1, layers + 1):
+            found = []
+            for start in range(stage, end):
+                spent = [cost[start][end] for cost in costs]
+                if best[start] and all(cost <= limit * SLACK for cost, limit in zip(spent, allowed, strict=True)):
+                    found += [
+                        (tuple(map(max, worst, spent)), (*lengths, end - start)) for worst, lengths in best[start]
+                    ]
+            least = UNLIMITED
+            for worst, lengths in sorted(found):
+                if worst[-1] < least:
+                    least = worst[-1]
+                    reached[end].append((worst, lengths))
+        best = reached
+    return best[-1]
+
+
+def sums(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return the sum of each stage.
+
+    Examples
+    --------
+    >>> sums([1, 2, 3, 4], [1, 3])
+    [1, 9]
+    """
+    ends = [0, *accumulate(lengths)]
+    return [sum(values[start:end]) for start, end in pairwise(ends)]
+
+
+def pipeline_ms(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    launch_ms: float = 0.0,
+    copy_ms: float = 0.0,
+) -> float:
+    """Return the time of a batch of ``micro_batches`` over stages of ``forward`` and ``backward`` milliseconds.
+
+    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or
+    the time ``launch_ms`` in which the host launches one micro-batch where that is longer. ``copy_ms`` is what the
+    first one's way between all stages takes.
+
+    Examples
+    --------
+    >>> pipeline_ms([2, 3], [4, 4], micro_batches=4)
+    34.0
+    """
+    return float(
+        sum(
+            sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, launch_ms)
+            for stage_ms in (forward, backward)
+        )
+    )
+
+
+def quickest(candidates: dict[int, float]) -> int:
+    """Return the split size, or number of stages, of the least time; of equals within 2 %, the largest.
+
+    A larger micro-batch launches less, and more stages hold less each.
+
+    Examples
+    --------
+    >>> quickest({1: 9.0, 2: 5.0, 4: 5.05, 8: 7.0})
+    4
+    """
+    least = min(candidates.values())
+    return max(size for size, ms in candidates.items() if ms <= least * 1.02)

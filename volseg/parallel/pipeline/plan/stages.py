@@ -1,0 +1,170 @@
+"""Choose, from measured layers, how many devices to use and what each runs; nothing is moved.
+
+More stages are not always quicker: with few micro-batches the copies between stages outweigh what is gained, and a
+layer that alone takes a third of the time cannot be divided. So every number of stages is predicted, and devices stay
+idle where they would not help; the partition says so.
+"""
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from volseg.errors import PartitionError
+from volseg.parallel.pipeline.observe.costs import Measured
+from volseg.parallel.pipeline.plan.balance import (
+    EVEN,
+    balance,
+    most_even,
+    pipeline_ms,
+    price_of_evenness,
+    quickest,
+    spans,
+    sums,
+    unevenness,
+)
+from volseg.parallel.pipeline.plan.memory import Held, held_bytes, sums_of_runs
+from volseg.parallel.pipeline.plan.partition import LayerCost
+
+__all__ = ["Plan", "make_plan", "memory_limits"]
+
+logger = logging.getLogger(__name__)
+
+# Parameter, gradient, and Adam's two moments.
+STATE_COPIES = 4
+
+# A copy between two H200 took 13 us, and 390 GB/s; the launching around it takes longer.
+COPY_MS = 0.05
+COPY_BYTES_PER_MS = 200e6
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cut, and how long a batch should take by it."""
+
+    measured: Measured
+    lengths: tuple[int, ...]
+    """Layers of each stage."""
+    predicted_ms: dict[int, float]
+    """Time of a batch, by the number of stages that fit into the devices' memory."""
+    num_devices: int
+    """Devices that there are."""
+    held: Sequence[float]
+    """Activations of one micro-batch on each stage, in bytes."""
+    memory_note: str = ""
+    """Why one device holds much more than the others, if it does."""
+
+    @property
+    def ms(self) -> float:
+        """Time of a batch, as chosen; infinite where memory may not suffice."""
+        return self.predicted_ms.get(len(self.lengths), float("inf"))
+
+    @property
+    def note(self) -> str:
+        """Say why devices are idle."""
+        stages = len(self.lengths)
+        if stages == self.num_devices:
+            return ""
+        most = max(self.predicted_ms, default=stages)
+        if most == stages:
+            return f"{self.num_devices - stages} of {self.num_devices} devices idle: only {stages} layers separate"
+        return (
+            f"{self.num_devices - stages} of {self.num_devices} devices idle: a batch should take "
+            f"{self.predicted_ms[most]:.3f} ms on {most}, {self.predicted_ms[stages]:.3f} ms on {stages}"
+        )
+
+
+def make_plan(
+    measured: Measured,
+    devices: Sequence[torch.device],
+    micro_batches: int,
+    limits: Sequence[float] | None,
+    is_recorded: bool,
+) -> Plan:
+    """Choose the quickest number of stages, and for it the quickest cut that fits.
+
+    Parameters
+    ----------
+    measured
+        Layers of one micro-batch.
+    devices
+        In the order of the stages.
+    micro_batches
+        Of a batch.
+    limits
+        Bytes that each device can give.
+    is_recorded
+        Whether batches will be replayed, so that launching takes no time.
+    """
+    layers = measured.layers
+    forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
+    held = held_bytes(measured.activations, len(layers), is_recorded)
+    states = sums_of_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
+    memory = [
+        [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
+        for rows in zip(states, held, strict=True)
+    ]
+    launch_ms = 0.0 if is_recorded else measured.launch_ms
+    cuts: dict[int, list[int]] = {}
+    predicted: dict[int, float] = {}
+    failure: PartitionError | None = None
+    for stages in range(1, min(len(devices), len(layers)) + 1):
+        try:
+            cuts[stages] = balance(forward, stages, backward, memory, None if limits is None else limits[:stages])
+        except PartitionError as refused:
+            failure = refused
+            continue
+        phases = sums(forward, cuts[stages]), sums(backward, cuts[stages])
+        copies = _copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
+        predicted[stages] = pipeline_ms(*phases, micro_batches, launch_ms, copies)
+    if predicted:
+        lengths = tuple(cuts[quickest(predicted)])
+        note = _memory_note(memory, lengths, forward, backward)
+        return Plan(measured, lengths, predicted, len(devices), spans(held, lengths), note)
+    # An estimate must not forbid what may fit: even memory out and let the device decide.
+    logger.warning("%s; cutting for even memory", failure)
+    lengths = tuple(most_even(memory, min(len(devices), len(layers))))
+    return Plan(measured, lengths, {}, len(devices), spans(held, lengths))
+
+
+def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
+    """Say how uneven memory is, and what evenness would cost."""
+    stages, ratio = spans(memory, lengths), unevenness(memory, lengths)
+    if ratio <= EVEN:
+        return ""
+    price = price_of_evenness(forward, backward, memory, lengths)
+    return (
+        f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
+        f"{ratio:.2f} times the mean; "
+        + (
+            f"layers allow no {EVEN} within twice the time"
+            if price is None
+            else f"{EVEN} would take {price:.0%} more time"
+        )
+    )
+
+
+def _copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
+    """Return the time of one micro-batch's way between all stages."""
+    ends = [sum(lengths[:stage]) for stage in range(1, len(lengths))]
+    return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in ends)
+
+
+def memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
+    """Return the bytes that each device can give, or ``None`` for hosts."""
+    if any(device.type != "cuda" for device in devices):
+        return None
+    # What measuring has left behind is not in use.
+    gc.collect()
+    torch.cuda.empty_cache()
+    limits = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        held = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - held
+        # A device that is named for several stages is shared by them.
+        limits.append(min(free + cached, allowed - held) / list(devices).count(device))
+    return limits

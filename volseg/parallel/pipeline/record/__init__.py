@@ -1,0 +1,1 @@
+"""Record what a batch launches on each stage, and replay it."""

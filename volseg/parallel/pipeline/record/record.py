@@ -1,0 +1,266 @@
+"""Record a batch's passage as programs, one per micro-batch and stage, forward and backward.
+
+The module's own ``forward`` runs once per micro-batch under ``CaptureRun``, which ends a program and begins
+the next where ``forward`` turns to another stage. Tensors do not cross: what another stage made is *received*
+into memory of its own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
+
+    F[stage][micro-batch]    for each micro-batch, then for each stage
+    B[stage][micro-batch]    both the other way round
+
+Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when
+that is safe.
+
+Memory that a copy fills before a program runs must not come from the program: a block that an earlier layer of
+the same program has used and freed would be handed out for it, and each replay would overwrite the copy. So every
+micro-batch runs once unrecorded, a ``Survey``, which makes the memory; recording takes it in the same order.
+"""
+
+import contextlib
+import gc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.parallel.pipeline.flow.placement import Location, Placement
+from volseg.parallel.pipeline.micro_batch import Call
+from volseg.parallel.pipeline.record.parts import Capture, CountedStatistics, Edge, Loans, Output, Part, Slot
+from volseg.parallel.pipeline.record.passage import CaptureRefusedError, CaptureRun, Survey
+from volseg.parallel.pipeline.record.programs import Recorder
+
+__all__ = ["capture"]
+
+
+INPUT = Location(-1, torch.device("cpu"))
+"""Where the micro-batch's own tensors come from."""
+
+
+def capture(net: nn.Module, placement: Placement, calls: Sequence[Call], lanes: int = 1) -> Capture:
+    """Record ``net`` for micro-batches of these shapes; the tensors' values play no part.
+
+    Micro-batches take turns on ``lanes`` streams of each device.
+
+    Raises
+    ------
+    CaptureRefusedError
+        If a recording would not repeat what ``forward`` does.
+    """
+    for path, module in net.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
+            raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
+    captured = Capture([], Recorder(lanes), CountedStatistics(len(calls)), {}, {})
+    inputs = [_Inputs(call) for call in calls]
+    with _without_autocast_cache(), captured.recorder.on_streams(placement.devices):
+        rooms = _survey(net, placement, inputs, captured)
+        with _without_garbage_collection():
+            _record(net, placement, inputs, rooms, captured)
+    return captured
+
+
+def _survey(
+    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", captured: Capture
+) -> list["deque[Tensor]"]:
+    """Return the memory that each micro-batch receives into; make that of the statistics, which the lanes share."""
+    rooms: list[deque[Tensor]] = []
+    loans: Loans = {}
+    recorder, devices = captured.recorder, placement.devices
+    recorder.fan_out(devices)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        for index, given in enumerate(inputs):
+            lane = index % recorder.lanes
+            recorder.turn_to(lane, devices)
+            captured.statistics.begin(index)
+            run = Survey(placement, captured.statistics, recorder, lane, loans)
+            with run:
+                net(*given.args, **given.kwargs)
+            rooms.append(run.rooms)
+    del run
+    recorder.turn_to(0, devices)
+    captured.statistics.forget()
+    if any(device.type == "cuda" for device in devices):
+        # What the survey has left behind is wanted by the recording, which has memory of its own.
+        torch.cuda.empty_cache()
+    return rooms
+
+
+def _record(
+    net: nn.Module,
+    placement: Placement,
+    inputs: "Sequence[_Inputs]",
+    rooms: Sequence["deque[Tensor]"],
+    captured: Capture,
+) -> None:
+    for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
+        captured.statistics.begin(index)
+        lane = index % captured.recorder.lanes
+        run = CaptureRun(placement, captured.statistics, captured.recorder, lane, captured.loans, room)
+        captured.slots.append(_forward(net, given, run))
+    if not torch.is_grad_enabled():
+        return
+    for slot in reversed(captured.slots):
+        _check_closed(slot)
+        _make_landings(slot)
+        for part in reversed(slot.parts):
+            _backward(slot, part, captured)
+        for output in slot.outputs:
+            # Lets the autograd graph go; the memory stays.
+            output.source = output.source.detach()
+        for edge in (edge for part in slot.parts for edge in part.edges):
+            edge.source = edge.source.detach()
+
+
+class _Inputs:
+    """A micro-batch's arguments, copied to where every batch will be copied."""
+
+    def __init__(self, call: Call) -> None:
+        leaves, structure = pytree.tree_flatten(call)
+        static = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        self.tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(self.tensors):
+            tensor._volseg_location = INPUT  # type: ignore[attr-defined]
+            tensor._volseg_input = number  # type: ignore[attr-defined]
+        self.args, self.kwargs = pytree.tree_unflatten(static, structure)
+
+
+def _forward(net: nn.Module, given: _Inputs, run: CaptureRun) -> Slot:
+    with run:
+        output = net(*given.args, **given.kwargs)
+    results, structure = pytree.tree_flatten(output)
+    places = [part.location for part in run.parts]
+    for result in results:
+        if isinstance(result, Tensor) and not any(getattr(result, "_volseg_location", None) is at for at in places):
+            raise CaptureRefusedError(
+                "an output is an input, a parameter, or made by code that torch functions do not show"
+            )
+    found = [Output(result) if isinstance(result, Tensor) else result for result in results]
+    outputs = [leaf for leaf in found if isinstance(leaf, Output)]
+    return Slot(given.tensors, run.parts, outputs, structure, found, run.lane)
+
+
+def _make_landings(slot: Slot) -> None:
+    """Allocate where gradients arrive, before the programs that read them."""
+    for edge in (edge for part in slot.parts for edge in part.edges):
+        if edge.target.requires_grad:
+            edge.landing = torch.zeros_like(edge.source.detach())
+    for output in slot.outputs:
+        if output.source.requires_grad:
+            output.landing = torch.zeros_like(output.source.detach())
+            output.reaches = frozenset(_reached(output.source, slot))
+
+
+def _reached(tensor: Tensor, slot: Slot) -> Iterator[int]:
+    """Walk back from ``tensor`` through all parts; yield the leaves at the ends."""
+    sources = {id(edge.target): edge.source for part in slot.parts for edge in part.edges}
+    todo, seen = [tensor.grad_fn], set()
+    if id(tensor) in sources:
+        todo.append(sources[id(tensor)].grad_fn)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield id(variable)
+            # A received tensor may itself be one that its sender had received.
+            while id(variable) in sources:
+                variable = sources[id(variable)]
+                todo.append(variable.grad_fn)
+
+
+def _backward(slot: Slot, part: Part, captured: Capture) -> None:
+    """Record the gradients of one part from those of what it sent."""
+    arriving: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    edges = [edge for other in slot.parts for edge in other.edges if edge.returned is not None]
+    holders: list[Edge | Output] = [*edges, *slot.outputs]
+    for sent in holders:
+        source = sent.source
+        if getattr(source, "_volseg_location", None) is part.location and sent.landing is not None:
+            arriving.setdefault(id(source), (source, []))[1].append(sent.landing)
+            if isinstance(sent, Edge):
+                part.sends.append(sent)
+    received = [edge for edge in part.edges if edge.target.requires_grad]
+    parameters = list(part.leaves.values())
+    wanted = [*(edge.target for edge in received), *parameters]
+    if not arriving or not wanted:
+        return
+    for parameter in parameters:
+        if id(parameter) not in captured.gradients:
+            captured.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
+    part.backward = captured.recorder.program(part.location.device, slot.lane)
+    part.backward.begin()
+    try:
+        sources = [source for source, _ in arriving.values()]
+        with torch.no_grad():
+            totals = [
+                landings[0] if len(landings) == 1 else torch.stack(landings).sum(0) for _, landings in arriving.values()
+            ]
+        found = torch.autograd.grad(sources, wanted, totals, allow_unused=True)
+        for edge, gradient in zip(received, found, strict=False):
+            edge.returned = gradient
+        with torch.no_grad():
+            pairs = [
+                (captured.gradients[id(parameter)], gradient)
+                for parameter, gradient in zip(parameters, found[len(received) :], strict=True)
+                if gradient is not None
+            ]
+            if pairs:
+                sums, new = zip(*pairs, strict=True)
+                torch._foreach_add_(sums, new)
+    finally:
+        part.backward.end()
+
+
+def _check_closed(slot: Slot) -> None:
+    """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
+    seen: dict[Any, Location] = {}
+    allowed = {part.location: {*part.leaves, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
+    sent = [output.source for output in slot.outputs]
+    sent += [edge.source for part in slot.parts for edge in part.edges]
+    for tensor in sent:
+        location = getattr(tensor, "_volseg_location", None)
+        if location is None or location is INPUT:
+            continue
+        todo = [tensor.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or seen.get(node) is location:
+                continue
+            variable = getattr(node, "variable", None)
+            foreign = node in seen if variable is None else id(variable) not in allowed[location]
+            if foreign:
+                raise CaptureRefusedError("code that torch functions do not show connects two stages")
+            if variable is None:
+                seen[node] = location
+                todo += [following for following, _ in node.next_functions]
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep autocast, but let every micro-batch cast for itself: a cached cast belongs to the first one's graph."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect before, not during a capture: releasing old graphs and events there breaks it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,134 @@
+"""Hold a new recording against an eager passage of the same batch, outputs and gradients, before it is trusted.
+
+Once per recording, so that whatever a capture may get wrong on some device or version of torch costs speed, not
+right numbers. Networks that draw random numbers cannot be compared and are let through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
+from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
+from volseg.parallel.pipeline.micro_batch import Call, join, private
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.record.passage import CaptureRefusedError
+from volseg.parallel.pipeline.record.replay import Replay
+from volseg.parallel.state.random import RandomState
+
+__all__ = ["Rehearsal", "rehearse"]
+
+# The same kernels on the same shapes: what may differ is the order of atomic sums, and TF32 within float32.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
+HALF = 5e-2
+
+SHOWN = 3
+"""Wrong gradients named in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What an eager passage gave."""
+
+    outputs: list[Tensor]
+    gradients: dict[int, Tensor]
+    """By the identity of the parameter."""
+    names: dict[int, str]
+
+    def disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
+        """Replay the same batch; say where it differs, or return ``None``."""
+        found = replay.forward(tensors, commits=False)
+        for number, (mine, expected) in enumerate(zip(found, self.outputs, strict=True)):
+            if not _agree(mine, expected, expected):
+                pieces = zip(mine.split(replay.sizes), expected.split(replay.sizes), strict=True)
+                wrong = [str(index) for index, (one, other) in enumerate(pieces) if not _agree(one, other, expected)]
+                return (
+                    f"output {number} is not that of the eager passage: off by {_distance(mine, expected, expected)} "
+                    f"in micro-batches {', '.join(wrong)} of {len(replay.sizes)}"
+                )
+        if not self.gradients:
+            return None
+        gradients = replay.backward([_cotangent(output) for output in found], len(tensors))[len(tensors) :]
+        got = {id(p): g for p, g in zip(replay.parameters, gradients, strict=True) if g is not None}
+        if got.keys() != self.gradients.keys():
+            return "gradients reach other parameters than in the eager passage"
+        # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
+        scale = max(self.gradients.values(), key=lambda gradient: float(gradient.abs().max()))
+        off = [
+            f"{self.names[key]} by {_distance(got[key], expected, scale)}"
+            for key, expected in self.gradients.items()
+            if not _agree(got[key], expected, scale)
+        ]
+        if off:
+            return f"a gradient is not that of the eager passage: {', '.join(off[:SHOWN])}" + (
+                f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
+            )
+        return None
+
+
+def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes: Sequence[int]) -> Rehearsal | None:
+    """Run copies of the micro-batches eagerly; ``None`` where they draw random numbers.
+
+    Raises
+    ------
+    CaptureRefusedError
+        If forward changes its arguments, or draws numbers that a replay would not.
+    """
+    devices = [at.device for at in placement.locations]
+    drawn, on_host = RandomState(devices), RandomState([], foreign=False)
+    try:
+        borrowed: dict[Any, Tensor] = {}
+        results = []
+        for args, kwargs in map(private, calls):
+            read = [(tensor, runs.version(tensor)) for tensor in runs.tensors_of((args, kwargs))]
+            with PlacedRun(placement, FrozenStatistics(), borrowed):
+                results.append(net(*args, **kwargs))
+            if runs.changes_in_place(read):
+                raise CaptureRefusedError("forward changes its arguments in place")
+        if drawn.foreign_moved():
+            raise CaptureRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+        if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
+            raise CaptureRefusedError("forward draws random numbers on the host, which a replay would not")
+        if drawn.torch_moved():
+            return None
+    finally:
+        drawn.put_back()
+    outputs = [leaf for leaf in pytree.tree_leaves(join(results, sizes)) if isinstance(leaf, Tensor)]
+    rooted = [output for output in outputs if output.requires_grad]
+    wanted = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    gradients: dict[int, Tensor] = {}
+    if rooted and wanted:
+        found = torch.autograd.grad(rooted, wanted, [_cotangent(output) for output in rooted], allow_unused=True)
+        gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return Rehearsal([output.detach() for output in outputs], gradients, names)
+
+
+def _cotangent(output: Tensor) -> Tensor | None:
+    """Return some gradient of ``output``, the same each time, without drawing it."""
+    if not output.is_floating_point():
+        return None
+    steps = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return steps.mul_(0.7).cos_().view(output.shape).to(output.dtype)
+
+
+def _agree(mine: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two tensors differ by no more than round-off of ``scale``; both infinite or undefined is agreement."""
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return False
+    if not mine.is_floating_point():
+        return float((mine.to(expected.device) != expected).float().mean()) < HALF
+    allowed = TOLERANCE.get(mine.dtype, HALF) * float(scale.abs().max())
+    return torch.allclose(mine.to(expected.device), expected, rtol=0, atol=allowed, equal_nan=True)
+
+
+def _distance(mine: Tensor, expected: Tensor, scale: Tensor) -> str:
+    """Describe the largest difference, as a share of the largest value of ``scale``."""
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return f"shape or type ({tuple(mine.shape)} {mine.dtype} for {tuple(expected.shape)} {expected.dtype})"
+    largest = float((mine.to(expected.device).double() - expected.double()).abs().max())
+    return f"{largest:.1e} (values up to {float(scale.abs().max()):.1e})"

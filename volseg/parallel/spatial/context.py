@@ -1,0 +1,169 @@
+"""What the operators of one network share: the communicator, the settings, and the parameters on their devices."""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from volseg.errors import ParallelError
+from volseg.parallel.spatial.parameters import Copies, Parameters, unrecorded
+from volseg.parallel.spatial.transport.communicator import Communicator
+
+__all__ = ["Context", "saved_tensors_hooks"]
+
+MOST_PLANS = 4096
+"""Plans that are kept: those of a network for some hundred sizes of volumes."""
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that see what autograd saves now (a checkpointed block has its own), or None.
+
+    torch has no public way to ask.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class Context:
+    """State of one sharded network.
+
+    Parameters
+    ----------
+    communicator
+        The shards.
+    on_unsupported
+        What to do with an operator that has no sharded form.
+    net
+        The network; names the places in messages.
+
+    Attributes
+    ----------
+    room
+        Planes of room that norms and joins leave around their slabs.
+    channels_last
+        Whether volumes of the network are meant to lie in memory with channels last.
+    frugal
+        Whether memory matters more than time: set where blocks are recomputed.
+    graph_generator
+        Random numbers that differ between processes, while a CUDA graph is captured.
+    has_replicas
+        Whether gradients are averaged with processes that train on other volumes.
+    parameters
+        Their copies on the shards' devices.
+    hooks
+        The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
+        those of a checkpoint in the network's own code.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        on_unsupported: Literal["raise", "gather"] = "raise",
+        net: nn.Module | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self.on_unsupported = on_unsupported
+        self.net = net
+        self.room = 0
+        self.channels_last = False
+        self.frugal = False
+        self.graph_generator: torch.Generator | None = None
+        self.has_replicas = False
+        self.parameters = Parameters(communicator)
+        self.hooks: Any = None
+        # Not a WeakSet: it compares its members, and comparing volumes is an operator.
+        self._waiting: list[weakref.ref] = []
+        self._said: set[str] = set()
+        self._plans: dict[Hashable, Any] = {}
+        self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward pass runs, or a part of one again."""
+        return self.parameters.current is not None
+
+    @contextmanager
+    def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
+        with self.parameters.used(Copies(self.communicator, parameters)), self.own_hooks():
+            yield
+
+    @contextmanager
+    def own_hooks(self) -> Iterator[None]:
+        """Take the saved-tensor hooks of now for those around what follows."""
+        before, self.hooks = self.hooks, saved_tensors_hooks()
+        try:
+            yield
+        finally:
+            self.hooks = before
+
+    def spread(self, whole: Tensor) -> list[Tensor]:
+        """Hand a whole value to the shards: a parameter's copies where it is one."""
+        copies = self.parameters.current
+        found = None if copies is None else copies.of(whole)
+        if found is not None:
+            return found
+        if not (whole.requires_grad and torch.is_grad_enabled()):
+            return [whole] if self._alone == whole.device else unrecorded(self.communicator, whole)
+        if self.has_replicas and isinstance(whole, nn.Parameter):
+            raise ParallelError(
+                f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
+                "averages its gradient over the replicas of the mesh (a head called by itself, or a parameter that "
+                "was frozen when the pass began); call it in the forward of the network that ModelParallel runs"
+            )
+        return self.communicator.spread(whole)
+
+    def cast(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a parameter's copy in autocast's dtype: converted once per forward pass, however often it is used."""
+        if copy.dtype == dtype:
+            return copy
+        copies = self.parameters.current
+        return copy.to(dtype) if copies is None else copies.cast(copy, dtype)
+
+    def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = make()
+        return self._plans[key]
+
+    def defer(self, volume: Any) -> None:
+        """Remember a volume whose norm waits for the next operator."""
+        self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
+        self._waiting.append(weakref.ref(volume))
+
+    def settle(self) -> None:
+        """Compute what waits, before anything is changed in place."""
+        waiting, self._waiting = self._waiting, []
+        for volume in (reference() for reference in waiting):
+            if volume is not None and volume.deferred is not None:
+                volume.settle()
+
+    def say_once(self, message: str) -> None:
+        """Warn about something that was done instead of what was asked, the first time."""
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    def name_of(self, wanted: nn.Module) -> str:
+        """Name a module of the network (only when a message needs it)."""
+        modules = self.net.named_modules() if self.net is not None else ()
+        return next((f"{name} ({type(m).__name__})" for name, m in modules if m is wanted), type(wanted).__name__)
+
+    def module_path(self) -> str:
+        """Name the module whose ``forward`` is running, read off the call stack (only when a message needs it)."""
+        if self.net is None:
+            return "the calling code"
+        names = {id(module): name or type(module).__name__ for name, module in self.net.named_modules()}
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and id(caller) in names:
+                return f"{names[id(caller)]} ({type(caller).__name__})"
+            frame = frame.f_back  # type: ignore[assignment]
+        return "the calling code"

@@ -1,0 +1,1 @@
+"""Convolution of a slab whose halo arrives in place."""

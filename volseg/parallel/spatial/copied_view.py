@@ -1,0 +1,140 @@
+"""Copies where torch has a view: planes that had to move between shards, and slabs laid out otherwise.
+
+``v = y[:, :, 2:8]`` is a view to torch: what changes ``v`` in place changes ``y``, and the other way round. Along the
+cut it is a copy, because its planes are balanced anew over the shards. So it may be read, as long as nobody has
+changed the original, and may not be changed itself. Both are checked where they happen.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.signatures import writes
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["CopiedView", "Origin", "mark_copies", "plain"]
+
+
+class Origin:
+    """What a copy was taken from, and the state it was in.
+
+    The tensors are kept alive, as a view keeps them alive.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor], parents: Iterable["Origin"]) -> None:
+        self.tensors, self.parents = list(tensors), list(parents)
+        self.versions = [tensor._version for tensor in tensors]
+        self.own_versions = [copy._version for copy in copies]
+
+    def check(self) -> None:
+        """Refuse to read a copy whose original was changed since."""
+        for parent in self.parents:
+            parent.check()
+        if [tensor._version for tensor in self.tensors] != self.versions:
+            raise UnsupportedOperatorError(
+                "a volume was changed in place after a slice (or another view) of it was taken across the cut, which "
+                "is a copy there and does not see the change; take the slice after the change, or change out of place"
+            )
+
+    def check_unchanged(self, volume: ShardedVolume) -> None:
+        """Refuse that a copy was changed in place."""
+        if [slab._version for slab in volume._slabs] != self.own_versions:
+            _refuse_write(volume.context.module_path())
+
+
+def _refuse_write(where: str) -> None:
+    raise UnsupportedOperatorError(
+        f"{where} changes a slice (or another view) of a volume in place, which is a copy here because planes lie on "
+        f"other shards or otherwise in memory: the volume would not see the change. Assign to the volume instead, as "
+        f"in y[:, :, 2:8] = y[:, :, 2:8] * 0, or work out of place"
+    )
+
+
+class CopiedView(Tensor):
+    """An ordinary tensor, the same on every shard, that torch has as a view of a volume."""
+
+    origin: Origin
+    place: Callable[[], str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, ShardedVolume) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CopiedView)]
+            for view in given:
+                view.origin.check()
+            versions = [view._version for view in given]
+            if writes(func) and isinstance(args[0], CopiedView):
+                _refuse_write(args[0].place())
+            result = func(*args, **kwargs)
+            for view, version in zip(given, versions, strict=True):
+                if view._version != version:
+                    _refuse_write(view.place())
+            if isinstance(result, torch.Size):  # which tree_map would make a tuple of
+                return result
+            # A view of the copy is one of the volume.
+            known = {view.untyped_storage().data_ptr(): view for view in given}
+
+            def kept(leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() not in known:
+                    return leaf
+                view = known[leaf.untyped_storage().data_ptr()]
+                return _copied(leaf, view.origin, view.place)
+
+            return tree_map(kept, result)
+
+
+def _copied(tensor: Tensor, origin: Origin, place: Callable[[], str]) -> CopiedView:
+    view = tensor.as_subclass(CopiedView)
+    view.origin, view.place = origin, place
+    return view
+
+
+def mark_copies(result: Any, given: Sequence[ShardedVolume], perhaps: bool) -> Any:
+    """Mark those parts of a function's result that are copies, where torch returns views of its arguments.
+
+    With ``perhaps``, torch returns a view or a copy as the whole volume's memory happens to lie: nobody knows which
+    here, and neither may be changed.
+    """
+    parents = [volume.origin for volume in given if volume.origin is not None]
+    # Those of every slab by itself: a piece of a neighbour's slab is no view of one's own.
+    owned = [_memory(volume._slabs) for volume in given]
+    sources = [slab for volume in given for slab in volume._slabs]
+
+    def mark(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedVolume):
+            if any(leaf is volume for volume in given) or all(leaf.dtype != volume.dtype for volume in given):
+                return leaf
+            if perhaps or parents or _memory(leaf._slabs) not in owned:
+                leaf.origin = Origin(sources, leaf._slabs, parents)
+        elif isinstance(leaf, Tensor) and (perhaps or parents or _memory([leaf]) not in owned):
+            return _copied(leaf, Origin(sources, [leaf], parents), given[0].context.module_path)
+        return leaf
+
+    return tree_map(mark, result)
+
+
+def _memory(slabs: Sequence[Tensor]) -> list[int]:
+    return [slab.untyped_storage().data_ptr() for slab in slabs]
+
+
+def plain(value: Any) -> Any:
+    """Return a copied view as an ordinary tensor, for whoever the network hands it to; leave everything else.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        If its original was changed since: nobody checks behind here.
+    """
+    if not isinstance(value, CopiedView):
+        return value
+    value.origin.check()
+    return value.as_subclass(Tensor)

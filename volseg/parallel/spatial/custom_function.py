@@ -1,0 +1,93 @@
+"""Custom autograd functions on volumes: those that are declared to look at one voxel at a time.
+
+``Function.apply`` does not ask ``__torch_function__``, so a volume would pass through with a backward of the empty
+shell (which ``table`` refuses). A declared function does to each slab what it does to a volume: its ``apply`` is
+replaced by one that looks for volumes first. Not declared is not run: nobody can see from outside whether a backward
+looks at neighbours.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.gathered import volumes
+from volseg.parallel.spatial.operators.pointwise import rewrap, run_local
+
+__all__ = ["no_script", "pointwise_function"]
+
+Function = TypeVar("Function", bound=type[torch.autograd.Function])
+
+
+def pointwise_function(function: Function) -> Function:
+    """Declare that a custom autograd function is pointwise, so that it runs on volumes; usable as a decorator.
+
+    Each voxel of its outputs, and of its gradients, must depend on the same voxel of its tensor arguments (broadcast
+    as torch does) and on nothing else: no neighbours, no sums, no position.
+
+    Examples
+    --------
+    >>> @pointwise_function
+    ... class Doubled(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return x * 2
+    ...
+    ...     @staticmethod
+    ...     def backward(ctx, gradient):
+    ...         return gradient * 2
+    """
+    plain = function.apply.__func__  # type: ignore[attr-defined]
+    if plain.__module__ == __name__:
+        return function
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is not function or not volumes((args, kwargs)):  # a subclass was not declared
+            return plain(cls, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _on_slabs(function, partial(plain, cls), args, kwargs)
+
+    function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    return function
+
+
+def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    given = volumes((args, kwargs))
+    for volume in given:
+        if volume.origin is not None:
+            volume.origin.check()
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    like = max(given, key=lambda volume: volume.ndim)
+    versions = [slab._version for volume in given for slab in volume.slabs]
+    like, results = run_local(apply, args, kwargs, like)
+    if [slab._version for volume in given for slab in volume.slabs] != versions:
+        does = "changes a volume in place"
+    elif not all(isinstance(leaf, Tensor) and leaf.ndim == like.ndim for leaf in tree_leaves(results)):
+        does = f"returns something else than tensors of {like.ndim} dims"
+    elif any(leaf.shape != shape for leaf in tree_leaves(rewrap(like, results))):
+        does = f"returns something else than tensors of shape {tuple(shape)}"
+    else:
+        return rewrap(like, results)
+    raise UnsupportedOperatorError(
+        f"{function.__name__} is declared pointwise, but {does}; write it with torch functions"
+    )
+
+
+@contextmanager
+def no_script() -> Iterator[None]:
+    """Say what a scripted function met; the interpreter turns our refusal into a RuntimeError of its own."""
+    try:
+        yield
+    except RuntimeError as fault:
+        if "TorchScript interpreter" not in str(fault):
+            raise
+        raise UnsupportedOperatorError(
+            "a function compiled by torch.jit was called with a volume, whose slabs TorchScript does not see; take the "
+            "Python function instead"
+        ) from fault

@@ -1,0 +1,182 @@
+"""From a torch function that met a sharded volume to its handler, and from the handler's result to torch's.
+
+The steps are those of ``table``; each refuses what it does not know.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.contract import Outline, check, rehearsed
+from volseg.parallel.spatial.copied_view import Origin, mark_copies
+from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
+from volseg.parallel.spatial.history import HISTORY, refuse_custom
+from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of
+from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, relaid
+
+__all__ = ["Copied", "dispatch", "in_planes"]
+
+PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
+"""Most arguments of most functions: told by one look at the type."""
+
+SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
+
+
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that met a sharded volume."""
+    entry = TABLE.get(func)
+    if entry is None and func in COMPOSITES:
+        try:
+            handler = COMPOSITES[func].handler
+            python = isinstance(func, types.FunctionType)
+            return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
+        except Refusal as refusal:
+            reason = str(refusal)
+        with torch._C.DisableTorchFunctionSubclass():
+            return unsupported(func, args, kwargs, reason)
+    with torch._C.DisableTorchFunctionSubclass():
+        given = _given(args, kwargs)
+        merged = by_sample = False
+        for volume in given:
+            merged = merged or volume.merged is not None
+            by_sample = by_sample or volume.dims[0] == 0
+            if HISTORY.__get__(volume) is not None:
+                refuse_custom(volume)
+            if volume.origin is not None:
+                volume.origin.check()
+        if entry is None:
+            scripted = isinstance(func, torch._C.ScriptMethod)
+            return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
+        try:
+            handler = entry.handler
+            if kwargs and kwargs.get("out") is not None:
+                refuse("it has no out= on slabs: use the result")
+            if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
+                handler = BY_SAMPLE[func]
+            elif merged and not entry.merged:
+                args, kwargs = tree_map(_in_planes, (args, kwargs))
+                given = _given(args, kwargs)
+            unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
+            expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
+            if entry.treated is None:
+                result = handler(func, args, kwargs)
+            else:
+                named = _treated(entry, func, args, kwargs)
+                if handler is not entry.handler and named.get("input") is not given[0]:
+                    refuse("its input is not sharded")
+                result = handler(func, **named)
+        except Refusal as refusal:
+            reason = str(refusal)
+        else:
+            return _checked(entry, func, result, expected, given)
+        return unsupported(func, args, kwargs, reason)
+
+
+def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
+    found: list[ShardedVolume] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in PLAIN:
+            continue
+        if isinstance(value, ShardedVolume):
+            found.append(value)
+        elif nested(value):
+            found += volumes(value)
+    return found
+
+
+def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name; refuse any that the handler does not know, unless it is torch's default."""
+    named = bind(func, args, kwargs)
+    treated = entry.treated or frozenset()
+    if named.keys() <= treated:
+        return named
+    defaults = defaults_of(func, args, kwargs)
+    for name in named.keys() - treated:
+        default = defaults.get(name, NOTHING)
+        value = named.pop(name)
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            refuse(f"its argument {name}= is not supported on slabs")
+    return named
+
+
+def _is_by_sample(volume: ShardedVolume, args: tuple) -> bool:
+    """Say whether a volume is a function's input, and cut along its samples."""
+    return len(volume.dims) == 1 and bool(args) and args[0] is volume
+
+
+def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Say whether all tensors have one shape: then there is nothing to rehearse for a function that broadcasts."""
+    shape = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if shape is None:
+                shape = value.shape
+            elif value.shape != shape:
+                return False
+        elif nested(value):
+            return False
+    return True
+
+
+def in_planes(volume: ShardedVolume) -> ShardedVolume:
+    """Return the volume with its entries balanced over the shards, as operators that look at planes want it."""
+    if volume.merged is None:
+        return volume
+    if volume.merged.outer > 1:
+        refuse("its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that")
+    moved = relaid(volume, None)
+    # A copy: who changes it in place is refused.
+    moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])
+    return moved
+
+
+def _in_planes(leaf: Any) -> Any:
+    return in_planes(leaf) if isinstance(leaf, ShardedVolume) else leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The result of a function that returns views, where torch copies as well."""
+
+    value: Any
+
+
+def _checked(
+    entry: Entry, func: Callable, result: Any, expected: list[Outline] | None, given: list[ShardedVolume]
+) -> Any:
+    """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there."""
+    if expected is not None:
+        check(func, result.value if type(result) is Copied else result, expected)
+    if type(result) is Copied:
+        result = result.value
+    elif entry.views:
+        result = mark_copies(result, given, entry.perhaps)
+    for volume in given:
+        if volume.origin is not None:
+            volume.origin.check_unchanged(volume)
+        if volume.merged is not None:
+            _check_layouts(func, result)
+    return result
+
+
+def _check_layouts(func: Callable, result: Any) -> None:
+    """Refuse slabs that are not those of the volume's layout: a mistake of ours must not pass for a number."""
+    for volume in volumes(result):
+        grid = zip(volume.slabs, volume.context.communicator.coordinates, strict=True)
+        for slab, coordinates in grid:
+            for dim, extents, position in zip(volume.dims, volume.extents(), coordinates, strict=True):
+                if slab.shape[dim] != extents[position]:
+                    raise UnsupportedOperatorError(
+                        f"the sharded form of {name_of(func)} lost how the cut dim {dim} was merged with its "
+                        f"neighbours: a mistake in volseg; please report it, and use strategy='pipeline' for now"
+                    )
+
+
+ShardedVolume.run_function = staticmethod(dispatch)

@@ -1,0 +1,97 @@
+"""Functions on the whole volume: what a user asked for by ``on_unsupported="gather"``, or what needs all voxels."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.copied_view import mark_copies
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole
+
+__all__ = ["name_of", "nested", "run_gathered", "unsupported", "volumes"]
+
+
+def volumes(arguments: Any) -> list[ShardedVolume]:
+    """Return the sharded volumes in nested arguments."""
+    return [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, ShardedVolume)]
+
+
+def nested(value: Any) -> bool:
+    """Say whether a value may hold tensors; ``tree_flatten`` takes many times as long to find none."""
+    holds = type(value) in SUPPORTED_NODES or isinstance(value, tuple)
+    return holds and (isinstance(value, dict) or set(map(type, value)) != {int})
+
+
+def name_of(func: Callable) -> str:
+    """Return a function's name as a user would write it."""
+    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func)))
+    owner = getattr(func, "__self__", None)
+    if name == "__get__" and owner is not None:
+        return f"Tensor.{owner.__name__}"
+    return name.removeprefix("_VariableFunctionsClass.").replace("TensorBase.", "Tensor.")
+
+
+def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
+    """Raise, or run the function on gathered tensors where the user asked for that."""
+    given = volumes((args, kwargs))
+    context = given[0].context
+    where = context.module_path()
+    if context.on_unsupported != "gather":
+        shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
+        raise UnsupportedOperatorError(
+            f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
+            f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "
+            f"or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
+        )
+    context.say_once(
+        f"{name_of(func)} called from {where} has no sharded form ({reason}) and runs on the gathered volume"
+    )
+    return run_gathered(func, args, kwargs)
+
+
+def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function on whole tensors, and cut what has the volume's grid again.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        If the function changes a gathered volume, or returns something else than values: its effect would be on the
+        copy, and be lost.
+    """
+    given = volumes((args, kwargs))
+    gathered = {id(volume): volume.full_tensor() for volume in given}
+    versions = [whole._version for whole in gathered.values()]
+    whole_args, whole_kwargs = tree_map(
+        lambda leaf: gathered[id(leaf)] if isinstance(leaf, ShardedVolume) else leaf, (args, kwargs)
+    )
+    result = func(*whole_args, **whole_kwargs)
+    leaves = tree_flatten(result)[0]
+    writes_elsewhere = (
+        result is None and args and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedVolume)
+    )
+    if [whole._version for whole in gathered.values()] != versions:
+        lost = "changes a volume in place"
+    elif any(leaf is whole for leaf in leaves for whole in gathered.values()):
+        lost = "changes a property of the volume"
+    elif not writes_elsewhere and not all(isinstance(leaf, Tensor | int | float | complex | str) for leaf in leaves):
+        lost = f"returns {type(result).__name__}"
+    else:
+        memory = {whole.untyped_storage().data_ptr() for whole in gathered.values()}
+        views = any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
+        # An ordinary tensor that took in a volume stays what and where it is.
+        own = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
+        result = tree_map(lambda leaf: leaf if id(leaf) in own else _cut_again(leaf, given[0]), result)
+        return mark_copies(result, given, perhaps=True) if views else result
+    raise UnsupportedOperatorError(
+        f"{name_of(func)} called from {given[0].context.module_path()} {lost}: on a gathered copy of it that would be "
+        f"lost. Write it out of place, with the functions listed in docs/spatial.md"
+    )
+
+
+def _cut_again(leaf: Any, like: ShardedVolume) -> Any:
+    fits = isinstance(leaf, Tensor) and leaf.ndim == like.ndim
+    if fits and all(leaf.shape[dim] == size for dim, size in zip(like.dims, like.sizes, strict=True)):
+        return from_whole(leaf, like.dims, like.context)
+    return leaf

@@ -1,0 +1,1 @@
+"""Operators that wait for the one behind them."""

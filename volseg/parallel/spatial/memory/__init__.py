@@ -1,0 +1,1 @@
+"""Activations that are computed again, or wait in host memory."""

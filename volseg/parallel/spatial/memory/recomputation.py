@@ -1,0 +1,270 @@
+"""Activation checkpointing of the blocks of any network: forget them, and compute them again in the backward pass.
+
+A block is one level's way down or up as far as the network has modules for them (nnU-Net's double convolution, V-Net's
+transitions): between two blocks one volume is kept. Blocks of the finest levels hold nearly all memory, so a number of
+levels can be chosen.
+
+The recomputation repeats the first run: it gets the state of then (buffers, attributes, modes, parameters, the random
+numbers of torch, Python and NumPy), and leaves today's as it is. What it cannot repeat is refused: a block that changes
+its own input, weights that changed in between, random numbers while a CUDA graph is recorded. Hooks on modules inside a
+block run twice.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import log2
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.parallel.spatial.context import Context, saved_tensors_hooks
+from volseg.parallel.spatial.gathered import volumes
+from volseg.parallel.spatial.lazy.recomputed import Again
+from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.state.module import Remembered, remember
+from volseg.parallel.state.random import RandomState
+
+__all__ = ["Recomputation", "blocks"]
+
+
+def blocks(net: nn.Module) -> list[nn.Module]:
+    """Return the modules to recompute: a level's way down, or its way up, where the network has modules for them.
+
+    The innermost modules that hold two convolutions or more; instead of one of them the module around it, where that
+    adds one convolution (a transposed one and the join with the skip, or a strided one). A lone convolution elsewhere
+    stays as it is.
+    """
+    counts = {module: sum(isinstance(child, _ConvNd) for child in module.modules()) for module in net.modules()}
+    # A list of modules has no forward of its own.
+    runnable = [module for module in counts if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
+
+    def inside(module: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+        return [child for child in module.modules() if child in chosen and child is not module]
+
+    found = [
+        module
+        for module in runnable
+        if counts[module] >= 2 and all(counts[child] < 2 for child in module.modules() if child is not module)
+    ]
+    innermost = set(found)
+    for module in runnable:
+        inner = inside(module, innermost)
+        if module is not net and len(inner) == 1 and counts[module] == counts[inner[0]] + 1 and inner[0] in found:
+            found[found.index(inner[0])] = module
+    return found
+
+
+class Recomputation:
+    """Recompute blocks of ``levels`` finest levels, or of all.
+
+    Raises
+    ------
+    ParallelError
+        If ``levels`` is neither None, ``"all"`` nor a positive number.
+    """
+
+    def __init__(self, net: nn.Module, levels: str | int | None, context: Context) -> None:
+        valid = levels is None or levels == "all" or (isinstance(levels, int) and levels > 0)
+        if not valid or isinstance(levels, bool):
+            raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
+        self.levels, self.context = levels, context
+        self.blocks = blocks(net) if levels is not None else []
+        self._random = _Draws()
+        # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
+        self._lock = RLock()
+
+    @contextmanager
+    def active(self, finest: int) -> Iterator[None]:
+        """Recompute within this context; ``finest`` is the number of voxels of the network's input."""
+        if not self.blocks or not torch.is_grad_enabled():
+            yield
+            return
+        patched = {block: vars(block)["forward"] for block in self.blocks if "forward" in vars(block)}
+        for block in self.blocks:
+            # On the instance, for the time of one forward pass; the recomputation calls the class's own forward.
+            block.forward = partial(self._run, block, block.forward, finest)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+            for block, forward in patched.items():
+                block.forward = forward
+
+    def _run(self, block: nn.Module, forward: Callable, finest: int, *args: Any, **kwargs: Any) -> Any:
+        # Where the network checkpoints by itself, there is nothing to forget.
+        checkpointed = saved_tensors_hooks() != self.context.hooks
+        given = volumes((args, kwargs)) if torch.is_grad_enabled() and not checkpointed else []
+        # A way up reads the coarse level below and the skip of its own.
+        if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
+            return forward(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        held = [_Held(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
+        plain = [leaf for leaf in leaves if _is_counted(leaf)]
+        versions = [leaf._version for leaf in plain]
+        repeat = _Repetition(block, self._random, self.context, self._lock)
+
+        def check(when: str) -> None:
+            if versions != [leaf._version for leaf in plain] or any(
+                leaf.is_changed() for leaf in held if isinstance(leaf, _Held)
+            ):
+                raise UnsupportedOperatorError(
+                    f"the input of the recomputed block {self.context.name_of(block)} was changed in place {when}, and "
+                    "could not be computed from again; do that out of place (inplace=False), or leave out checkpoint="
+                )
+
+        def run() -> Any:
+            if repeat.begun:
+                check("after the block ran")
+            with repeat.turn() as due:
+                if not due:
+                    return None
+                given = [leaf.take() if isinstance(leaf, _Held) else leaf for leaf in held]
+                taken_args, taken_kwargs = tree_unflatten(given, structure)
+                with self.context.own_hooks():
+                    return forward(*taken_args, **taken_kwargs)
+
+        # No arguments: checkpoint would keep them as they are. Random numbers: see ``_Repetition``.
+        result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        check("by the block itself")
+        for leaf in held:
+            if isinstance(leaf, _Held):
+                leaf.let_go()
+        return result
+
+    def _chosen(self, voxels: int, finest: int) -> bool:
+        if self.levels == "all":
+            return True
+        level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
+        return level < self.levels  # type: ignore[operator]
+
+
+def _is_counted(leaf: Any) -> bool:
+    """Say whether a leaf is a whole tensor whose changes torch counts."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, ShardedVolume) and not leaf.is_inference()
+
+
+class _Draws:
+    """Which blocks draw random numbers, as their runs have shown: by block and modes of its modules."""
+
+    def __init__(self) -> None:
+        self._draws: dict[Any, bool] = {}
+        self._foreign: set[Any] = set()
+
+    def before(self, block: nn.Module, key: Any, context: Context) -> RandomState | None:
+        """Note where the generators stand before a block runs.
+
+        While a CUDA graph is recorded they cannot be read, and a replay would draw other numbers in the recomputation
+        than in the block: there, only a block runs that is known to draw none.
+        """
+        home = context.communicator.home
+        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if self._draws.get(key, True):
+                raise ParallelError(
+                    f"the recomputed block {context.name_of(block)} draws random numbers (or has not run before, so "
+                    "that nobody knows), and a CUDA graph cannot draw the same ones again: leave out checkpoint=, or "
+                    "do not record the step"
+                )
+            return None
+        return RandomState(context.communicator.devices, foreign=key not in self._draws or key in self._foreign)
+
+    def after(self, key: Any, before: RandomState | None) -> RandomState | None:
+        """Return what ``before`` noted where the block has drawn since."""
+        if before is None:
+            return None
+        foreign = before.foreign_moved()
+        if foreign:
+            self._foreign.add(key)
+        drew = self._draws[key] = before.torch_moved() or foreign
+        return before if drew else None
+
+
+class _Repetition:
+    """The state in which a block ran, for the recomputation to run in."""
+
+    def __init__(self, block: nn.Module, draws: _Draws, context: Context, lock: RLock) -> None:
+        self._context, self._lock, self._block = context, lock, block
+        self._state: Remembered = remember(block)
+        self._copies = context.parameters.current
+        self._draws, self._key = draws, (block, self._state.modes)
+        self._random = draws.before(block, self._key, context)
+        self._done: set[int] = set()
+        self.begun = False
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Run the block for the first time, or again as it was; say whether that is due."""
+        if not self.begun:
+            self.begun = True
+            yield True
+            self._random = self._draws.after(self._key, self._random)
+            return
+        with self._lock:
+            # Two devices' threads may ask for one block: the second finds it computed.
+            task = torch._C._current_graph_task_id()
+            due = task == -1 or task not in self._done
+            self._done.add(task)
+            with ExitStack() as then:
+                if due:
+                    then.enter_context(_no_new_hooks(self._block))
+                    then.enter_context(self._state.lent())
+                    if self._random is not None:
+                        then.enter_context(self._random.lent())
+                    if self._copies is not None:
+                        then.enter_context(self._context.parameters.used(self._copies))
+                yield due
+
+
+@contextmanager
+def _no_new_hooks(block: nn.Module) -> Iterator[None]:
+    """Drop the hooks that a block's ``forward`` registers on its parameters: the first run has done so."""
+    registries = "_backward_hooks", "_post_accumulate_grad_hooks"
+    known = [(p, name, set(getattr(p, name) or ())) for p in block.parameters() for name in registries]
+    try:
+        yield
+    finally:
+        for parameter, name, before in known:
+            hooks = getattr(parameter, name) or {}
+            for key in [key for key in hooks if key not in before]:
+                del hooks[key]
+
+
+class _Held:
+    """A block's input, kept as its recipe once the block has run: half as much, or nothing that is not kept anyway."""
+
+    def __init__(self, volume: ShardedVolume) -> None:
+        volume.settle()
+        self.recipe, self.room = volume.current_recipe(), volume.room
+        self.requires_grad = volume.requires_grad
+        self.dims, self.shape, self.context = volume.dims, volume.shape, volume.context
+        self.volume: ShardedVolume | None = volume
+        self.versions = volume._versions()[1:]
+        self._slabs = list(volume._slabs)
+        self._slab_versions = [slab._version for slab in self._slabs]
+        # Shape and layout of the slab, without its memory.
+        slab = volume._slabs[0]
+        self.like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
+
+    def is_changed(self) -> bool:
+        """Say whether the slabs were changed in place since."""
+        return [slab._version for slab in self._slabs] != self._slab_versions
+
+    def let_go(self) -> None:
+        """Forget the slab where there is a recipe."""
+        if self.recipe is not None:
+            self.volume, self._slabs, self._slab_versions = None, [], []
+
+    def take(self) -> ShardedVolume:
+        """Return the input: itself, or to be computed again without history, which the recomputation does not need."""
+        if self.volume is not None:
+            return self.volume
+        assert self.recipe is not None
+        again = Again(self.recipe, self.like, self.room, self.versions, self.requires_grad)
+        return ShardedVolume([again.placeholder()], self.dims, self.shape, self.context, again)

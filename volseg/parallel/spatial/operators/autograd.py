@@ -1,0 +1,313 @@
+"""What autograd, modules and the user's loop ask of a tensor that is not arithmetic."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from volseg.device.first_order import first_order
+from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
+
+__all__ = ["backward", "differentiate", "metadata", "register_hook"]
+
+METADATA = [
+    "Tensor.size",
+    "Tensor.dim",
+    "Tensor.numel",
+    "Tensor.nelement",
+    "Tensor.ndimension",
+    "Tensor.element_size",
+    "Tensor.is_floating_point",
+    "Tensor.is_complex",
+    "Tensor.is_signed",
+    "Tensor.get_device",
+    "Tensor.is_contiguous",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "Tensor.is_same_size",
+    "Tensor.__dir__",
+]
+
+FLAGS = [
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "is_vulkan",
+    "is_nested",
+    "layout",
+    "names",
+    "itemsize",
+    "is_inference",
+    "retains_grad",
+    "output_nr",
+    "_version",
+    "is_ipu",
+    "is_maia",
+    "is_mtia",
+]
+
+
+@handles("Metadata and autograd", *METADATA, rehearse=False)
+def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
+    volume, *rest = args
+    name = func.__name__
+    if name == "size":
+        dim = rest[0] if rest else kwargs.get("dim")
+        return volume.shape if dim is None else volume.shape[dim]
+    if name in ("dim", "ndimension"):
+        return volume.ndim
+    if name in ("numel", "nelement"):
+        return volume.shape.numel()
+    if name == "is_same_size":
+        return volume.shape == rest[0].shape
+    if name == "__dir__":
+        return object.__dir__(volume)
+    return func(volume.slabs[0], *rest, **kwargs)
+
+
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False)
+def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Read a property of the slabs."""
+    return func(args[0].slabs[0], *args[1:])
+
+
+@handles("Metadata and autograd", "Tensor.data", rehearse=False)
+def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the voxels without their history."""
+    volume = args[0]
+    return wrap(volume, [slab.data for slab in volume.slabs])
+
+
+@handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False)
+def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the first slab's history."""
+    return args[0].slabs[0].grad_fn
+
+
+@handles(
+    "Metadata and autograd",
+    "Tensor.requires_grad_",
+    "Tensor.retain_grad",
+    "Tensor.detach_",
+    "Tensor.record_stream",
+    rehearse=False,
+)
+def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Do it to each slab."""
+    for slab in args[0].slabs:
+        func(slab, *args[1:], **kwargs)
+    return args[0]
+
+
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False)
+def backward(
+    func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
+) -> None:
+    """Start the backward pass from a volume with the gradient of each voxel."""
+    backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
+
+
+@handles("Metadata and autograd", "autograd.backward", rehearse=False)
+def backward_of_several(
+    func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
+) -> None:
+    """Start the backward pass from volumes and ordinary tensors."""
+    roots = _sequence(tensors)
+    given = _gradients(roots, grad_tensors)
+    leaves = None if inputs is None else _flat(_sequence(inputs))
+    with torch._C._EnableTorchFunction():  # off in handlers; blocks that are computed again need it, and hooks
+        torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
+
+
+@handles("Metadata and autograd", "autograd.grad", rehearse=False)
+def differentiate(
+    func: Callable,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Return gradients with respect to volumes and ordinary tensors."""
+    roots, leaves = _sequence(outputs), _sequence(inputs)
+    given = _gradients(roots, grad_outputs)
+    with torch._C._EnableTorchFunction():
+        found = torch.autograd.grad(_flat(roots), _flat(leaves), given, retain_graph, allow_unused=True)
+    results: list[Tensor | None] = []
+    for leaf in leaves:
+        parts = _flat([leaf])
+        gradients, found = found[: len(parts)], found[len(parts) :]
+        unused = all(gradient is None for gradient in gradients)
+        if unused and not allow_unused and not materialize_grads:
+            raise RuntimeError(  # as torch does
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        if unused and not materialize_grads:
+            results.append(None)
+            continue
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
+        results.append(wrap(leaf, filled) if isinstance(leaf, ShardedVolume) else filled[0])
+    return tuple(results)
+
+
+def _sequence(tensors: Any) -> list[Any]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return list(tensors.values() if isinstance(tensors, dict) else tensors)
+
+
+def _flat(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors, slabs instead of volumes."""
+    return [part for one in tensors for part in (one.slabs if isinstance(one, ShardedVolume) else [one])]
+
+
+def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
+    """Return the gradient of each part of each root."""
+    given = [None] * len(roots) if gradients is None else _sequence(gradients)
+    found: list[Tensor | None] = []
+    for root, gradient in zip(roots, given, strict=True):
+        if not isinstance(root, ShardedVolume):
+            found.append(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient)
+            continue
+        if gradient is None:
+            refuse("it needs the gradient of each voxel, or a loss that is one number")
+        if gradient.shape != root.shape:
+            raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
+        if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:
+            gradient = cut_like(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient, root)
+        found += relaid(gradient, root.merged).slabs
+    return found
+
+
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False)
+def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
+    """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
+    if not input.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
+    used, slabs = input._shown, input.slabs
+    dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
+
+    def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
+        volume = ShardedVolume(gradients, dims, shape, context)
+        volume.merged = merged
+        return volume
+
+    if len(slabs) == 1:
+        return func(slabs[0], lambda gradient: _hooked(joined, [hook], [gradient])[0])
+    if input.hooks is not None:
+        handle = RemovableHandle(input.hooks)
+        input.hooks[handle.id] = hook
+        return handle
+    if used:
+        refuse("a hook on several slabs sees only what follows it, and the volume has been used: register it before")
+    # One node of the graph has the gradients of all slabs at once.
+    hooks: dict[int, Callable] = OrderedDict()
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    input._slabs = list(_Hooked.apply(joined, hooks, *slabs))
+    input.with_recipe(None, 0)
+    input.parts, input.hooks = None, hooks
+    return handle
+
+
+Joined = Callable[[Sequence[Tensor]], ShardedVolume]
+
+
+def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tensor]) -> list[Tensor]:
+    for hook in hooks:
+        volume = joined(gradients)
+        result = hook(volume)
+        if result is None:
+            continue
+        if not isinstance(result, ShardedVolume):
+            result = cut_like(result, volume)
+        if result.shape != volume.shape or result.dims != volume.dims:
+            raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
+        gradients = relaid(result, volume.merged).slabs
+    return list(gradients)
+
+
+class _Hooked(torch.autograd.Function):
+    """The slabs as they are; their gradients as hooks leave them."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Joined, hooks: dict[int, Callable], *slabs: Tensor) -> tuple[Tensor, ...]:
+        ctx.joined, ctx.hooks = joined, hooks
+        return tuple(slab.view_as(slab) for slab in slabs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
+
+
+@handles(
+    "Metadata and autograd",
+    "Tensor.new_zeros",
+    "Tensor.new_ones",
+    "Tensor.new_empty",
+    "Tensor.new_full",
+    "Tensor.new_tensor",
+    rehearse=False,
+)
+def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Make an ordinary tensor with the volume's dtype and home device."""
+    volume, *rest = args
+    like = torch.empty((), dtype=volume.dtype, device=volume.context.communicator.home)
+    return func(like, *rest, **kwargs)
+
+
+@handles("Metadata and autograd", "Tensor.__format__", rehearse=False)
+def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Print the volume's description."""
+    return repr(args[0])
+
+
+@handles(
+    "Metadata and autograd",
+    "Tensor.numpy",
+    "Tensor.__array__",
+    "Tensor.tolist",
+    "Tensor.item",
+    "Tensor.__bool__",
+    "Tensor.__float__",
+    "Tensor.__int__",
+    "Tensor.__index__",
+    "Tensor.__complex__",
+    "Tensor.__reduce_ex__",
+    "Tensor.untyped_storage",
+    "Tensor.storage",
+    "Tensor.data_ptr",
+    "Tensor.__dlpack__",
+    "Tensor.__dlpack_device__",
+    "Tensor.__contains__",
+    "Tensor.share_memory_",
+    "Tensor.is_shared",
+    "Tensor.pin_memory",
+    "Tensor.is_pinned",
+    "Tensor.stride",
+    "Tensor.storage_offset",
+    "Tensor.__deepcopy__",
+    rehearse=False,
+)
+def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Refuse to read or save values of which each shard has some."""
+    volume = next(value for value in args if isinstance(value, ShardedVolume))
+    refuse(
+        f"its voxels lie on {volume.context.communicator.shards} shards: call full_tensor() first, or, where somebody "
+        f"else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
+    )

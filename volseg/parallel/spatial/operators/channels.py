@@ -1,0 +1,145 @@
+"""Functions along a dim that is not cut: channels, mostly."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.operators.pointwise import elementwise, pointwise, rewrap, run_local
+from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
+from volseg.parallel.spatial.signatures import bind
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["along_dim", "extremum"]
+
+ALONG_ONE = [
+    "softmax",
+    "log_softmax",
+    "F.softmin",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "sort",
+    "argsort",
+    "msort",
+    "topk",
+    "glu",
+    "argmax",
+    "argmin",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "special.softmax",
+    "special.log_softmax",
+]
+
+LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
+"""Functions whose ``dim`` is the last one by default; of the others it is all, or must be given."""
+
+
+@handles("Along channels", *ALONG_ONE)
+def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run on each slab, where ``dim`` is not cut; a softmax also where it is."""
+    named = bind(func, args, kwargs)
+    volume = named["input"]
+    dim = named.get("dim", -1 if func.__name__ in LAST else 0 if func.__name__ == "msort" else None)
+    if not isinstance(volume, ShardedVolume) or not isinstance(dim, int):
+        refuse(f"it needs whole lines along dim={dim}")
+    if dim % volume.ndim in volume.dims:
+        if "soft" not in func.__name__:
+            refuse(f"it needs whole lines along dim={dim}")
+        return _softmax(func.__name__, volume, dim % volume.ndim, named.get("dtype"))
+    rest = args[1:] if args else ()
+    settings = {name: value for name, value in kwargs.items() if value is not volume}
+    return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
+
+
+@handles("Reductions", "max", "min")
+def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
+    named = bind(func, args, kwargs)
+    if "other" in named:
+        larger = torch.maximum if func.__name__ == "max" else torch.minimum
+        return pointwise(larger, (named["input"], named["other"]), {})
+    if "dim" not in named:
+        kind = "amax" if func.__name__ == "max" else "amin"
+        return extremes(kind, named["input"], list(range(named["input"].ndim)))
+    return along_dim(func, args, kwargs)
+
+
+def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:
+    """Divide exponentials by their sum along a cut dim, in float32 where the voxels have fewer bits."""
+    dtype = volume.dtype if dtype is None else dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    if torch.is_autocast_enabled(volume.device.type):
+        dtype = wide
+    scores = wrap(volume, [slab.to(wide) if name != "softmin" else -slab.to(wide) for slab in volume.slabs])
+    with torch.no_grad():
+        largest = over_dims("amax", scores, [dim], keepdim=True)
+    # Lines of minus infinity alone are not a number in torch either.
+    scores = elementwise(torch.sub, scores, largest)
+    total = over_dims("sum", elementwise(torch.exp, scores), [dim], keepdim=True)
+    if name.endswith("log_softmax"):
+        result = elementwise(torch.sub, scores, elementwise(torch.log, total))
+    else:
+        result = elementwise(torch.div, elementwise(torch.exp, scores), total)
+    return wrap(result, [slab.to(dtype) for slab in result.slabs])
+
+
+def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: list[Any]) -> Any:
+    """Wrap what each slab gave, of the volume's dims or without ``dims``."""
+    first = results[0] if isinstance(results[0], Tensor) else results[0][0]
+    if first.ndim == volume.ndim:
+        return _wrap_all(volume, results, list(volume.dims))
+    gone = [dim % volume.ndim for dim in dims]
+    return _wrap_all(volume, results, [cut - sum(dim < cut for dim in gone) for cut in volume.dims])
+
+
+@handles("Along channels", "quantile", "nanquantile")
+def quantile(
+    func: Callable, input: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
+) -> Any:
+    """Return quantiles along a dim that is not cut; several of them stand in a new first dim."""
+    if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
+        refuse(f"it needs whole lines along dim={dim}")
+    several = isinstance(q, Tensor) and q.ndim == 1
+    qs = input.context.spread(q) if isinstance(q, Tensor) else [q] * len(input.slabs)
+    pairs = zip(input.slabs, qs, strict=True)
+    results = [func(slab, own, dim, keepdim, interpolation=interpolation) for slab, own in pairs]
+    dims = [cut - (not keepdim and dim % input.ndim < cut) + several for cut in input.dims]
+    return wrap(input, results, dims)
+
+
+@handles("Along channels", "F.normalize")
+def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
+    """Divide by the norm along dims, cut ones too."""
+    if not isinstance(input, ShardedVolume):
+        refuse("its input is not sharded")
+    length = norm(torch.linalg.vector_norm, input, p, dim, keepdim=True)
+    return elementwise(torch.div, input, elementwise(torch.clamp_min, length, eps))
+
+
+def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any:
+    if isinstance(results[0], Tensor):
+        return wrap(volume, results, dims)
+    return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
+
+
+@handles("Along channels", "gather", "take_along_dim")
+def gather(func: Callable, input: Any, index: Any = None, indices: Any = None, dim: int | None = None) -> Any:
+    """Pick an entry for each voxel along a dim that is not cut."""
+    index = indices if index is None else index
+    like = input if isinstance(input, ShardedVolume) else index
+    if not isinstance(like, ShardedVolume) or dim is None or dim % like.ndim in like.dims:
+        refuse("it picks along the cut dim")
+    if any(
+        input.shape[cut] != size or index.shape[cut] != size for cut, size in zip(like.dims, like.sizes, strict=True)
+    ):
+        refuse("input and index must have the same extent along the cut")
+    order = (input, index, dim) if func.__name__ == "take_along_dim" else (input, dim, index)
+    return rewrap(*run_local(func, order, {}, like=like))

@@ -1,0 +1,135 @@
+"""Copies and conversions: another dtype, another layout, a volume filled with a value; the devices stay."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.operators.pointwise import pointwise, rewrap, run_local
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["contiguous", "convert", "convert_dtype", "filled_like", "moved", "scatter"]
+
+DTYPES = ["bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short", "cfloat", "cdouble"]
+
+
+@handles("Copies and conversions", "Tensor.contiguous", rehearse=False)
+def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Lay out each slab; torch returns what lies so already itself, with its history even under ``no_grad``."""
+    volume = args[0]
+    if not torch.is_grad_enabled() and volume.requires_grad:
+        for slab in volume.slabs:
+            strides = slab.stride()
+            apart = sorted(strides, reverse=True) == list(strides) or strides[1] == 1  # a view, or channels last
+            if apart and func(slab, *args[1:], **kwargs) is not slab:
+                refuse("under no_grad it would lose the history of slabs that lie otherwise: call detach() before")
+    return pointwise(func, args, kwargs)
+
+
+@handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
+def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Make a volume of the same grid; its slabs lie where the volume's are."""
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
+    _without_device(kwargs.get("device"), volume)
+    named = {name: value for name, value in kwargs.items() if name != "device" and value is not volume}
+    return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
+
+
+@handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False)
+def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Change the dtype; a volume that has it already is returned itself, as torch does."""
+    return _converted(args[0], [func(slab, *args[1:], **kwargs) for slab in args[0].slabs])
+
+
+@handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False)
+def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Change the dtype or the layout; the device is the slab's own and stays."""
+    volume, *rest = args
+    if not isinstance(volume, ShardedVolume):  # plain.to(sharded): its dtype and home device
+        return volume.to(device=rest[0].context.communicator.home, dtype=rest[0].dtype)
+    if func is Tensor.type and not rest and not kwargs:
+        return volume.slabs[0].type()
+    kept = [_without_device(value, volume) for value in rest]
+    named = {key: value for key, value in kwargs.items() if key not in ("device", "other")}
+    _without_device(kwargs.get("device"), volume)
+    if "other" in kwargs:
+        named["dtype"] = _without_device(kwargs["other"], volume)
+    kept = [value for value in kept if value is not None]
+    return _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+
+
+@handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False)
+def moved(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume where its slabs are on such devices already."""
+    volume = args[0]
+    if volume.device.type != func.__name__:
+        refuse(f"its slabs stay on their devices: call full_tensor().{func.__name__}() for the whole volume there")
+    return volume
+
+
+def _converted(volume: ShardedVolume, slabs: list[Tensor]) -> ShardedVolume:
+    if all(new is old for new, old in zip(slabs, volume.slabs, strict=True)):
+        return volume
+    return wrap(volume, slabs)
+
+
+def _without_device(value: Any, volume: ShardedVolume) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype
+    named_device = isinstance(value, str) and not value.startswith("torch.")
+    if isinstance(value, torch.device) or named_device or (isinstance(value, int) and not isinstance(value, bool)):
+        kind = "cuda" if isinstance(value, int) else torch.device(value).type
+        if kind != volume.device.type:
+            refuse(f"its slabs stay on their devices: call full_tensor().to({str(value)!r}) for the whole volume there")
+        return None
+    return value
+
+
+@handles("Copies and conversions", "scatter", "Tensor.scatter_")
+def scatter(
+    func: Callable, input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None
+) -> Any:
+    """Scatter along a dim that is not cut, as one-hot encoding does."""
+    if not isinstance(index, ShardedVolume) or dim % index.ndim in index.dims:
+        refuse("the index must be sharded, and dim another one than the cut dim")
+    if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
+        refuse("input and index must have the same extent along the cut")
+    written = func.__name__ == "scatter_"
+    if written and isinstance(input, ShardedVolume) and (input.dims, input.merged) != (index.dims, index.merged):
+        refuse("the volume that it writes into must be cut as the index is")
+    if written and not isinstance(input, ShardedVolume) and not _is_nobodys(input):
+        refuse("it writes into a part of an ordinary tensor, or into one with a history")
+    if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
+        refuse("src and index must have the same extent along the cut")
+    if written and isinstance(input, ShardedVolume):
+        input.context.settle()
+    settings = {} if reduce is None else {"reduce": reduce}
+    like, results = run_local(func, (input, dim, index, value if src is None else src), settings, like=index)
+    if written and isinstance(input, ShardedVolume):
+        return input
+    if written:
+        # MONAI's one_hot scatters into a whole tensor and goes on with the result, as everybody does.
+        input.resize_(0)
+        input.__class__ = WrittenInto
+    return rewrap(like, results)
+
+
+def _is_nobodys(tensor: Tensor) -> bool:
+    """Say whether what happens to an ordinary tensor happens to no other."""
+    return type(tensor) is Tensor and tensor._base is None and not tensor.requires_grad
+
+
+class WrittenInto(Tensor):
+    """What was an ordinary tensor until a volume was scattered into it: the result is on slabs, and this unreadable."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UnsupportedOperatorError(
+            f"{getattr(func, '__name__', func)} reads a tensor into which a sharded volume was scattered in place: its "
+            f"values lie on the shards; go on with the result, as in y = y.scatter_(...)"
+        )

@@ -1,0 +1,165 @@
+"""Convolution and transposed convolution of any kernel, stride, dilation, groups, padding and output padding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.convolution.settings import Settings
+from volseg.device.convolution.stacks import LIMIT
+from volseg.parallel.spatial.contract import rehearsed
+from volseg.parallel.spatial.convolution.slab import Plan, convolve
+from volseg.parallel.spatial.convolution.slab import plan as direct_plan
+from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.planes import (
+    AxisPlan,
+    LocalWindow,
+    convolution_plans,
+    outside_cut,
+    sharded_windows,
+)
+from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.plan.windows import TransposedConvolution
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["convolution", "transposed_convolution"]
+
+
+@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False)
+def convolution(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Convolve each slab, extended by its halo, without padding along the cut."""
+    volume = input
+    count = weight.ndim - 2
+    if not spatial_only(volume, count):
+        refuse("the input must be cut along a spatial dim, and the weight not at all")
+
+    def rehearse() -> None:
+        rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
+
+    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups, rehearse)
+    if chosen is not None:
+        return convolve(volume, weight, bias, chosen)
+    rehearse()
+    kernel = weight.shape[2:]
+    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
+    before, after = _padding(padding, kernel, dilation)
+    plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
+    cut = [dim - (volume.ndim - count) for dim in volume.dims]
+    inside = outside_cut(volume, before)
+    if any(before[i] != after[i] for i in range(count) if i not in cut):
+        refuse("padding='same' of an even kernel pads one side more; use F.pad before it")
+    weights, biases = _spread(volume, weight), _spread(volume, bias)
+
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
+        return func(slab, weights[position], biases[position], stride, inside, dilation, groups)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, weight, bias, stride, padding, dilation, groups)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
+def transposed_convolution(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """Run a transposed convolution on the planes that reach a slab's outputs."""
+    volume = input
+    count = weight.ndim - 2
+    if not spatial_only(volume, count):
+        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
+    padding, extra = per_dim(padding, count), per_dim(output_padding, count)
+    first = volume.ndim - count
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - first
+        window = TransposedConvolution(weight.shape[2 + i], stride[i], padding[i], dilation[i])
+        plans.append(AxisPlan(window, window.outputs(size, extra[i])))
+    inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
+    weights, biases = _spread(volume, weight), _spread(volume, bias)
+
+    alone = list(weight.shape[2:]) == stride and not any(inside) and not any(extra_inside)
+
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
+        def run(part: Tensor) -> Tensor:
+            own = weights[position], biases[position]
+            return func(part, *own, stride, inside, extra_inside, groups, dilation)
+
+        elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
+        if not alone or count != 3 or elements <= LIMIT:
+            return run(slab)
+        # Each input plane has output planes of its own; see ``large`` for why not all at once.
+        stacks = min(slab.shape[2], -(-2 * elements // LIMIT))
+        return torch.cat([run(part) for part in slab.tensor_split(stacks, 2)], 2)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, weight, bias, stride, padding, extra, groups, dilation)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def _direct(
+    volume: ShardedVolume,
+    weight: torch.Size,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    rehearse: Callable[[], None],
+) -> Plan | None:
+    """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
+    if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
+        return None
+    context, count = volume.context, len(weight) - 2
+    stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
+    padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
+
+    def make() -> Plan | None:
+        rehearse()  # once for a layer: what torch refuses
+        whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
+        along = replace(whole, padding=tuple(outside_cut(volume, padding)))
+        kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
+        (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
+        if not can_split(plan.outputs, context.communicator.shards):
+            return None
+        return direct_plan(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
+
+    layer = weight, stride, padding, dilation, groups
+    key = volume.shape, volume.dims, *layer, context.channels_last, context.frugal
+    found: Plan | None = context.planned(key, make)
+    return found
+
+
+def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:
+    return [None] * len(volume.slabs) if tensor is None else volume.context.spread(tensor)
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[list[int], list[int]]:
+    """Return planes of padding in front and behind along each spatial dim."""
+    if padding == "same":
+        total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+        return [t // 2 for t in total], [t - t // 2 for t in total]
+    before = [0] * len(kernel) if padding == "valid" else per_dim(padding, len(kernel))
+    return before, before

@@ -1,0 +1,73 @@
+"""Functions of all voxels whose result is no volume (they are gathered for it), and of voxels and a plain tensor."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from volseg.parallel.spatial.gathered import run_gathered
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["bucketize", "gathered", "is_in", "search_sorted"]
+
+
+@handles(
+    "Counts",
+    "argwhere",
+    "bincount",
+    "histc",
+    "nonzero",
+    "unique",
+    "unique_consecutive",
+    rehearse=False,
+)
+def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return positions, counts or values of voxels: an ordinary tensor, of the gathered volume."""
+    return run_gathered(func, args, kwargs)
+
+
+@handles("Counts", "bucketize")
+def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+    """Return the number of each voxel's interval between boundaries, an ordinary tensor."""
+    if isinstance(boundaries, ShardedVolume):
+        refuse("the boundaries must be an ordinary tensor")
+    pairs = zip(input.slabs, input.context.spread(boundaries), strict=True)
+    return wrap(input, [func(slab.contiguous(), own, out_int32=out_int32, right=right) for slab, own in pairs])
+
+
+@handles("Counts", "searchsorted")
+def search_sorted(
+    func: Callable,
+    sorted_sequence: Any,
+    input: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+) -> Any:
+    """Return the number of each voxel's interval in one sorted sequence for all of them."""
+    if isinstance(sorted_sequence, ShardedVolume) or sorted_sequence.ndim != 1:
+        refuse("it needs one ordinary sequence for all voxels")
+    settings = {"out_int32": out_int32, "right": right, "side": side}
+    pairs = zip(input.slabs, input.context.spread(sorted_sequence), strict=True)
+    return wrap(input, [func(own, slab.contiguous(), **settings) for slab, own in pairs])
+
+
+@handles("Counts", "isin")
+def is_in(
+    func: Callable,
+    elements: Any = None,
+    test_elements: Any = None,
+    element: Any = None,
+    test_element: Any = None,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Any:
+    """Say of each voxel whether it is one of some numbers, or of each number whether a voxel has it."""
+    settings = {"assume_unique": assume_unique, "invert": invert}
+    voxels = element if elements is None else elements
+    numbers = test_element if test_elements is None else test_elements
+    if isinstance(numbers, ShardedVolume):
+        return run_gathered(func, (voxels, numbers), settings)
+    own = voxels.context.spread(numbers) if isinstance(numbers, Tensor) else [numbers] * len(voxels.slabs)
+    return wrap(voxels, [func(slab, these, **settings) for slab, these in zip(voxels.slabs, own, strict=True)])

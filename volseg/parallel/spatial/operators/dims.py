@@ -1,0 +1,272 @@
+"""Dims: moved, inserted, removed, broadcast, merged and split."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.copied_view import Origin
+from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
+from volseg.parallel.spatial.signatures import bind
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = [
+    "expand",
+    "insert_dim",
+    "permute",
+    "repeat",
+    "reshape",
+    "reshaped",
+    "say_gathered",
+    "squeeze",
+    "transposed",
+    "unsqueeze",
+]
+
+
+@handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False)
+def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Move dims; the cut moves along."""
+    volume, *rest = args if args else (kwargs["input"],)
+    named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    # A tiny tensor whose sizes are the dims' numbers tells where each dim went.
+    tracer = torch.empty([dim + 2 for dim in range(volume.ndim)], device="meta")
+    order = [size - 2 for size in func(tracer, *rest, **named).shape]
+    slabs = [func(slab, *rest, **named) for slab in volume.slabs]
+    return wrap(volume, slabs, [order.index(dim) for dim in volume.dims])
+
+
+@handles("Dims", "unsqueeze")
+def unsqueeze(func: Callable, input: Any, dim: int) -> Any:
+    """Insert a dim of extent one."""
+    return insert_dim(input, dim)
+
+
+def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
+    """Return the volume with a dim of extent one; the cut dims behind it move up."""
+    dim %= volume.ndim + 1
+    slabs = [slab.unsqueeze(dim) for slab in volume.slabs]
+    return wrap(volume, slabs, [cut + (dim <= cut) for cut in volume.dims])
+
+
+@handles("Dims", "squeeze")
+def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) -> Any:
+    """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
+    dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
+    gone = {d % input.ndim for d in dims if input.shape[d] == 1}
+    if gone & set(input.dims):
+        refuse("a volume on one shard keeps the dim that it would be cut along")
+    slabs = list(input.slabs)
+    for d in sorted(gone, reverse=True):
+        slabs = [slab.squeeze(d) for slab in slabs]
+    return wrap(input, slabs, [cut - sum(d < cut for d in gone) for cut in input.dims])
+
+
+@handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to")
+def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = None, implicit: bool = False) -> Any:
+    """Broadcast dims that are not cut."""
+    shape = list(size if other is None else other.shape)
+    if not isinstance(input, ShardedVolume):
+        result = cut_like(input.expand(shape), other)
+        result.origin = Origin([input], result.slabs, [])  # torch has a view of an ordinary tensor
+        return result
+    shift = len(shape) - input.ndim
+    dims = [dim + shift for dim in input.dims]
+    if any(shape[dim] not in (-1, size) for dim, size in zip(dims, input.sizes, strict=True)):
+        refuse("a cut dim cannot be expanded")
+    for dim in dims:
+        shape[dim] = -1
+    return wrap(input, [slab.expand(shape) for slab in input.slabs], dims)
+
+
+@handles("Dims", "Tensor.repeat", "tile")
+def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequence[int] = ()) -> Any:
+    """Repeat along dims that are not cut."""
+    counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
+    counts = [1] * (input.ndim - len(counts)) + counts
+    cut = [dim + len(counts) - input.ndim for dim in input.dims]
+    if any(counts[dim] != 1 for dim in cut):
+        refuse("a cut dim cannot be repeated")
+    return wrap(input, [slab.repeat(counts) for slab in input.slabs], cut)
+
+
+@handles("Dims", "repeat_interleave", rehearse=False)  # counts in a tensor have no outline
+def repeat_interleave(
+    func: Callable, input: Any, repeats: Any, dim: int | None = None, output_size: int | None = None
+) -> Any:
+    """Repeat each entry along a dim that is not cut."""
+    if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
+        refuse("it needs a dim that is not cut")
+    if isinstance(repeats, Tensor):
+        refuse("it needs one count for all entries")
+    return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
+
+
+@handles("Dims", "reshape", "Tensor.view", "flatten", "unflatten", "Tensor.reshape_as", "Tensor.view_as", "ravel")
+def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Reshape; the cut dim may be merged with its neighbours, and split again."""
+    named = bind(func, args, kwargs)
+    volume = named["input"]
+    if not isinstance(volume, ShardedVolume):
+        refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
+    if "dtype" in named:
+        refuse("reinterpreting voxels as another dtype is not supported")
+    target = _target_shape(func, volume, args, kwargs)
+    if list(target) == list(volume.shape):
+        return wrap(volume, list(volume.slabs))
+    return reshaped(volume, target)
+
+
+def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Tensor:
+    """Return the volume under another shape; gathered, where no dim of that has the planes of a shard in it."""
+    context = volume.context
+    if volume.merged is None:
+        dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
+        if None not in dims:
+            return _with_slabs(volume, target, dims, volume.dims)  # type: ignore[arg-type]
+    if len(volume.dims) == 1:
+        plain = volume if volume.merged is None else volume.unmerged()
+        place = _place(plain.shape, plain.dims[0], target)
+        if place is not None:
+            return _merged_or_split(plain, target, *place)
+        if context.communicator.shards == 1 and target:
+            return ShardedVolume([volume.slabs[0].reshape(target)], [len(target) - 1], target, context)
+    say_gathered(volume, f"gives the shape {tuple(target)} to")
+    return volume.full_tensor().reshape(target)
+
+
+SMALL = 2**22
+"""Elements of a volume up to which it is gathered without a word, as coarse levels are that are too thin to cut."""
+
+
+def say_gathered(volume: ShardedVolume, what: str) -> None:
+    """Say once that a large volume is gathered for something that slabs cannot do."""
+    if volume.shape.numel() > SMALL:
+        context = volume.context
+        context.say_once(
+            f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
+            f"{', '.join(map(str, volume.dims))}: it is gathered for that"
+        )
+
+
+def _with_slabs(
+    volume: ShardedVolume, target: Sequence[int], dims: Sequence[int], old: Sequence[int], merged: Merged | None = None
+) -> ShardedVolume:
+    """Reshape the slabs: dims ``old`` of the volume become ``dims`` of the target, alone or merged."""
+    slabs = []
+    for slab in volume.slabs:
+        shape = list(target)
+        for own, new in zip(old, dims, strict=True):
+            outer, unit = merged or (1, 1)
+            shape[new] = outer * slab.shape[own] * unit
+        slabs.append(slab.reshape(shape))
+    result = ShardedVolume(slabs, dims, target, volume.context)
+    result.merged = merged
+    return result
+
+
+def _merged_or_split(
+    volume: ShardedVolume, target: Sequence[int], dim: int, outer: int, extent: int
+) -> ShardedVolume | Tensor:
+    """Reshape where dim ``dim`` of the target runs over ``outer`` dims in front and ``extent`` entries of the cut."""
+    context, (cut,), (planes,) = volume.context, volume.dims, volume.sizes
+    shards = context.communicator.shards
+    if extent % planes == 0:
+        layout = Merged(outer, extent // planes)
+    else:
+        if not can_split(extent, shards):
+            return volume.full_tensor().reshape(target)
+        # Each entry takes several planes with it: they must lie on one shard.
+        group = planes // extent
+        slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
+        shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
+        slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
+        volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)
+    entries = target[dim] // outer
+    plain = outer == 1 and spans(entries, shards, layout.unit) == spans(entries, shards)
+    if shards == 1:
+        return ShardedVolume([volume.slabs[0].reshape(target)], [dim], target, context)
+    result = _with_slabs(volume, target, [dim], [cut], layout)
+    if plain:
+        result.merged = None
+    return result
+
+
+def _place(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return the dim of ``new`` that holds the cut dim of ``old``, how many entries of dims in front, and of the cut.
+
+    None where no dim of ``new`` begins with whole entries of both.
+    """
+    before, planes, product = prod(old[:cut]), old[cut], 1
+    for dim, size in enumerate(new):
+        if product * size > before:
+            outer, rest = divmod(before, product)
+            if rest or size % outer:
+                return None
+            extent = size // outer
+            return (dim, outer, extent) if extent % planes == 0 or planes % extent == 0 else None
+        product *= size
+    return None
+
+
+def _target_shape(func: Callable, volume: ShardedVolume, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    outlines = {
+        id(value): torch.empty(value.shape, device="meta")
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Tensor)
+    }
+    on_meta = [outlines.get(id(value), value) for value in args]
+    return list(func(*on_meta, **{key: outlines.get(id(value), value) for key, value in kwargs.items()}).shape)
+
+
+def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+    """Return the dim of ``new`` that holds exactly dim ``dim`` of ``old``, if there is one."""
+    before = prod(old[:dim])
+    for candidate, size in enumerate(new):
+        if size == old[dim] and prod(new[:candidate]) == before:
+            return candidate
+    return None
+
+
+@handles("Dims", "t")
+def matrix_transposed(func: Callable, input: Any) -> Any:
+    """Transpose a matrix."""
+    return permute(torch.transpose, (input, 0, -1), {})
+
+
+@handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d")
+def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume, where it has so many dims."""
+    (volume,) = (*args, *kwargs.values())
+    if not isinstance(volume, ShardedVolume) or volume.ndim < int(func.__name__[-2]):
+        refuse("it takes one volume at a time, of as many dims: use unsqueeze")
+    return volume
+
+
+@handles("Dims", "Tensor.unfold")
+def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> Any:
+    """Take windows along a dim; along the cut such as do not overlap."""
+    dim = dimension % input.ndim
+    if dim not in input.dims:
+        return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])
+    if size != step or input.shape[dim] % size:
+        refuse("windows that overlap, or leave planes over, along the cut")
+    parts = reshaped(input, (*input.shape[:dim], input.shape[dim] // size, size, *input.shape[dim + 1 :]))
+    if not isinstance(parts, ShardedVolume):
+        return parts.movedim(dim + 1, -1)
+    return permute(torch.movedim, (parts, dim + 1, -1), {})
+
+
+@handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False)
+def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Transpose the last two dims; ``T`` is for matrices."""
+    volume = args[0]
+    if volume.ndim < 2:
+        refuse("it transposes matrices, and this is a vector: leave it out")
+    if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
+        refuse("it reverses all dims of what is no matrix: use permute")
+    return permute(torch.transpose, (volume, -2, -1), {})

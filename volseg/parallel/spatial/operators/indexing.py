@@ -1,0 +1,291 @@
+"""Indices: integers, slices, lists, tensors and masks, read and assigned.
+
+What basic indices do is done first, as torch does it; lists, tensors and masks then pick on each slab, where they do
+not name a cut dim. Along the cut they pick from the gathered volume.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.dispatch import Copied
+from volseg.parallel.spatial.gathered import run_gathered
+from volseg.parallel.spatial.operators.dims import say_gathered
+from volseg.parallel.spatial.operators.joins import cat
+from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
+from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+
+__all__ = ["getitem", "setitem"]
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """What indexes which dims: a tensor of integers or a mask, from dim ``dim`` on."""
+
+    dim: int
+    index: Tensor
+
+    @property
+    def dims(self) -> range:
+        """The dims that are picked from."""
+        return range(self.dim, self.dim + (self.index.ndim if self.index.dtype == torch.bool else 1))
+
+
+@handles("Slices and joins", "Tensor.__getitem__")
+def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Index with integers, slices, None, an ellipsis, lists, tensors and masks; a cut dim too."""
+    volume, index = args
+    index = _as_tuple(index)
+    if not isinstance(volume, ShardedVolume):
+        return Copied(_looked_up(volume, index))
+    if all(is_basic(entry) for entry in index):
+        return sliced(volume, expanded(index, volume.ndim))
+    entries = expanded(_tensors(index, volume), volume.ndim)
+    if not any(isinstance(entry, Tensor) for entry in entries):
+        return sliced(volume, entries)
+    result = sliced(volume, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
+    return Copied(_picked(result, _picks(entries)))
+
+
+def _as_tuple(index: Any) -> tuple:
+    """Return an entry per dim; torch takes a list that holds a slice, None or an ellipsis for a tuple."""
+    several = isinstance(index, list) and any(entry is None or isinstance(entry, SLICES) for entry in index)
+    return tuple(index) if several or isinstance(index, tuple) else (index,)
+
+
+SLICES = (slice, type(...))
+
+
+def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
+    """Replace lists by tensors, and tensors of one integer by it."""
+    found = []
+    for entry in index:
+        if isinstance(entry, Sequence) and not isinstance(entry, str):
+            entry = torch.tensor(entry, device=volume.context.communicator.home)
+            entry = entry.long() if not entry.numel() else entry
+        if isinstance(entry, Tensor) and entry.dtype not in (*INTEGERS, torch.bool):
+            refuse(f"an index of {entry.dtype} is not supported: use integers, or a mask of bools")
+        if not isinstance(entry, Tensor) and not is_basic(entry):
+            refuse(f"an index of type {type(entry).__name__} is not supported")
+        if isinstance(entry, Tensor) and not entry.ndim and entry.dtype == torch.bool:
+            refuse("a single bool is not supported as an index")
+        found.append(int(entry) if isinstance(entry, Tensor) and not entry.ndim else entry)
+    return tuple(found)
+
+
+def _picks(entries: Sequence[Any]) -> list[Picks]:
+    """Return what lists, tensors and masks pick, after integers are gone and new dims are there."""
+    picks, dim = [], 0
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            picks.append(Picks(dim, entry))
+            dim = picks[-1].dims.stop
+        elif not isinstance(entry, int):
+            dim += 1
+    return picks
+
+
+def _full_index(picks: Sequence[Picks], ndim: int, tensors: Sequence[Tensor]) -> tuple:
+    """Return the index with these tensors for the picks, and everything along other dims."""
+    index: list[Any] = [slice(None)] * ndim
+    for pick, tensor in zip(reversed(picks), reversed(tensors), strict=True):
+        index[pick.dims.start : pick.dims.stop] = [tensor]
+    return tuple(index)
+
+
+def _picked(source: ShardedVolume | Tensor, picks: Sequence[Picks]) -> ShardedVolume | Tensor:
+    indices = [_whole(pick.index) for pick in picks]
+    if not isinstance(source, ShardedVolume):
+        return source[_full_index(picks, source.ndim, [index.to(source.device) for index in indices])]
+    taken = [dim for pick in picks for dim in pick.dims]
+    context = source.context
+    if set(taken) & set(source.dims):
+        say_gathered(source, "picks voxels of")
+        whole = source.full_tensor()
+        whole = whole[_full_index(picks, source.ndim, [index.to(whole.device) for index in indices])]
+        # Planes in another order are a volume again; single voxels are not.
+        planes = len(picks) == 1 and indices[0].ndim == 1 and indices[0].dtype != torch.bool
+        grid = zip(source.dims, context.communicator.grid, strict=True)
+        if planes and all(can_split(whole.shape[dim], shards) for dim, shards in grid):
+            return from_whole(whole, source.dims, context)
+        return whole
+    columns = [context.spread(index) for index in indices]
+    slabs = [
+        slab[_full_index(picks, source.ndim, row)]
+        for slab, row in zip(source.slabs, zip(*columns, strict=True), strict=True)
+    ]
+    inserted = slabs[0].ndim - (source.ndim - len(taken))
+    adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    # torch puts the picked dims first where others lie between them.
+    first = taken[0] if adjacent else 0
+    dims = [cut - sum(dim < cut for dim in taken) for cut in source.dims]
+    return wrap(source, slabs, [dim + inserted * (dim >= first) for dim in dims])
+
+
+def _whole(index: Tensor) -> Tensor:
+    return index.full_tensor() if isinstance(index, ShardedVolume) else index
+
+
+def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
+    """Index an ordinary tensor: each voxel's entry of a table, or the voxels of a mask."""
+    if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
+        (numbers,) = index
+        rows = zip(numbers.context.spread(table), numbers.slabs, strict=True)
+        return wrap(numbers, [own[slab] for own, slab in rows])
+    home = table.device
+    return table[tuple(_whole(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
+
+
+@handles("Slices and joins", "Tensor.__setitem__")
+def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Assign to integers, slices, lists, tensors and masks; each shard takes what falls on its planes."""
+    volume, index, value = args
+    if not isinstance(volume, ShardedVolume):
+        run_gathered(func, args, kwargs)
+        return
+    index = _as_tuple(index)
+    if any(entry is None for entry in index):
+        refuse("None is not supported as an index of an assignment")
+    volume.context.settle()
+    if all(is_basic(entry) for entry in index):
+        assign(volume, expanded(index, volume.ndim), value)
+        return
+    index = _tensors(index, volume)
+    entries = expanded(index, volume.ndim)
+    if not any(isinstance(entry, Tensor) for entry in entries):
+        assign(volume, entries, value)
+    elif _is_masked(volume, entries, value):
+        _assign_masked(volume, entries[0], value)
+    elif _is_local(volume, entries):
+        _assign_picked(volume, entries, value)
+    else:
+        say_gathered(volume, "assigns to voxels of")
+        whole = volume.full_tensor().clone()
+        # The volume may be the only one: everything on its home device then.
+        home = whole.device
+        local = tuple(_whole(i).to(home) if isinstance(i, Tensor) else i for i in index)
+        whole[local] = _whole(value) if isinstance(value, Tensor) else value
+        cut = from_whole(whole, volume.dims, volume.context, volume.merged)
+        for slab, changed in zip(volume.slabs, cut.slabs, strict=True):
+            slab.copy_(changed)
+
+
+def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
+    """Say whether one value is assigned to the voxels of a mask over the first dims, the cut ones among them."""
+    mask = entries[0]
+    one = not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedVolume))
+    over = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > max(volume.dims)
+    return one and over and all(entry == slice(None) for entry in entries[1:])
+
+
+def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
+    if isinstance(mask, ShardedVolume) and mask.dims == volume.dims:
+        masks = relaid(mask, volume.merged).slabs
+    else:
+        masks = from_whole(_whole(mask), volume.dims, volume.context, volume.merged).slabs
+    values = volume.context.spread(value) if isinstance(value, Tensor) else [value] * len(masks)
+    for slab, own, constant in zip(volume.slabs, masks, values, strict=True):
+        slab[own] = constant
+
+
+def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
+    """Say whether nothing is picked along the cut."""
+    if any(isinstance(entry, ShardedVolume) for entry in entries):
+        return False
+    dim, free = 0, []
+    for entry in entries:
+        if isinstance(entry, slice) and entry == slice(None):
+            free.append(dim)
+        dim += entry.ndim if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
+    return set(volume.dims) <= set(free)
+
+
+def _assign_picked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> None:
+    context = volume.context
+    if isinstance(value, Tensor):
+        with torch.no_grad():  # where in the assigned part the cut dim lies
+            bare = wrap(volume, [slab.detach() for slab in volume.slabs])
+            part = sliced(bare, [slice(None) if isinstance(entry, Tensor) else entry for entry in entries])
+            like = _picked(part, _picks(entries))
+        assert isinstance(like, ShardedVolume)
+        values = aligned(value, like)
+    else:
+        values = [value] * len(volume.slabs)
+    columns = [context.spread(entry) if isinstance(entry, Tensor) else [entry] * len(values) for entry in entries]
+    for slab, own, *local in zip(volume.slabs, values, *columns, strict=True):
+        slab[tuple(local)] = own
+
+
+@handles("Slices and joins", "index_select")
+def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
+    """Pick entries along a dim; along the cut, from the gathered volume."""
+    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume):
+        refuse("the index must be an ordinary tensor, and the input a volume")
+    return _picked(input, [Picks(dim % input.ndim, index.reshape(-1))])
+
+
+@handles("Slices and joins", "index_fill", "index_copy", "index_add", "Tensor.index_fill_", "Tensor.index_copy_")
+@handles("Slices and joins", "Tensor.index_add_")
+def index_changed(
+    func: Callable,
+    input: Any,
+    dim: int,
+    index: Tensor,
+    value: Any = None,
+    source: Any = None,
+    alpha: float = 1,
+) -> Any:
+    """Fill, copy to or add to entries along a dim that is not cut."""
+    if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:
+        refuse("the index must be an ordinary tensor along a dim that is not cut, and the input a volume")
+    given = value if source is None else source
+    if isinstance(given, Tensor) and given.ndim:
+        given = given if isinstance(given, ShardedVolume) else _alike(given, input)
+        if given.dims != input.dims:
+            refuse("both volumes must be cut alike")
+    written = func.__name__.endswith("_")
+    if written:
+        input.context.settle()
+    settings = {} if alpha == 1 else {"alpha": alpha}
+    like, results = run_local(func, (input, dim, index, given), settings, like=input)
+    return input if written else rewrap(like, results)
+
+
+def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
+    if source.ndim != like.ndim:
+        refuse("the source must have the input's dims")
+    return from_whole(source, like.dims, like.context, like.merged)
+
+
+@handles("Slices and joins", "diff")
+def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Subtract neighbouring planes, along the cut too."""
+    parts = [part for part in (prepend, input, append) if part is not None]
+    volume = cat(torch.cat, parts, dim) if len(parts) > 1 else input
+    if n == 0:
+        return wrap(volume, [slab.clone() for slab in volume.slabs])
+    for _ in range(min(n, volume.shape[dim])):
+        if not isinstance(volume, ShardedVolume):  # too thin to be cut by now
+            volume = torch.diff(volume, dim=dim)
+            continue
+        count = volume.shape[dim] - 1
+        pair = take_planes(volume, dim, 1, count), take_planes(volume, dim, 0, count)
+        volume = elementwise(torch.ne if volume.dtype == torch.bool else torch.sub, *pair)
+    return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume
+
+
+@handles("Slices and joins", "F.embedding")
+def embedding(func: Callable, input: Any, weight: Tensor, padding_idx: int | None = None) -> Any:
+    """Look up each voxel's row of a table."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume):
+        refuse("the numbers must be a volume, and the table an ordinary tensor")
+    rows = zip(input.slabs, input.context.spread(weight), strict=True)
+    return wrap(input, [func(slab, own, padding_idx) for slab, own in rows])

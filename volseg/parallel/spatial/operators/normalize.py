@@ -1,0 +1,200 @@
+"""Batch, instance, group and layer norm with the statistics of the whole volume.
+
+Statistics are computed at once; scale and shift are deferred until the next operator is known (see ``deferred``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.spatial.lazy.norm import Deferred, Pooled, Statistics, settled_in_checkpoint, statistics
+from volseg.parallel.spatial.operators.arguments import spatial_only
+from volseg.parallel.spatial.operators.pointwise import elementwise
+from volseg.parallel.spatial.operators.reductions import moments
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
+
+
+def normalize(
+    volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[ShardedVolume, Statistics]:
+    """Return the normalised volume, still to be computed, and the statistics it is normalised with."""
+    found = statistics(volume, pooled, weight, bias, eps)
+    deferred = Deferred(volume.context, volume.dims, list(volume.slabs), pooled, found, weight, bias)
+    result = ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context, deferred)
+    volume.context.defer(result)
+    return result, found
+
+
+@handles("Normalisation", "F.batch_norm", rehearse=False)
+def batch_norm(
+    func: Callable,
+    input: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Normalise each channel over batch and volume."""
+    running = running_mean, running_var, momentum
+    return _with_running(input, running, weight, bias, training, eps, Pooled(over_batch=True))
+
+
+@handles("Normalisation", "torch.batch_norm", rehearse=False)
+def plain_batch_norm(
+    func: Callable,
+    input: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Normalise each channel over batch and volume."""
+    return batch_norm(func, input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+@handles("Normalisation", "F.instance_norm", rehearse=False)
+def instance_norm(
+    func: Callable,
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Normalise each sample and channel over the volume."""
+    running = running_mean, running_var, momentum
+    return _with_running(input, running, weight, bias, use_input_stats, eps, Pooled(over_batch=False))
+
+
+def _with_running(
+    volume: Any,
+    running: tuple[Tensor | None, Tensor | None, float],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    from_input: bool,
+    eps: float,
+    pooled: Pooled,
+) -> Any:
+    if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
+        refuse("the volume must be cut along spatial dims")
+    mean, var, momentum = running
+    if (mean is None) != (var is None) and from_input:
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    for name, value in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
+        if isinstance(value, ShardedVolume):
+            refuse(f"its {name} must be an ordinary tensor")
+        if value is not None and value.shape != volume.shape[1:2]:
+            raise RuntimeError(
+                f"{name} should hold {volume.shape[1]} values, one per channel, got {tuple(value.shape)}"
+            )
+    if not from_input:
+        columns = [
+            [None] * len(volume.slabs) if t is None else volume.context.spread(t) for t in (mean, var, weight, bias)
+        ]
+        rows = zip(volume.slabs, *columns, strict=True)
+        return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
+    if volume.shape[0] == 0:
+        refuse("a batch of no samples has no statistics")
+    count = volume.shape[2:].numel() * (volume.shape[0] if pooled.over_batch else 1)
+    if count == 1:  # torch's rule
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
+    result, found = normalize(volume, pooled, weight, bias, eps)
+    if not pooled.over_batch:  # torch's instance norm changes its running statistics last, its batch norm first
+        settled_in_checkpoint(result)
+    if mean is not None and var is not None:
+        with torch.no_grad():
+            # Samples that share their statistics have the same ones: no average of them is needed.
+            alike = pooled.over_batch or volume.shape[0] == 1
+            center, variance = (
+                (found.mean[0], found.variance[0]) if alike else (found.mean.mean(0), found.variance.mean(0))
+            )
+            variance = variance.to(var)
+            mean.lerp_(center.to(mean), momentum)
+            # Towards the unbiased variance, count / (count - 1) times the biased one.
+            var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
+    return settled_in_checkpoint(result)
+
+
+@handles("Normalisation", "F.group_norm", "torch.group_norm")
+def group_norm(
+    func: Callable,
+    input: Any,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """Normalise groups of channels of each sample over the volume."""
+    if not isinstance(input, ShardedVolume) or not spatial_only(input, input.ndim - 2):
+        refuse("the volume must be cut along spatial dims")
+    return settled_in_checkpoint(normalize(input, Pooled(False, num_groups), weight, bias, eps)[0])
+
+
+@handles("Normalisation", "F.rms_norm", "torch.rms_norm")
+def rms_norm(
+    func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    """Normalise over the last dims, within each slab."""
+    return _within_slabs(func, input, normalized_shape, [weight], {"eps": eps})
+
+
+@handles("Normalisation", "F.layer_norm", "torch.layer_norm")
+def layer_norm(
+    func: Callable,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    """Normalise over the last dims: within each slab, or over the cut where it is one of them."""
+    volume = input
+    if not isinstance(volume, ShardedVolume):
+        refuse("weight and bias must be ordinary tensors")
+    dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
+    if not set(dims) & set(volume.dims):
+        return _within_slabs(func, volume, normalized_shape, [weight, bias], {"eps": eps})
+    mean, squares, count = moments(volume, dims)
+    centered = elementwise(torch.sub, volume, mean.to(volume.dtype))
+    result = elementwise(torch.mul, centered, (squares / count + eps).rsqrt().to(volume.dtype))
+    result = result if weight is None else elementwise(torch.mul, result, weight)
+    return result if bias is None else elementwise(torch.add, result, bias)
+
+
+def _within_slabs(
+    func: Callable, volume: Any, shape: Sequence[int], parameters: list[Tensor | None], settings: dict[str, Any]
+) -> ShardedVolume:
+    if not isinstance(volume, ShardedVolume) or any(volume.ndim - len(shape) <= dim for dim in volume.dims):
+        refuse("the cut dim is normalised over")
+    spread = volume.context.spread
+    columns = [[None] * len(volume.slabs) if t is None else spread(t) for t in parameters]
+    rows = zip(volume.slabs, *columns, strict=True)
+    return wrap(volume, [func(slab, shape, *own, **settings) for slab, *own in rows])
+
+
+@handles("Normalisation", "F.local_response_norm")
+def local_response_norm(
+    func: Callable, input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Any:
+    """Normalise across neighbouring channels of each voxel."""
+    if not isinstance(input, ShardedVolume) or 1 in input.dims:
+        refuse("the channels must not be cut")
+    return wrap(input, [func(slab, size, alpha, beta, k) for slab in input.slabs])

@@ -1,0 +1,151 @@
+"""Padding, mirroring and rolling: each output plane is an input plane or a constant."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.spatial.dispatch import in_planes
+from volseg.parallel.spatial.operators.joins import cat
+from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
+from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.operators.slices import take_planes
+from volseg.parallel.spatial.plan.windows import Strided, Window
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["flip", "pad", "roll"]
+
+
+class _Gathered(Window):
+    """Planes by number, for padding that repeats planes of the volume."""
+
+    __slots__ = ("planes",)
+
+    def __init__(self, planes: Sequence[int]) -> None:
+        object.__setattr__(self, "planes", tuple(planes))
+
+    planes: tuple[int, ...]
+
+    def need(self, start: int, stop: int) -> tuple[int, int]:
+        chosen = self.planes[start:stop]
+        return min(chosen), max(chosen) + 1
+
+
+@handles("Padding and mirroring", "F.pad", "nn.pad")
+def pad(
+    func: Callable, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> ShardedVolume:
+    """Pad within the slabs, and along the cut by planes that are constant or repeat the volume's own."""
+    source, widths = input, list(pad)
+    volume = source
+    if mode != "constant":  # which dims it takes is said by an error that a rehearsal cannot tell from another one
+        func(torch.empty(input.shape, device="meta"), widths, mode)
+    pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    inside = [0] * len(widths)
+    for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
+        if volume.ndim - 1 - place not in volume.dims:
+            inside[2 * place : 2 * place + 2] = pair
+    if any(inside):
+        rest = {"mode": mode, "value": value}
+        volume = _pad_inside(volume, inside, rest)
+    for dim in volume.dims:
+        if pairs[dim] != (0, 0):
+            volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0, len(widths))
+            if not isinstance(volume, ShardedVolume):
+                refuse("the padded volume is thinner than the number of shards")
+    return _apart(volume, source)
+
+
+def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
+    """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
+    pairs = list(zip(volume.slabs, source.slabs, strict=True))
+    shared = [own.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() for own, given in pairs]
+    if not any(shared):
+        return volume
+    slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]
+    return wrap(volume, slabs)
+
+
+def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
+    # Modes other than constant pad the last dims only, all of them: name those that are not cut with zeros.
+    slabs = [F.pad(slab, widths, **rest) for slab in volume.slabs]
+    return wrap(volume, slabs)
+
+
+def _pad_cut(
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
+) -> ShardedVolume | Tensor:
+    before, after = pair
+    size = volume.shape[dim]
+    outputs = size + before + after
+    if mode == "constant":
+        window: Window = Strided(-before)
+    else:
+        numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
+        window = _Gathered([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+    plans = [
+        AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
+        for cut, planes in zip(volume.dims, volume.sizes, strict=True)
+    ]
+    axis = volume.dims.index(dim)
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        if not isinstance(window, _Gathered):
+            return slab
+        own = windows[axis]
+        return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
+
+    def whole(tensor: Tensor) -> Tensor:
+        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
+        widths[place : place + 2] = [before, after]
+        return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+@handles("Padding and mirroring", "fliplr", "flipud")
+def flip_matrix(func: Callable, input: Any) -> Any:
+    """Mirror along the second or the first dim."""
+    return flip(torch.flip, input, [1 if func.__name__ == "fliplr" else 0])
+
+
+@handles("Padding and mirroring", "flip")
+def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
+    """Mirror; along the cut the planes change shards."""
+    volume = input
+    dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
+    if not set(dims) & set(volume.dims):
+        return wrap(volume, [slab.flip(dims) for slab in volume.slabs])
+    volume = in_planes(volume)
+    plans = [
+        AxisPlan(Strided(size - 1, -1) if cut in dims else Strided(), size)
+        for cut, size in zip(volume.dims, volume.sizes, strict=True)
+    ]
+    return sharded_windows(volume, plans, lambda slab, *_: slab.flip(dims), lambda tensor: tensor.flip(dims))
+
+
+@handles("Padding and mirroring", "roll")
+def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Any:
+    """Roll along named dims; along the cut two slices change places."""
+    source = volume = input
+    if dims is None or dims == () or dims == []:
+        refuse("rolling the flattened volume is not supported: name dims")
+    shifts, dims = ([value] if isinstance(value, int) else list(value) for value in (shifts, dims))
+    for shift, dim in zip(shifts, dims, strict=True):
+        dim %= volume.ndim
+        size = volume.shape[dim]
+        if dim not in volume.dims:
+            volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
+        elif shift % size:
+            volume = in_planes(volume)
+            behind = take_planes(volume, dim, size - shift % size, shift % size)
+            front = take_planes(volume, dim, 0, size - shift % size)
+            whole = [p for p in (behind, front) if isinstance(p, ShardedVolume)]
+            if whole:
+                volume = cat(torch.cat, [behind, front], dim)
+            else:
+                volume = cut_like(torch.cat([behind, front], dim), volume)
+    return _apart(volume, source)

@@ -1,0 +1,161 @@
+"""Fetch what a window needs and run the operator on it: the skeleton of every operator that looks along a cut axis."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.spatial.plan.shards import Span, can_split, spans
+from volseg.parallel.spatial.plan.windows import Convolution, Window
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = [
+    "AxisPlan",
+    "LocalWindow",
+    "constant",
+    "convolution_plans",
+    "fetch_windows",
+    "outside_cut",
+    "select_planes",
+    "sharded_windows",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlan:
+    """An operator along one cut dim: its window, its number of output planes, what padding holds."""
+
+    window: Window
+    outputs: int
+    fill: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWindow:
+    """What one shard computes along one cut dim.
+
+    ``span`` are the (unclipped) input planes in its slab now, ``output`` the output planes it owes, ``skip`` how many
+    planes of the local result come before them.
+    """
+
+    span: Span
+    output: Span
+    skip: int
+
+
+def convolution_plans(
+    volume: ShardedVolume,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    before: Sequence[int],
+    dilation: Sequence[int],
+    *,
+    after: Sequence[int] | None = None,
+    ceil_mode: bool = False,
+    fill: float = 0.0,
+) -> list[AxisPlan]:
+    """Return the plan of a convolution or pooling along each cut dim, from its values per spatial dim."""
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - (volume.ndim - len(kernel))
+        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
+        plans.append(AxisPlan(window, window.outputs(size, (after or before)[i], ceil_mode), fill))
+    return plans
+
+
+def outside_cut(volume: ShardedVolume, padding: Sequence[int]) -> list[int]:
+    """Return the padding per spatial dim that the operator itself adds: none along the cut, where planes come in."""
+    first = volume.ndim - len(padding)
+    return [0 if first + i in volume.dims else planes for i, planes in enumerate(padding)]
+
+
+def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[list[Tensor], list[list[LocalWindow]]]:
+    """Give each slab the planes its outputs need, padding included.
+
+    Returns the extended slabs and, for each of them, one ``LocalWindow`` per cut dim.
+    """
+    communicator = volume.context.communicator
+    slabs = volume.slabs
+    windows: list[list[LocalWindow]] = [[] for _ in slabs]
+    for axis, (dim, size, plan) in enumerate(zip(volume.dims, volume.sizes, plans, strict=True)):
+        outputs = spans(plan.outputs, communicator.grid[axis])
+        needs = [plan.window.need(*output) for output in outputs]
+        wanted = [clip(need, size) for need in needs]
+        slabs = communicator.fetch(slabs, axis, dim, size, wanted)
+        padded = []
+        for slab, coordinates, local in zip(slabs, communicator.coordinates, windows, strict=True):
+            here = coordinates[axis]
+            local.append(LocalWindow(needs[here], outputs[here], outputs[here][0] - plan.window.first(*outputs[here])))
+            # A shard may need nothing but padding.
+            start, stop = needs[here]
+            before = min(max(-start, 0), stop - start)
+            after = min(max(stop - size, 0), stop - start)
+            padded.append(pad_planes(slab, dim, before, after, plan.fill))
+        slabs = padded
+    return slabs, windows
+
+
+def clip(span: Span, size: int) -> Span:
+    """Return the part of a span that lies inside the volume."""
+    start = min(max(span[0], 0), size)
+    return start, max(start, min(span[1], size))
+
+
+def pad_planes(slab: Tensor, dim: int, before: int, after: int, fill: float = 0.0) -> Tensor:
+    """Add planes of ``fill`` in front and behind along ``dim``."""
+    if before == after == 0:
+        return slab
+    widths = [0] * (2 * (slab.ndim - dim))
+    widths[-2:] = [before, after]
+    return F.pad(slab, widths, value=fill)
+
+
+def sharded_windows(
+    volume: ShardedVolume,
+    plans: Sequence[AxisPlan],
+    local: Callable[[Tensor, list[LocalWindow], int], Tensor],
+    whole: Callable[[Tensor], Any],
+) -> Any:
+    """Run an operator that looks along the cut dims.
+
+    Parameters
+    ----------
+    local
+        Computes a slab's outputs from the extended slab, its windows and its position among this process's slabs;
+        planes beyond those owed are dropped here.
+    whole
+        The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse
+        levels are small, and everybody computes them.
+    """
+    context = volume.context
+    if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
+        return whole(volume.full_tensor())
+    slabs, windows = fetch_windows(volume, plans)
+    results = []
+    for position, (slab, own) in enumerate(zip(slabs, windows, strict=True)):
+        result = local(slab, own, position)
+        for dim, window in zip(volume.dims, own, strict=True):
+            owed = window.output[1] - window.output[0]
+            if window.skip or result.shape[dim] != owed:
+                result = result.narrow(dim, window.skip, owed)
+        results.append(result)
+    shape = list(results[0].shape)
+    for dim, plan in zip(volume.dims, plans, strict=True):
+        shape[dim] = plan.outputs
+    return ShardedVolume(results, volume.dims, shape, context)
+
+
+def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
+    """Return planes by number, for the general cases that no slice expresses."""
+    return slab.index_select(dim, constant(tuple(indices), torch.int64, slab.device))
+
+
+@cache  # without a limit: recorded steps read these tensors from where they lie
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers of the plan on a device; cached, so that no step waits for their copy, or cannot be captured."""
+    with torch.inference_mode(False):  # a later step may save it for its backward pass
+        return torch.tensor(values, dtype=dtype, device=device)

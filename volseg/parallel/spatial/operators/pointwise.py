@@ -1,0 +1,348 @@
+"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
+from volseg.parallel.spatial.plan.shards import Merged
+from volseg.parallel.spatial.signatures import bind
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+
+__all__ = ["aligned", "pointwise", "run_local"]
+
+UNARY = [
+    "abs",
+    "absolute",
+    "acos",
+    "acosh",
+    "angle",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "bitwise_not",
+    "cbrt",
+    "ceil",
+    "conj",
+    "conj_physical",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "fix",
+    "floor",
+    "frac",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "isneginf",
+    "isposinf",
+    "isreal",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logical_not",
+    "logit",
+    "mvlgamma",
+    "nan_to_num",
+    "neg",
+    "negative",
+    "polygamma",
+    "positive",
+    "rad2deg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sgn",
+    "sign",
+    "signbit",
+    "sin",
+    "sinc",
+    "sinh",
+    "special.erfcx",
+    "special.expit",
+    "special.log_ndtr",
+    "special.ndtr",
+    "special.ndtri",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "trunc",
+    "resolve_conj",
+    "resolve_neg",
+]
+
+BINARY = [
+    "add",
+    "addcdiv",
+    "addcmul",
+    "arctan2",
+    "atan2",
+    "bitwise_and",
+    "bitwise_left_shift",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "copysign",
+    "div",
+    "divide",
+    "eq",
+    "float_power",
+    "floor_divide",
+    "fmax",
+    "fmin",
+    "fmod",
+    "ge",
+    "gt",
+    "greater",
+    "greater_equal",
+    "heaviside",
+    "hypot",
+    "isclose",
+    "ldexp",
+    "le",
+    "lerp",
+    "less",
+    "less_equal",
+    "logaddexp",
+    "logaddexp2",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "lt",
+    "maximum",
+    "minimum",
+    "mul",
+    "multiply",
+    "ne",
+    "nextafter",
+    "not_equal",
+    "pow",
+    "remainder",
+    "rsub",
+    "sub",
+    "subtract",
+    "true_divide",
+    "xlogy",
+    "special.xlogy",
+    "special.xlog1py",
+    "masked_fill",
+]
+
+ACTIVATIONS = [
+    "celu",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "logsigmoid",
+    "mish",
+    "relu6",
+    "selu",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanhshrink",
+    "threshold",
+]
+
+DUNDER_UNARY = ["abs", "invert", "neg", "pos"]
+
+DUNDER = [
+    "add",
+    "and",
+    "eq",
+    "floordiv",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "mod",
+    "mul",
+    "ne",
+    "or",
+    "pow",
+    "radd",
+    "rand",
+    "rdiv",
+    "rfloordiv",
+    "rmod",
+    "rmul",
+    "ror",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "rxor",
+    "sub",
+    "truediv",
+]
+
+IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
+
+
+CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
+
+
+def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
+    """Return an operand of a broadcast as one value per slab of ``like``."""
+    if operand is like:
+        return list(like.slabs)
+    if not isinstance(operand, Tensor):
+        return [operand] * len(like.context.communicator.devices)
+    # Cut dims counted from the end, as broadcasting does.
+    wanted = [dim - like.ndim for dim in like.dims]
+    if isinstance(operand, ShardedVolume):
+        dims = [dim - operand.ndim for dim in operand.dims]
+        if dims == wanted and operand.sizes == like.sizes:
+            return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
+        operand = operand.full_tensor()
+    return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
+
+
+def _cut_or_spread(
+    operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
+) -> list[Tensor]:
+    """Cut a whole operand along the dims (from the end) that it has; spread it where it is constant along all."""
+    present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
+    if not any(present) or (operand.ndim == 0):
+        return context.spread(operand)
+    if not all(present):
+        # Cut along one of two axes, constant along the other: give it its full extent.
+        shape = list(operand.shape)
+        shape = [1] * max(0, -min(wanted) - operand.ndim) + shape
+        for dim, size in zip(wanted, sizes, strict=True):
+            shape[dim] = size
+        operand = operand.expand(shape)
+    return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
+
+
+def run_local(
+    func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume | None = None
+) -> tuple[ShardedVolume, list[Any]]:
+    """Run ``func`` on each slab with operands cut like ``like``; return it and the results.
+
+    By default it is the volume of most dims: those of the result.
+    """
+    leaves = [*args, *kwargs.values()]
+    if not any(map(nested, leaves)):
+
+        def call(row: Sequence[Any]) -> Any:
+            return func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
+    else:
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def call(row: Sequence[Any]) -> Any:
+            local_args, local_kwargs = tree_unflatten(list(row), structure)
+            return func(*local_args, **local_kwargs)
+
+    if like is None:
+        given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
+        # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
+        like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
+    columns = [aligned(leaf, like) for leaf in leaves]
+    results = [call(row) for row in zip(*columns, strict=True)]
+    return like, results
+
+
+def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
+    """Return per-slab results (tensors, or tuples of them) as volumes."""
+    if isinstance(results[0], Tensor):
+        shift = results[0].ndim - like.ndim
+        return wrap(like, results, [dim + shift for dim in like.dims])
+    if isinstance(results[0], tuple | list):
+        parts = [rewrap(like, list(column)) for column in zip(*results, strict=True)]
+        kind = type(results[0])
+        return kind(parts)
+    return results[0]
+
+
+@handles("Pointwise arithmetic", *UNARY, rehearse=False)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER_UNARY), rehearse=False)
+@handles("Copies and conversions", *CONVERSIONS, rehearse=False)
+@handles("Pointwise arithmetic", *BINARY, broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
+def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run on each slab."""
+    like, results = run_local(func, args, kwargs)
+    return rewrap(like, results)
+
+
+@handles("Activations", *ACTIVATIONS, rehearse=False)
+def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run on each slab, in place where ``inplace`` says so."""
+    named = bind(func, args, kwargs)
+    return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
+
+
+@handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False)
+@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True)
+@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
+def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
+    target = args[0] if args else kwargs["input"]
+    if not isinstance(target, ShardedVolume):
+        return run_gathered(func, args, kwargs)
+    if target.hooks is not None:
+        refuse("a hook waits for the gradient of what would be changed: work out of place, or hook the result")
+    target.context.settle()
+    like, _ = run_local(func, args, kwargs, like=target)
+    assert like is target
+    return target
+
+
+@handles("Pointwise arithmetic", "where")
+def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Choose voxel by voxel; with the condition alone, return the numbers of voxels: it is gathered for it."""
+    if len(args) + len(kwargs) < 3:
+        return run_gathered(func, args, kwargs)
+    return pointwise(func, args, kwargs)
+
+
+def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
+    """Call a pointwise function on volumes from within a handler."""
+    if not volumes((operands, settings)):
+        return function(*operands, **settings)
+    like, results = run_local(function, operands, settings)
+    return rewrap(like, results)
+
+
+def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
+    """Cut an ordinary tensor of the same grid."""
+    dims = [dim - like.ndim + whole.ndim for dim in like.dims]
+    if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
+        refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
+    return from_whole(whole, dims, like.context, like.merged)
+
+
+@handles("Activations", "prelu", "F.prelu", rehearse=False)
+def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
+    """Apply a slope per channel (not a broadcast from the end)."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
+        refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
+    slopes = input.context.spread(weight)
+    return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])

@@ -1,0 +1,199 @@
+"""Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
+
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.planes import (
+    AxisPlan,
+    LocalWindow,
+    convolution_plans,
+    outside_cut,
+    sharded_windows,
+)
+from volseg.parallel.spatial.operators.reductions import over_dims
+from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.plan.windows import AdaptivePool
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["adaptive_pool", "average_pool", "max_pool"]
+
+
+@handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")
+@handles("Pooling", "F.max_pool1d", "F.max_pool2d", "F.max_pool3d")
+def max_pool(
+    func: Callable,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """Pool each slab, extended by its halo; planes beyond the volume hold minus infinity."""
+    volume, count = input, _spatial(func)
+    if return_indices or not spatial_only(volume, count) or not volume.dtype.is_floating_point:
+        refuse("it pools floating point volumes cut along spatial dims, without indices")
+    kernel = per_dim(kernel_size, count)
+    stride = per_dim(stride or kernel, count)
+    padding, dilation = per_dim(padding, count), per_dim(dilation, count)
+    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
+    inside = outside_cut(volume, padding)
+
+    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
+        return func(slab, kernel, stride, inside, dilation, ceil_mode)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, kernel, stride, padding, dilation, ceil_mode)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+@handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
+def average_pool(
+    func: Callable,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
+    volume, count = input, _spatial(func)
+    if not spatial_only(volume, count):
+        refuse("the volume must be cut along spatial dims")
+    kernel = per_dim(kernel_size, count)
+    stride = per_dim(stride or kernel, count)
+    padding = per_dim(padding, count)
+    include, divisor = count_include_pad, divisor_override
+    plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
+    inside = outside_cut(volume, padding)
+    first = volume.ndim - count
+    # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.
+    regular = all(
+        padding[dim - first] == 0 and plan.window.need(0, plan.outputs)[1] <= size
+        for dim, size, plan in zip(volume.dims, volume.sizes, plans, strict=True)
+    )
+    rest = (ceil_mode, include) if count == 1 else (ceil_mode, include, divisor)
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        pooled = func(slab, kernel, stride, inside, *rest)
+        if regular or divisor is not None:
+            return pooled
+        for dim, size, window in zip(volume.dims, volume.sizes, windows, strict=True):
+            i = dim - first
+            planes = _counted(kernel[i], stride[i], padding[i], size, window, include)
+            # The plain operator divided by the kernel; the volume's border counts fewer planes.
+            factor = torch.tensor([kernel[i] / n for n in planes], dtype=pooled.dtype, device=pooled.device)
+            pooled = pooled.narrow(dim, window.skip, len(planes)) * factor.reshape([-1] + [1] * (pooled.ndim - dim - 1))
+        return pooled
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, kernel, stride, padding, *rest)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWindow, include: bool) -> list[int]:
+    """Return, for each output plane, how many planes torch divides by."""
+    counts = []
+    for plane in range(*window.output):
+        start = plane * stride - padding
+        low, high = (
+            (start, min(start + kernel, size + padding)) if include else (max(start, 0), min(start + kernel, size))
+        )
+        counts.append(high - low)
+    return counts
+
+
+@handles(
+    "Pooling",
+    *(f"{space}.adaptive_{kind}_pool{n}d" for space in ("torch", "F") for kind in ("avg", "max") for n in (1, 2, 3)),
+)
+def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: bool = False) -> Any:
+    """Pool to a given number of planes; to one plane it is a reduction over the volume."""
+    volume, count = input, _spatial(func)
+    if return_indices or not spatial_only(volume, count):
+        refuse("the volume must be cut along spatial dims, and indices are not returned")
+    first = volume.ndim - count
+    outputs = per_dim(output_size, count)
+    outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(outputs)]
+    cut = [dim - first for dim in volume.dims]
+    kind = "mean" if "avg" in func.__name__ else "amax"
+    if kind == "mean" and all(outputs[i] == 1 for i in cut):
+        # Pooling along the cut and pooling within the slabs commute.
+        within = [volume.shape[dim] for dim in range(first, volume.ndim)]
+        if any(outputs[i] != within[i] for i in range(count) if i not in cut):
+            partial = [outputs[i] if i not in cut else None for i in range(count)]
+            slabs = [func(slab, partial) for slab in volume.slabs]
+            shape = [*volume.shape[:first], *(within[i] if i in cut else outputs[i] for i in range(count))]
+            volume = ShardedVolume(slabs, volume.dims, shape, volume.context)
+        return over_dims(kind, volume, list(volume.dims), keepdim=True)
+    if all(outputs[i] == 1 for i in cut):
+        return _first_largest(func, volume, outputs)
+    own = [1 if i in cut else n for i, n in enumerate(outputs)]
+    plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
+    grid = volume.context.communicator.grid
+    if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
+        return func(volume.full_tensor(), outputs)
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        return _pool_boxes(func, slab, list(zip(volume.dims, plans, windows, strict=True)), own)
+
+    return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
+
+
+def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) -> Tensor:
+    """Pool the slabs, then take the largest over the shards: of equal voxels the first, as torch does."""
+    communicator, first = volume.context.communicator, volume.ndim - len(outputs)
+    owned = communicator.owned(volume.sizes)
+    values, numbers = [], []
+    for slab, spans_ in zip(volume.slabs, owned, strict=True):
+        value, index = func(slab, outputs, return_indices=True)
+        number = torch.zeros_like(index)
+        # The number of a voxel in its slab becomes that in the volume.
+        for dim in range(volume.ndim - 1, first - 1, -1):
+            start = dict(zip(volume.dims, (span[0] for span in spans_), strict=True)).get(dim, 0)
+            number += (index % slab.shape[dim] + start) * prod(volume.shape[dim + 1 :])
+            index = index // slab.shape[dim]
+        values.append(value)
+        numbers.append(number)
+    whole = communicator.collect(values)
+    with torch.no_grad():
+        places = communicator.collect(numbers)
+        largest = whole.amax(0, keepdim=True)
+        behind = places.masked_fill((whole != largest) & ~whole.isnan(), torch.iinfo(torch.int64).max)
+        chosen = behind.argmin(0, keepdim=True)
+    return whole.gather(0, chosen)[0]
+
+
+def _pool_boxes(
+    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
+) -> Tensor:
+    """Pool plane by plane along the cut dims, where the intervals do not start where the slab does.
+
+    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory's order, which
+    one dim after the other would not find.
+    """
+    if not cuts:
+        return func(slab, outputs)
+    (dim, plan, window), *others = cuts
+    planes = []
+    for plane in range(*window.output):
+        start, stop = plan.window.need(plane, plane + 1)
+        planes.append(_pool_boxes(func, slab.narrow(dim, start - window.span[0], stop - start), others, outputs))
+    return torch.cat(planes, dim)
+
+
+def _spatial(func: Callable) -> int:
+    """Return the number of spatial dims that a pooling function's name tells."""
+    digits = [letter for letter in func.__name__ if letter.isdigit()]
+    return int(digits[0])

@@ -1,0 +1,244 @@
+"""Products of tensors: ``einsum``, matrix products, linear layers, attention.
+
+Each dim of each operand has a letter, as in ``einsum``. Where the cut dims' letters are in the result, each slab gives
+its part of it, and the other operands are cut alike, or given whole where they do not have the letter: so each voxel's
+query meets all keys. Where they are summed over, the slabs' sums are added.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.spatial.operators.pointwise import elementwise
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+
+__all__ = ["attention", "contract", "einsum", "linear", "matmul"]
+
+Letters = Sequence[str]
+
+
+def contract(
+    compute: Callable[..., Tensor], operands: Sequence[Tensor], letters: Sequence[Letters], output: Letters
+) -> ShardedVolume | Tensor:
+    """Return a product of operands, at least one of which is a volume.
+
+    Parameters
+    ----------
+    compute
+        The product of local operands, linear in each of them.
+    letters
+        Of each operand's dims; a dim of extent one is broadcast.
+    output
+        Letters of the result's dims; over any other one the product is summed.
+    """
+    given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
+    like, own = next(((o, own) for o, own in given if set(_cut(o, own)) <= set(output)), given[0])
+    cut = _cut(like, own)
+    results = [compute(*row) for row in _rows(operands, letters, like, cut)]
+    if set(cut) <= set(output):
+        return wrap(like, results, [list(output).index(letter) for letter in cut])
+    if set(cut) & set(output):
+        refuse("one cut dim is summed over, and the other one is not")
+    # Sums of sums: rounded once, at the end, as on one device.
+    dtype = results[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return like.context.communicator.collect([result.to(wide) for result in results]).sum(0, dtype=wide).to(dtype)
+
+
+def _cut(volume: ShardedVolume, letters: Letters) -> list[str]:
+    return [letters[dim] for dim in volume.dims]
+
+
+def _rows(
+    operands: Sequence[Tensor], letters: Sequence[Letters], like: ShardedVolume, cut: Letters
+) -> list[tuple[Tensor, ...]]:
+    """Return the local operands of each slab."""
+    columns = [_placed(o, own, like, cut) for o, own in zip(operands, letters, strict=True)]
+    return list(zip(*columns, strict=True))
+
+
+def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
+    """Return an operand's slabs where it has the cut letters, cut like ``like``; the whole of it elsewhere."""
+    if any(list(letters).count(letter) > 1 for letter in cut):
+        refuse("a diagonal is taken along the cut")
+    context = like.context
+    dims = [
+        list(letters).index(letter) if letter in letters and operand.shape[list(letters).index(letter)] == size else -1
+        for letter, size in zip(cut, like.sizes, strict=True)
+    ]
+    if isinstance(operand, ShardedVolume):
+        if list(operand.dims) == dims:
+            return relaid(operand, like.merged).slabs
+        operand = operand.full_tensor()
+    if -1 not in dims:
+        return from_whole(operand, dims, context, like.merged).slabs
+    copies = context.spread(operand)
+    for axis, dim in enumerate(dims):
+        if dim >= 0:  # cut along one axis of the grid alone
+            pairs = zip(copies, like.owned(), strict=True)
+            copies = [copy.narrow(dim, own[axis][0], own[axis][1] - own[axis][0]) for copy, own in pairs]
+    return copies
+
+
+@handles("Products", "einsum")
+def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Multiply and sum as the equation says."""
+    equation, *operands = args
+    if not isinstance(equation, str):
+        refuse("it needs an equation, not lists of dims")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    widths = [o.ndim - len(term.replace("...", "")) for o, term in zip(operands, terms, strict=True)]
+    letters = [_letters(term, width) for term, width in zip(terms, widths, strict=True)]
+    if not arrow:
+        right = "..." * ("..." in left) + "".join(sorted(c for c in set(left) - set(",.") if left.count(c) == 1))
+    output = _letters(right, max((w for w, term in zip(widths, terms, strict=True) if "..." in term), default=0))
+    return contract(lambda *local: func(equation, *local), operands, letters, output)
+
+
+def _letters(term: str, width: int) -> list[str]:
+    """Return one letter per dim; those of an ellipsis are counted from its end."""
+    before, dots, after = term.partition("...")
+    return [*before, *(str(-i) for i in range(width, 0, -1) if dots), *after]
+
+
+@handles("Products", "Tensor.__rmatmul__")
+def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
+    """Multiply ``other @ input``."""
+    return matmul(torch.matmul, other, input)
+
+
+@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot")
+def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
+    """Multiply matrices and vectors."""
+    second = next(operand for operand in (other, mat2, vec) if operand is not None)
+    batch = [str(-i) for i in range(max(input.ndim, second.ndim) - 2, 0, -1)]
+    rows, columns = ["m"] * (input.ndim > 1), ["n"] * (second.ndim > 1)
+    first = [*batch[len(batch) - max(input.ndim - 2, 0) :], *rows, "k"]
+    other_letters = [*batch[len(batch) - max(second.ndim - 2, 0) :], "k", *columns]
+    return contract(func, [input, second], [first, other_letters], [*batch, *rows, *columns])
+
+
+@handles("Products", "dot")
+def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Multiply two vectors."""
+    return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
+
+
+@handles("Products", "outer", "ger")
+def outer(func: Callable, input: Any, vec2: Any) -> Any:
+    """Multiply each entry with each entry."""
+    return contract(func, [input, vec2], ["m", "n"], "mn")
+
+
+@handles("Products", "inner")
+def inner(func: Callable, input: Any, other: Any) -> Any:
+    """Sum over the last dims."""
+    if not (input.ndim and other.ndim):
+        return elementwise(torch.mul, input, other)
+    first, second = [[f"{name}{i}" for i in range(t.ndim - 1)] for name, t in (("m", input), ("n", other))]
+    return contract(func, [input, other], [[*first, "k"], [*second, "k"]], [*first, *second])
+
+
+@handles("Products", "torch.tensordot")
+def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
+    """Sum over pairs of dims."""
+    if isinstance(dims, int):
+        pairs = [(a.ndim - dims + i, i) for i in range(dims)]
+    elif isinstance(dims, Tensor):
+        refuse("it needs numbers of dims, not a tensor")
+    else:
+        lines = [[d] if isinstance(d, int) else list(d) for d in dims]
+        pairs = [(i % a.ndim, j % b.ndim) for i, j in zip(*lines, strict=True)]
+    summed = [dict(pairs), {j: i for i, j in pairs}]
+    first = [f"k{i}" if i in summed[0] else f"m{i}" for i in range(a.ndim)]
+    second = [f"k{summed[1][j]}" if j in summed[1] else f"n{j}" for j in range(b.ndim)]
+    output = [letter for letter in (*first, *second) if letter[0] != "k"]
+    return contract(lambda *local: func(*local, dims=dims), [a, b], [first, second], output)
+
+
+@handles("Products", "addmm", "baddbmm", "addmv")
+def added_product(
+    func: Callable,
+    input: Any,
+    mat1: Any = None,
+    mat2: Any = None,
+    batch1: Any = None,
+    batch2: Any = None,
+    mat: Any = None,
+    vec: Any = None,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
+    """Add a matrix product to a tensor."""
+    first = next(t for t in (mat1, batch1, mat) if t is not None)
+    second = next(t for t in (mat2, batch2, vec) if t is not None)
+    product = matmul(torch.matmul, first, second) if _any_volume(first, second) else torch.matmul(first, second)
+    product = product if alpha == 1 else elementwise(torch.mul, product, alpha)
+    if beta == 0:  # torch ignores it then, even if it is not a number
+        if not isinstance(product, ShardedVolume) and isinstance(input, ShardedVolume):
+            refuse("its result would be whole")
+        return product
+    return elementwise(torch.add, product, input if beta == 1 else elementwise(torch.mul, input, beta))
+
+
+def _any_volume(*operands: Any) -> bool:
+    return any(isinstance(operand, ShardedVolume) for operand in operands)
+
+
+@handles("Products", "nn.linear", "F.linear")
+def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Apply a linear layer to the last dim."""
+    if not isinstance(input, ShardedVolume) or isinstance(bias, ShardedVolume) or _any_volume(weight):
+        refuse("weight and bias must be ordinary tensors")
+    if input.ndim - 1 in input.dims or weight.ndim != 2:
+        letters = [str(i) for i in range(input.ndim - 1)]
+        columns = ["n"] * (weight.ndim - 1)
+        result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
+        return result if bias is None else elementwise(torch.add, result, bias)
+    spread = input.context.spread
+    weights = spread(weight)
+    biases = [None] * len(weights) if bias is None else spread(bias)
+    rows = zip(input.slabs, weights, biases, strict=True)
+    return wrap(input, [func(slab, w, b) for slab, w, b in rows])
+
+
+@handles("Products", "F.scaled_dot_product_attention")
+def attention(
+    func: Callable,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Let each query of a slab attend to all keys: the query stays cut, keys and values are gathered."""
+    if dropout_p:
+        refuse("dropout of attention weights is not supported on slabs: pass dropout_p=0")
+    batch = [str(-i) for i in range(max(t.ndim for t in (query, key, value)) - 2, 0, -1)]
+    letters = [[*batch[len(batch) - t.ndim + 2 :], *own] for t, own in ((query, "me"), (key, "ne"), (value, "nv"))]
+    operands = [query, key, value]
+    if attn_mask is not None:
+        operands.append(attn_mask)
+        letters.append([*batch, "m", "n"][-attn_mask.ndim :] if attn_mask.ndim else [])
+    output = [*batch, "m", "v"]
+    settings: dict[str, Any] = {} if scale is None else {"scale": scale}
+    settings |= ({"is_causal": True} if is_causal else {}) | ({"enable_gqa": True} if enable_gqa else {})
+
+    def compute(*local: Tensor) -> Tensor:
+        return func(*local[:3], attn_mask=local[3] if attn_mask is not None else None, **settings)
+
+    given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
+    cuts = [_cut(o, own) for o, own in given if set(_cut(o, own)) <= set(output)]
+    if not cuts:  # keys and values alone are cut, or features: nothing of the result is
+        return compute(*(o.full_tensor() if isinstance(o, ShardedVolume) else o for o in operands))
+    if (is_causal and "m" in cuts[0]) or (enable_gqa and set(cuts[0]) != {"m"}):
+        refuse("a causal mask along the cut, or grouped heads that are cut, are not supported: pass attn_mask")
+    return contract(compute, operands, letters, output)

@@ -1,0 +1,147 @@
+"""Random voxels: drawn independently on every shard, from one seed.
+
+The seed comes from the CPU's default generator, which all processes of a group hold in the same state during a forward
+pass (see ``strategy``); elsewhere they agree on one. So one seed repeats a run, and a recomputation, which gets that
+generator's state of then, repeats its numbers. They are not the numbers that torch would draw for the whole volume.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.operators.pointwise import aligned, in_place, pointwise
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["common_generator", "fill_randomly", "generators"]
+
+
+def draw_seed(volume: ShardedVolume) -> int:
+    """Draw a seed that every shard agrees on."""
+    context = volume.context
+    own = torch.randint(2**62, ())
+    if isinstance(context.communicator, ProcessGroupShards) and not context.in_pass:
+        # Outside of a forward pass each process has drawn what it liked: the first one's number counts.
+        return int(context.communicator.stack(own.to(context.communicator.home).view(1))[0].item())
+    return int(own.item())
+
+
+def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
+    """Return a generator for each slab, to draw differently on each."""
+    if _capturing(volume):
+        return [volume.context.graph_generator for _ in volume.slabs]
+    seed = draw_seed(volume)
+    # Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
+    seeds = [(seed + index * 0x9E3779B97F4A7C15) % 2**63 for index in volume.context.communicator.indices]
+    return [torch.Generator(slab.device).manual_seed(own) for slab, own in zip(volume.slabs, seeds, strict=True)]
+
+
+def common_generator(volume: ShardedVolume) -> torch.Generator | None:
+    """Return a generator on the home device that draws alike in every process."""
+    if _capturing(volume):  # every process's default generator has the same state: see ``graphs``
+        return None
+    return torch.Generator(volume.context.communicator.home).manual_seed(draw_seed(volume))
+
+
+def _capturing(volume: ShardedVolume) -> bool:
+    return volume.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]
+
+
+@handles("Random numbers", *(f"Tensor.{name}" for name in FILLS), rehearse=False)
+def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Fill a volume in place."""
+    volume, *settings = args
+    if not isinstance(volume, ShardedVolume):
+        refuse("a probability per voxel belongs to a volume that is cut alike")
+    _refuse_generator(kwargs.get("generator"))
+    volume.context.settle()
+    columns = [aligned(value, volume) for value in settings]
+    named = {name: aligned(value, volume) for name, value in kwargs.items() if name != "generator"}
+    for index, (slab, generator) in enumerate(zip(volume.slabs, generators(volume), strict=True)):
+        own = {name: values[index] for name, values in named.items()}
+        func(slab, *(values[index] for values in columns), **own, generator=generator)
+    return volume
+
+
+@handles("Random numbers", "bernoulli")
+def bernoulli(func: Callable, input: Any, p: float | None = None, generator: torch.Generator | None = None) -> Any:
+    """Draw zeros and ones, each voxel with its own probability, or all with ``p``."""
+    _refuse_generator(generator)
+    if not isinstance(input, ShardedVolume) or isinstance(p, Tensor):
+        refuse("the input must be the volume, and p a number")
+    chance = () if p is None else (p,)
+    pairs = zip(input.slabs, generators(input), strict=True)
+    return wrap(input, [torch.bernoulli(slab, *chance, generator=own) for slab, own in pairs])
+
+
+@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False)
+def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Draw a volume of random numbers, cut as the given one."""
+    fill = Tensor.uniform_ if func.__name__ == "rand_like" else Tensor.normal_
+    return _drawn(*_like(args, kwargs), lambda empty, generator: fill(empty, generator=generator))
+
+
+@handles("Random numbers", "torch.randint_like", rehearse=False)
+def random_integers_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Draw a volume of random integers, cut as the given one."""
+    named = dict(kwargs)
+    limits = [*args[1:], *(named.pop(name) for name in ("low", "high") if name in named)]
+    limits = limits if len(limits) == 2 else [0, *limits]
+    volume, settings = _like(args[:1], named)
+    return _drawn(volume, settings, lambda empty, generator: empty.random_(*limits, generator=generator))
+
+
+def _like(args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, dict[str, Any]]:
+    """Return the volume, and what ``torch.empty_like`` and ``requires_grad_`` are to be told."""
+    named = dict(zip(("input",), args, strict=False)) | kwargs
+    volume, device = named.pop("input"), named.pop("device", None)
+    _refuse_generator(named.pop("generator", None))
+    if device is not None and torch.device(device).type != volume.device.type:
+        refuse(f"the volume lies on {volume.device.type} devices, not on {device}")
+    return volume, named
+
+
+def _drawn(
+    volume: ShardedVolume, settings: dict[str, Any], fill: Callable[[Tensor, torch.Generator | None], Any]
+) -> ShardedVolume:
+    wanted = settings.pop("requires_grad", False)
+    slabs = []
+    for slab, generator in zip(volume.slabs, generators(volume), strict=True):
+        slabs.append(torch.empty_like(slab, **settings, requires_grad=False))
+        fill(slabs[-1], generator)
+    return wrap(volume, [slab.requires_grad_(wanted) for slab in slabs])
+
+
+@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_")
+def rrelu(
+    func: Callable,
+    input: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Scale negative voxels: by the mean slope, or in training each by a slope of its own."""
+    _refuse_generator(generator)
+    inplace = inplace or func.__name__.endswith("_")
+    if not training:
+        return (in_place if inplace else pointwise)(torch.rrelu_ if inplace else torch.rrelu, (input, lower, upper), {})
+    input.context.settle()
+    results = []
+    for slab, own in zip(input.slabs, generators(input), strict=True):
+        slopes = torch.empty_like(slab, requires_grad=False).uniform_(lower, upper, generator=own)
+        factors = torch.where(slab <= 0, slopes, 1.0)
+        results.append(slab.mul_(factors) if inplace else slab * factors)
+    return input if inplace else wrap(input, results)
+
+
+def _refuse_generator(generator: torch.Generator | None) -> None:
+    if generator is not None:
+        refuse("a generator= draws on one device; seed torch with torch.manual_seed instead")

@@ -1,0 +1,354 @@
+"""Reductions over any dims. Over a cut dim they give an ordinary tensor, the same on every shard, bit for bit."""
+
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.first_order import first_order
+from volseg.parallel.spatial.gathered import run_gathered
+from volseg.parallel.spatial.operators.arguments import dims_of
+from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, pointwise, run_local
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["extremes", "moments", "norm", "over_dims", "reduce_slabs"]
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def over_dims(
+    kind: str, volume: ShardedVolume, dims: Sequence[int], keepdim: bool = False, **settings: Any
+) -> ShardedVolume | Tensor:
+    """Reduce with a function that may be applied again to its own results (sum, amax, ...), or with ``mean``."""
+    if kind == "mean":
+        count = prod(volume.shape[dim] for dim in dims)
+        dtype = settings.pop("dtype", None) or volume.dtype
+        wide = torch.float32 if dtype in HALF else dtype
+        total = over_dims("sum", volume, dims, keepdim, dtype=wide)
+        if isinstance(total, ShardedVolume):
+            return wrap(total, [(slab / count).to(dtype) for slab in total.slabs])
+        return (total / count).to(dtype)
+
+    def function(tensor: Tensor, over: Sequence[int], keep: bool) -> Tensor:
+        if kind == "prod":  # takes one dim at a time
+            for dim in over:
+                tensor = tensor.prod(dim, keepdim=True, **settings)
+        else:
+            tensor = getattr(torch, kind)(tensor, dim=list(over), keepdim=True, **settings)
+        return tensor if keep else _squeeze(tensor, over)
+
+    return reduce_slabs(volume, dims, keepdim, function)
+
+
+def reduce_slabs(
+    volume: ShardedVolume,
+    dims: Sequence[int],
+    keepdim: bool,
+    function: Callable[[Tensor, Sequence[int], bool], Tensor],
+) -> ShardedVolume | Tensor:
+    """Reduce each slab with ``function(tensor, dims, keepdim)``, then the slabs' results with the same function."""
+    cut = [dim for dim in volume.dims if dim in dims]
+    if not cut:
+        slabs = [function(slab, dims, keepdim) for slab in volume.slabs]
+        return wrap(volume, slabs, volume.dims if keepdim else [_shifted(dim, dims) for dim in volume.dims])
+    partials = [function(slab, dims, True) for slab in volume.slabs]
+    whole = stacked(volume, partials, dims)
+    reduced = function(whole, cut, True)
+    return reduced if keepdim else _squeeze(reduced, dims)
+
+
+def stacked(volume: ShardedVolume, partials: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
+    """Gather results of extent one along the reduced cut dims; there, the whole tensor has one plane per shard."""
+    communicator = volume.context.communicator
+    if len(communicator.grid) == 1:
+        (dim,) = volume.dims
+        return communicator.collect(partials).movedim(0, dim).squeeze(dim + 1)
+    sizes = [
+        count if dim in dims else volume.shape[dim] for dim, count in zip(volume.dims, communicator.grid, strict=True)
+    ]
+    return communicator.gather(partials, volume.dims, sizes)
+
+
+def _squeeze(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in sorted(dims, reverse=True):
+        tensor = tensor.squeeze(dim)
+    return tensor
+
+
+def _shifted(dim: int, removed: Sequence[int]) -> int:
+    return dim - sum(other < dim for other in removed)
+
+
+@handles("Reductions", "sum", "mean", "nansum")
+def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Reduce over dims."""
+    dims = dims_of(dim, input.ndim)
+    kind, back = func.__name__, None
+    if dtype is None and kind != "mean" and not (input.is_floating_point() or input.is_complex()):
+        dtype = torch.int64
+    if kind == "sum" and input.dtype in HALF and dtype is None:
+        # Sums of sums: rounded once, at the end, as on one device.
+        dtype = torch.float32
+        back = None if torch.is_autocast_enabled("cuda") and input.is_cuda else input.dtype
+    if kind == "nansum" and input.dtype in HALF:
+        refuse("nansum of 16-bit volumes would be rounded once per shard")
+    result = over_dims(kind, input, dims, keepdim, **({} if dtype is None else {"dtype": dtype}))
+    return result if back is None else _to(result, back)
+
+
+def _to(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, ShardedVolume):
+        return wrap(result, [slab.to(dtype) for slab in result.slabs])
+    return result.to(dtype)
+
+
+@handles("Reductions", "nanmean")
+def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Return the mean of the voxels that are numbers."""
+    dims = dims_of(dim, input.ndim)
+    total = reduce(torch.nansum, input, dims, keepdim, dtype)
+    count = over_dims("sum", wrap(input, [~slab.isnan() for slab in input.slabs]), dims, keepdim)
+    return elementwise(torch.div, total, count)
+
+
+@handles("Reductions", "trapezoid", "trapz")
+def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
+    """Integrate along a dim that is not cut."""
+    volume = y if isinstance(y, ShardedVolume) else x
+    if dim % volume.ndim in volume.dims:
+        refuse("it integrates along the cut: write it as a sum over slices")
+    if isinstance(x, Tensor) and x.ndim != 1:
+        like, results = run_local(func, (y, x), {"dim": dim})
+    else:
+        given = [None] * len(y.slabs) if x is None else y.context.spread(x)
+        settings = {"dx": dx} if x is None else {}
+        like = y
+        results = [
+            func(slab, **settings, dim=dim) if own is None else func(slab, own, dim=dim)
+            for slab, own in zip(y.slabs, given, strict=True)
+        ]
+    return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
+
+
+@handles("Reductions", "logsumexp", "special.logsumexp")
+def logsumexp(func: Callable, input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """Return the logarithm of a sum of exponentials."""
+    return over_dims("logsumexp", input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "any", "all")
+def any_or_all(func: Callable, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Tell whether any or all voxels are true."""
+    return over_dims(func.__name__, input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "prod")
+def product(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Multiply voxels."""
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):
+        dtype = torch.int64
+    settings = {} if dtype is None else {"dtype": dtype}
+    return over_dims("prod", input, dims_of(dim, input.ndim), keepdim, **settings)
+
+
+@handles("Reductions", "count_nonzero")
+def count_nonzero(func: Callable, input: Any, dim: Any = None) -> Any:
+    """Count voxels that are not zero."""
+    ones = wrap(input, [(slab != 0).long() for slab in input.slabs])
+    return over_dims("sum", ones, dims_of(dim, input.ndim))
+
+
+@handles("Reductions", "amax", "amin")
+def extreme(func: Callable, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    """Return the largest or smallest voxel; equal ones share its gradient, as torch has it."""
+    return extremes(func.__name__, input, dims_of(dim, input.ndim), keepdim)
+
+
+@handles("Reductions", "aminmax")
+def aminmax(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Return the smallest and the largest voxel."""
+    dims = dims_of(dim, input.ndim)
+    found = extremes("amin", input, dims, keepdim), extremes("amax", input, dims, keepdim)
+    return torch.return_types.aminmax(found)
+
+
+def extremes(kind: str, volume: ShardedVolume, dims: Sequence[int], keepdim: bool = False) -> ShardedVolume | Tensor:
+    """Return ``amax`` or ``amin`` over dims; the gradient is divided evenly among equal voxels of all slabs."""
+    if not volume.requires_grad or not torch.is_grad_enabled() or not set(volume.dims) & set(dims):
+        return over_dims(kind, volume, dims, keepdim)
+    with torch.no_grad():
+        bare = wrap(volume, [slab.detach() for slab in volume.slabs])
+        value = over_dims(kind, bare, dims, keepdim=True)
+        where = [slab == own for slab, own in zip(volume.slabs, aligned(value, volume), strict=True)]
+        count = over_dims("sum", wrap(volume, [mask.long() for mask in where]), dims, keepdim=True)
+    shares = [torch.where(mask, slab, 0.0) for mask, slab in zip(where, volume.slabs, strict=True)]
+    total = over_dims("sum", wrap(volume, shares), dims, keepdim=True)
+    result: ShardedVolume | Tensor
+    if isinstance(total, ShardedVolume) and isinstance(value, ShardedVolume) and isinstance(count, ShardedVolume):
+        rows = zip(total.slabs, value.slabs, count.slabs, strict=True)
+        result = wrap(total, [_Value.apply(*row) for row in rows])
+        return result if keepdim else _squeezed(result, dims)
+    result = _Value.apply(total, value, count)
+    return result if keepdim else _squeeze(result, dims)
+
+
+def _squeezed(volume: ShardedVolume, dims: Sequence[int]) -> ShardedVolume:
+    return wrap(volume, [_squeeze(slab, dims) for slab in volume.slabs], [_shifted(dim, dims) for dim in volume.dims])
+
+
+class _Value(torch.autograd.Function):
+    """A value, whose gradient is that of a sum over ``count`` equal voxels, divided among them."""
+
+    @staticmethod
+    def forward(ctx: Any, _total: Tensor, value: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(count)
+        return value.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (count,) = ctx.saved_tensors
+        return gradient / count, None, None
+
+
+@handles("Reductions", "var", "std", "var_mean", "std_mean")
+def variance(
+    func: Callable,
+    input: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    correction: float | None = None,
+) -> Any:
+    """Combine the slabs' means and variances."""
+    if input.is_complex():
+        refuse("the variance of complex volumes is not supported")
+    volume, dims = input, dims_of(dim, input.ndim)
+    correction = int(unbiased) if correction is None else correction
+    if not set(dims) & set(volume.dims):
+        slabs = [torch.var_mean(slab, dims, correction=correction, keepdim=keepdim) for slab in volume.slabs]
+        kept = volume.dims if keepdim else [_shifted(dim, dims) for dim in volume.dims]
+        spread: Any = wrap(volume, [var for var, _ in slabs], kept)
+        center: Any = wrap(volume, [mean for _, mean in slabs], kept)
+        if "std" in func.__name__:
+            spread = wrap(spread, [_root(slab) for slab in spread.slabs], spread.dims)
+    else:
+        center, squares, count = moments(volume, dims)
+        spread = (squares / max(count - correction, 0)).to(volume.dtype)
+        center = center.to(volume.dtype)
+        spread = _root(spread) if "std" in func.__name__ else spread
+        if not keepdim:
+            spread, center = _squeeze(spread, dims), _squeeze(center, dims)
+    return (spread, center) if "mean" in func.__name__ else spread
+
+
+def _root(variance: Tensor) -> Tensor:
+    """Return the standard deviation; where it is zero, its gradient is zero too, as torch has it."""
+    zero = variance == 0
+    return variance.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def moments(volume: ShardedVolume, dims: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Return mean and sum of squared deviations over dims (kept with extent one), and the number of voxels.
+
+    References
+    ----------
+    .. [1] T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+       variances", 1979, equation 2.1.
+    """
+    wide = torch.float32 if volume.dtype in HALF else volume.dtype
+    pairs = [torch.var_mean(slab.to(wide), list(dims), correction=0, keepdim=True) for slab in volume.slabs]
+    variances = stacked(volume, [var for var, _ in pairs], dims)
+    means = stacked(volume, [mean for _, mean in pairs], dims)
+    cut = [dim for dim in volume.dims if dim in dims]
+    counts = slab_counts(volume, dims).to(means)
+    total = prod(volume.shape[dim] for dim in dims)
+    mean = (means * counts).sum(cut, keepdim=True) / total
+    squares = ((variances + (means - mean).square()) * counts).sum(cut, keepdim=True)
+    return mean, squares, total
+
+
+def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
+    """Return how many voxels each shard reduces, shaped to broadcast against the stacked results."""
+    counts = torch.ones([1] * volume.ndim, dtype=torch.float64)
+    for dim, extents in zip(volume.dims, volume.extents(), strict=True):
+        if dim in dims:
+            shape = [1] * volume.ndim
+            shape[dim] = len(extents)
+            counts = counts * torch.tensor(extents, dtype=torch.float64).reshape(shape)
+    return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
+
+
+@handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm")
+def norm(
+    func: Callable,
+    input: Any,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    ord: Any = None,
+) -> Any:
+    """Return a vector norm over dims."""
+    order = p if ord is None else ord
+    if not (order in ("fro", None) or isinstance(order, int | float)):
+        refuse(f"p={order!r} is not a plain vector norm")
+    order = 2.0 if order in ("fro", None) else float(order)
+    dims = dims_of(dim, input.ndim)
+
+    def function(tensor: Tensor, over: Sequence[int], keep: bool) -> Tensor:
+        return torch.linalg.vector_norm(tensor, order, list(over), keep)
+
+    if set(dims) & set(input.dims):
+        if order == 0:
+            return _counted(input, dims, keepdim)
+        if order in (inf, -inf):
+            magnitudes = wrap(input, [slab.abs() for slab in input.slabs])
+            return extremes("amax" if order == inf else "amin", magnitudes, dims, keepdim)
+    return reduce_slabs(input, dims, keepdim, function)
+
+
+def _counted(volume: ShardedVolume, dims: Sequence[int], keepdim: bool) -> ShardedVolume | Tensor:
+    """Count what is not zero, as torch's norm of order zero does: with a gradient, of zeros."""
+    partials = [torch.linalg.vector_norm(slab, 0, list(dims), True) for slab in volume.slabs]
+    counts = stacked(volume, partials, dims).sum([dim for dim in volume.dims if dim in dims], keepdim=True)
+    return counts if keepdim else _squeeze(counts, dims)
+
+
+@handles("Reductions", "linalg.norm")
+def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return a vector norm, or a matrix norm within each slab."""
+    if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
+        return norm(torch.linalg.vector_norm, input, 2 if ord is None else ord, dim, keepdim)
+    dims = dims_of(dim, input.ndim)
+    if dim is None or set(dims) & set(input.dims):
+        refuse("a matrix norm needs whole matrices")
+    slabs = [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs]
+    return wrap(input, slabs, input.dims if keepdim else [_shifted(cut, dims) for cut in input.dims])
+
+
+@handles("Reductions", "equal", rehearse=False)
+def equal(func: Callable, input: Any, other: Any) -> bool:
+    """Say whether all voxels are equal; the answer is the same on every shard."""
+    if input.shape != other.shape:
+        return False
+    same = pointwise(torch.eq, (input, other), {})
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "allclose", rehearse=False)
+def allclose(
+    func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Say whether all voxels are close; the answer is the same on every shard."""
+    torch.broadcast_shapes(input.shape, other.shape)
+    same = elementwise(torch.isclose, input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return bool(over_dims("all", same, list(range(same.ndim))))
+
+
+@handles("Reductions", "masked_select", rehearse=False)
+def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
+    return run_gathered(func, args, kwargs)

@@ -1,0 +1,126 @@
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
+from volseg.parallel.spatial.operators.pooling import adaptive_pool
+from volseg.parallel.spatial.plan.windows import Nearest, Resize, nearest_planes
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["interpolate"]
+
+NEAREST = ("nearest", "nearest-exact")
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@handles("Interpolation", "F.upsample")
+def upsample(func: Callable, input: Any, size: Any = None, scale_factor: Any = None, **settings: Any) -> Any:
+    """Interpolate, by torch's former name for it."""
+    return interpolate(F.interpolate, input, size, scale_factor, **settings)
+
+
+@handles("Interpolation", "F.interpolate")
+def interpolate(
+    func: Callable,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
+    volume = input
+    given = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
+    given["recompute_scale_factor"] = recompute_scale_factor
+    count = volume.ndim - 2
+    if mode == "area":
+        sizes = _sizes(volume, given, count)
+        pool = getattr(F, f"adaptive_avg_pool{count}d")
+        return adaptive_pool(pool, volume, sizes)
+    known = mode in NEAREST or mode == LINEAR.get(count)
+    if not known or antialias or not spatial_only(volume, count):
+        refuse(f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
+    sizes = _sizes(volume, given, count)
+    scales = _given_scales(given, count)
+    corners = bool(align_corners)
+    # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
+    # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU if it is so along all of them.
+    copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
+    copies = copies if volume.device.type == "cpu" else [all(copies)] * count
+    plans = []
+    for dim, size in zip(volume.dims, volume.sizes, strict=True):
+        i = dim - 2
+        if mode in NEAREST:
+            planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
+            if not gradient and volume.requires_grad and torch.is_grad_enabled():
+                refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
+            plans.append(AxisPlan(Nearest(planes), sizes[i]))
+        else:
+            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
+    cut = {dim - 2 for dim in volume.dims}
+    same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
+    # Of nearest planes and on a GPU the factor counts even where their number stays.
+    exact = [corners or scales[i] in (None, 1.0) for i in range(count)]
+    unchanged = [same[i] and (exact[i] or (copies[i] and mode not in NEAREST)) for i in range(count)]
+    uncut = [i for i in range(count) if i not in cut]
+    if mode not in NEAREST and all(same[i] for i in uncut) and not all(unchanged[i] for i in uncut):
+        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone they are copied
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
+            slab = _blend(slab, dim, plan.window, window)  # type: ignore[arg-type]
+        if all(i in cut or unchanged[i] for i in range(count)):
+            return slab
+        return _within(slab, sizes, scales, cut, given)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return func(tensor, **given)
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:
+    """Interpolate along the dims that are not cut; along the others the result has its planes already."""
+    count = slab.ndim - 2
+    corners, mode = given["align_corners"], given["mode"]
+    if given["scale_factor"] is not None and not given["recompute_scale_factor"]:
+        factors = [1.0 if i in cut else scales[i] for i in range(count)]
+        return F.interpolate(slab, scale_factor=factors, mode=mode, align_corners=corners)  # type: ignore[arg-type]
+    size = [slab.shape[2 + i] if i in cut else sizes[i] for i in range(count)]
+    return F.interpolate(slab, size=size, mode=mode, align_corners=corners)
+
+
+def _blend(slab: Tensor, dim: int, resize: Resize | Nearest, window: LocalWindow) -> Tensor:
+    """Return the output planes of a slab along one cut dim."""
+    sources = [resize.source(plane) for plane in range(*window.output)]
+    start = window.span[0]
+    first = select_planes(slab, dim, [low - start for low, _, _ in sources])
+    weights = tuple(weight for _, _, weight in sources)
+    if not any(weights):
+        return first
+    second = select_planes(slab, dim, [high - start for _, high, _ in sources])
+    weight = constant(weights, slab.dtype, slab.device)
+    return torch.lerp(first, second, weight.reshape([-1] + [1] * (slab.ndim - dim - 1)))
+
+
+def _sizes(volume: ShardedVolume, given: dict, count: int) -> list[int]:
+    if given["size"] is not None:
+        return [int(size) for size in per_dim(given["size"], count)]
+    factors = per_dim(given["scale_factor"], count)
+    return [int(size * factor) for size, factor in zip(volume.shape[2:], factors, strict=True)]
+
+
+def _given_scales(given: dict, count: int) -> list[float | None]:
+    """Return the factors that torch uses for coordinates; None where it takes the ratio of the sizes."""
+    if given["scale_factor"] is None or given["recompute_scale_factor"]:
+        return [None] * count
+    return [float(factor) for factor in per_dim(given["scale_factor"], count)]

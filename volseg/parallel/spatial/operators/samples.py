@@ -1,0 +1,75 @@
+"""Volumes cut along dim 0: slices of one volume as samples of a batch, as networks of 2D convolutions have it.
+
+``x.transpose(1, 2).reshape(B * D, C, H, W)`` makes a batch of the slices, cut between them. What treats each sample by
+itself then runs on each shard as it stands; batch norm combines the shards' statistics.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from volseg.parallel.spatial.operators import normalize
+from volseg.parallel.spatial.operators.pointwise import rewrap
+from volseg.parallel.spatial.table import handles_samples, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["batch_norm", "convolution", "each_sample", "instance_norm"]
+
+
+@handles_samples(
+    *(f"F.{kind}_pool{n}d" for kind in ("adaptive_avg", "adaptive_max", "max") for n in (1, 2, 3)),
+    *(f"torch.max_pool{n}d" for n in (1, 2, 3)),
+    *("torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d"),
+    *("F.interpolate", "F.group_norm", "torch.group_norm", "prelu", "F.prelu"),
+)
+def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Run on each slab."""
+    spread = input.context.spread
+    columns = {
+        name: spread(value) if isinstance(value, Tensor) else [value] * len(input.slabs)
+        for name, value in settings.items()
+    }
+    results = [
+        func(slab, **{name: column[position] for name, column in columns.items()})
+        for position, slab in enumerate(input.slabs)
+    ]
+    return rewrap(input, results)
+
+
+@handles_samples(*(f"torch.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
+def convolution(func: Callable, input: ShardedVolume, weight: Tensor, **settings: Any) -> Any:
+    """Convolve each sample."""
+    if input.ndim != weight.ndim or isinstance(weight, ShardedVolume):
+        refuse("dim 0 are its channels, which are cut, or its weight is sharded")
+    return each_sample(func, input, weight=weight, **settings)
+
+
+@handles_samples("F.instance_norm")
+def instance_norm(
+    func: Callable, input: ShardedVolume, running_mean: Any = None, use_input_stats: bool = True, **settings: Any
+) -> Any:
+    """Normalise each sample by itself."""
+    if running_mean is not None and use_input_stats:
+        refuse("running statistics of samples on several shards are not supported")
+    return each_sample(func, input, running_mean=running_mean, use_input_stats=use_input_stats, **settings)
+
+
+@handles_samples("F.batch_norm", "torch.batch_norm")
+def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
+    """Normalise each channel over all samples: as a volume, of whose planes the samples are."""
+    outer, unit = input.merged or (1, 1)
+    channels, rest = input.shape[1], input.shape[2:].numel()
+
+    def as_planes(slab: Tensor) -> Tensor:
+        return slab.reshape(outer, slab.shape[0] // (outer * unit), unit, channels, rest).permute(0, 3, 1, 2, 4)
+
+    def as_samples(slab: Tensor, like: Tensor) -> Tensor:
+        return slab.permute(0, 2, 3, 1, 4).reshape(like.shape)
+
+    shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
+    planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
+    sharded = normalize.batch_norm if func.__module__ == "torch.nn.functional" else normalize.plain_batch_norm
+    result = sharded(func, planes, **settings)
+    slabs: Sequence[Tensor] = result.slabs
+    return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])

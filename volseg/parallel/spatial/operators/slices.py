@@ -1,0 +1,208 @@
+"""Slices: planes of a volume by number or range, read and assigned; along the cut the slabs are balanced anew."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.dispatch import in_planes
+from volseg.parallel.spatial.operators.dims import insert_dim
+from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, sharded_windows
+from volseg.parallel.spatial.operators.pointwise import aligned
+from volseg.parallel.spatial.plan.windows import Strided
+from volseg.parallel.spatial.signatures import bind
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
+
+__all__ = ["assign", "expanded", "is_basic", "narrow", "sliced", "split", "take_planes"]
+
+
+def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: int = 1) -> ShardedVolume | Tensor:
+    """Return ``count`` planes from ``start`` on, every ``step``-th; along the cut the slabs are balanced anew."""
+    dim %= volume.ndim
+    if dim not in volume.dims:
+        stop = start + (count - 1) * step + 1 if count else start
+        index = (slice(None),) * dim + (slice(start, stop, step),)
+        return wrap(volume, [slab[index] for slab in volume.slabs])
+    if (start, count, step) == (0, volume.shape[dim], 1):
+        return volume
+    volume = in_planes(volume)
+    plans = [
+        AxisPlan(Strided(start, step), count) if cut == dim else AxisPlan(Strided(), size)
+        for cut, size in zip(volume.dims, volume.sizes, strict=True)
+    ]
+
+    def every(tensor: Tensor) -> Tensor:
+        index = (slice(None),) * dim + (slice(None, None, step),)
+        return tensor[index]
+
+    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
+        return every(slab)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return every(tensor.narrow(dim, start, (count - 1) * step + 1 if count else 0))
+
+    return sharded_windows(volume, plans, local, whole)
+
+
+def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Tensor:
+    """Index with integers, slices and None; a cut dim too."""
+    dim = 0
+    result: ShardedVolume | Tensor = volume
+    for entry in entries:
+        if not isinstance(result, ShardedVolume):  # too thin to be cut by now
+            result = result[(slice(None),) * dim + (entry,)]
+            dim += not isinstance(entry, int)
+            continue
+        if isinstance(entry, slice):
+            start, stop, step = entry.indices(result.shape[dim])
+            if step < 1:
+                raise ValueError("step must be greater than zero")
+            result = take_planes(result, dim, start, max(0, -(-(stop - start) // step)), step)
+        elif entry is None:
+            result = insert_dim(result, dim)
+        else:
+            result = _select(result, dim, entry)
+            continue
+        dim += 1
+    return result
+
+
+def is_basic(entry: Any) -> bool:
+    """Say whether an index is an integer, a slice, None or an ellipsis."""
+    return entry is None or entry is ... or (isinstance(entry, int | slice) and not isinstance(entry, bool))
+
+
+def expanded(index: tuple, ndim: int) -> list[Any]:
+    """Replace the ellipsis by full slices; a mask stands for as many dims as it has."""
+    used = sum(_width(entry) for entry in index)
+    rest = [slice(None)] * (ndim - used)
+    # Not index.index(...): comparing tensors is an operator.
+    where = next((i for i, entry in enumerate(index) if entry is ...), None)
+    if where is not None:
+        return [*index[:where], *rest, *index[where + 1 :]]
+    return [*index, *rest]
+
+
+def _width(entry: Any) -> int:
+    if isinstance(entry, Tensor) and entry.dtype == torch.bool:
+        return entry.ndim
+    return int(entry is not None and entry is not ...)
+
+
+def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tensor:
+    size = volume.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    if dim in volume.dims:  # one plane is whole: every shard holds it
+        one = take_planes(volume, dim, index % size, 1)
+        one = one.full_tensor() if isinstance(one, ShardedVolume) else one
+        return one.squeeze(dim)
+    cut = [d - (dim < d) for d in volume.dims]
+    return wrap(volume, [slab.select(dim, index) for slab in volume.slabs], cut)
+
+
+@handles("Slices and joins", "narrow")
+def narrow(func: Callable, input: Any, dim: int, start: Any, length: int) -> Any:
+    """Take a range of planes."""
+    dim %= input.ndim
+    first = int(start)
+    return take_planes(input, dim, first + input.shape[dim] if first < 0 else first, length)
+
+
+@handles("Slices and joins", "select")
+def select(func: Callable, input: Any, dim: int, index: int) -> Any:
+    """Take one plane."""
+    return _select(input, dim % input.ndim, index)
+
+
+@handles("Slices and joins", "unbind", "Tensor.__iter__")
+def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
+    """Take the planes one by one."""
+    return tuple(_select(input, dim % input.ndim, index) for index in range(input.shape[dim]))
+
+
+SPLITS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
+
+
+@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False)
+def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Split along a dim that is not cut, or along the cut into balanced volumes."""
+    named = bind(func, args, kwargs)
+    volume = named.pop("input")
+    dim = SPLITS.get(func.__name__, named.pop("dim", 0)) % volume.ndim
+    if any(isinstance(value, Tensor) for value in named.values()):
+        refuse("it needs numbers where to split, not a tensor")
+    # A meta tensor tells the sizes of the parts, by torch's own rules.
+    line = torch.empty(volume.shape[dim], device="meta")
+    (how,) = named.values()
+    parts = (torch.tensor_split if func.__name__ in SPLITS else func)(line, how, dim=0)
+    result, start = [], 0
+    for part in parts:
+        result.append(take_planes(volume, dim, start, part.shape[0]))
+        start += part.shape[0]
+    return tuple(result)
+
+
+def assign(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
+    """Assign to integers and slices of a volume; along the cut each shard takes what falls on its planes."""
+    if all(entries[dim] == slice(None) for dim in volume.dims):
+        _assign_within(volume, entries, value)
+    else:
+        _assign_across(volume, entries, value)
+
+
+def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
+    kept = [d - sum(isinstance(e, int) for e in entries[:d]) for d in volume.dims]
+    ndim = sum(not isinstance(e, int) for e in entries)
+    if isinstance(value, Tensor):
+        like = ShardedVolume(volume.slabs, kept, _sizes_at(kept, volume.sizes, ndim), volume.context)
+        like.merged = volume.merged
+        values = aligned(value, like)
+    else:
+        values = [value] * len(volume.slabs)
+    for slab, own in zip(volume.slabs, values, strict=True):
+        slab[tuple(entries)] = own
+
+
+def _assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
+    """Give each shard the planes of the value that fall into its slab; the value is gathered for it.
+
+    A shard that gets none is assigned none: it counts the change, and takes part in the value's backward pass, for
+    which the other shards wait.
+    """
+    context = volume.context
+    # Integers become slices of one plane, so that dims keep their places.
+    slices = [slice(e, e + 1 or None) if isinstance(e, int) else e for e in entries]
+    ranges = [range(*entry.indices(size)) for entry, size in zip(slices, volume.shape, strict=True)]
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if isinstance(value, ShardedVolume) else value.to(context.communicator.home)
+        target = [len(r) for r, e in zip(ranges, entries, strict=True) if not isinstance(e, int)]
+        while whole.ndim > len(target):  # torch drops leading dims of extent one
+            whole = whole.squeeze(0)
+        whole = whole.expand(target)
+        for dim, entry in enumerate(entries):
+            if isinstance(entry, int):
+                whole = whole.unsqueeze(dim)
+        values = context.spread(whole)
+    else:
+        values = [value] * len(volume.slabs)
+    for slab, own, spans_ in zip(volume.slabs, values, volume.owned(), strict=True):
+        local = list(slices)
+        part = own
+        for dim, (start, stop) in zip(volume.dims, spans_, strict=True):
+            planes = ranges[dim]
+            chosen = [n for n, plane in enumerate(planes) if start <= plane < stop] or range(0)
+            first, last = (planes[chosen[0]], planes[chosen[-1]] + 1) if chosen else (start, start)
+            local[dim] = slice(first - start, last - start, planes.step)
+            if isinstance(part, Tensor):
+                part = part.narrow(dim, chosen[0] if chosen else 0, len(chosen))
+        slab[tuple(local)] = part
+
+
+def _sizes_at(dims: Sequence[int], sizes: Sequence[int], ndim: int) -> list[int]:
+    shape = [1] * ndim
+    for dim, size in zip(dims, sizes, strict=True):
+        shape[dim] = size
+    return shape

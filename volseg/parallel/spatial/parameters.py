@@ -1,0 +1,116 @@
+"""The parameters of a network on the shards' devices, for one forward pass.
+
+One owner, with a rule for each mode:
+
+- A copy made while gradients are recorded has history, and serves with and without them. A copy made under ``no_grad``
+  (self-conditioning, recycling), or while the parameter is frozen, never serves where a gradient is wanted.
+- A copy serves as long as its parameter is unchanged: in place (its version) and by ``.data`` (its address).
+- A recomputed block uses the copies of the pass that it repeats. After the pass, nothing is kept: a head called outside
+  of ``forward`` reads its parameters as they are then, whoever changed them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from volseg.parallel.spatial.transport.communicator import Communicator, buckets
+
+__all__ = ["Copies", "Parameters"]
+
+
+class _Copied(NamedTuple):
+    """Copies of a tensor, and the tensor's state when they were made."""
+
+    copies: list[Tensor]
+    version: int
+    address: int
+
+
+class _Cast(NamedTuple):
+    """A copy in another dtype; holds the copy, whose ``id`` is its key and must not be given to another tensor."""
+
+    copy: Tensor
+    version: int
+    address: int
+    result: Tensor
+
+
+class Copies:
+    """What one pass has copied.
+
+    Gradients of a bucket of parameters are summed in one call. It is handed to the shards when the first of its
+    parameters is used with gradients: autograd takes the most recent of the nodes that are ready, so the sum starts in
+    the middle of the backward pass, and not at its end.
+    """
+
+    def __init__(self, communicator: Communicator, parameters: Sequence[Tensor]) -> None:
+        self._communicator = communicator
+        # The buckets hold the parameters, so that no other tensor gets the id of one.
+        self._buckets = {id(parameter): bucket for bucket in buckets(parameters) for parameter in bucket}
+        self._recorded: dict[int, _Copied] = {}
+        self._silent: dict[int, _Copied] = {}
+        self._ids: set[int] = set()
+        self._casts: dict[tuple[int, torch.dtype, bool], _Cast] = {}
+
+    def of(self, whole: Tensor) -> list[Tensor] | None:
+        """Return a parameter's copies, one per slab; None for any other tensor."""
+        key = id(whole)
+        found = self._recorded.get(key)
+        if found is not None and found[1] == whole._version and found[2] == whole.data_ptr() and whole.requires_grad:
+            return found[0]
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            return None
+        if whole.requires_grad and torch.is_grad_enabled():
+            return self._record(whole, bucket if found is None else [whole])
+        found = self._silent.get(key)
+        if found is None or found.version != whole._version or found.address != whole.data_ptr():
+            found = self._silent[key] = self._noted(whole, unrecorded(self._communicator, whole))
+        return found.copies
+
+    def cast(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one of the copies in autocast's dtype: converted once, however often it is used."""
+        if id(copy) not in self._ids:
+            return copy.to(dtype)
+        key = id(copy), dtype, copy.requires_grad and torch.is_grad_enabled()
+        found = self._casts.get(key)
+        state = copy._version, copy.data_ptr()
+        if found is None or found.copy is not copy or (found.version, found.address) != state:
+            found = self._casts[key] = _Cast(copy, *state, copy.to(dtype))
+        return found.result
+
+    def _record(self, whole: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+        # A parameter that is frozen for the moment would get no gradient when it no longer is.
+        trained = [parameter for parameter in bucket if parameter.requires_grad]
+        for parameter, copies in zip(trained, self._communicator.share(trained), strict=True):
+            self._recorded[id(parameter)] = self._noted(parameter, copies)
+        return self._recorded[id(whole)].copies
+
+    def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
+        self._ids.update(map(id, copies))
+        return _Copied(copies, whole._version, whole.data_ptr())
+
+
+class Parameters:
+    """The copies of the pass that is running, if one is."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.current: Copies | None = None
+
+    @contextmanager
+    def used(self, copies: Copies) -> Iterator[None]:
+        """Run a pass, or a part of one again, with these copies; nothing of them serves behind it."""
+        before, self.current = self.current, copies
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def unrecorded(communicator: Communicator, whole: Tensor) -> list[Tensor]:
+    """Return a value on each shard's device, without a sum of its gradients."""
+    return [whole.to(device, non_blocking=True) for device in communicator.devices]

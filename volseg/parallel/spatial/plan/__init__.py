@@ -1,0 +1,1 @@
+"""Which shard owns and needs which planes: pure arithmetic."""

@@ -1,0 +1,80 @@
+"""Which shard owns which planes: pure arithmetic.
+
+The layout of a volume is a function of its size and of the number of shards alone. Two volumes of one size are
+therefore always cut alike, and an encoder's skip meets the decoder without any plane being moved. Only where a cut dim
+was merged with its neighbours (``view(B, -1)``), the volume says so: see ``Merged``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+__all__ = ["Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+
+Span = tuple[int, int]
+"""First plane and one past the last."""
+
+
+class Merged(NamedTuple):
+    """What a cut dim was merged with: ``outer`` entries in front of the planes, and ``unit`` in each plane.
+
+    Its extent is ``outer * planes * unit``. A shard owns, for each of the outer entries, its planes, and all of each.
+    """
+
+    outer: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Planes ``start`` to ``stop`` that shard ``source`` owns and shard ``target`` wants."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def bounds(size: int, shards: int) -> tuple[int, ...]:
+    """Return the ``shards + 1`` borders between slabs of ``size`` planes; slabs differ by one plane at most.
+
+    Examples
+    --------
+    >>> bounds(10, 4)
+    (0, 2, 5, 7, 10)
+    """
+    return tuple(index * size // shards for index in range(shards + 1))
+
+
+def spans(size: int, shards: int, unit: int = 1) -> list[Span]:
+    """Return the planes that each shard owns; ``unit`` of them stay together."""
+    borders = bounds(size // unit, shards)
+    return list(pairwise(unit * border for border in borders))
+
+
+def can_split(size: int, shards: int) -> bool:
+    """Say whether every shard gets a plane; a volume that is too thin is kept whole."""
+    return size >= shards
+
+
+def overlap(first: Span, second: Span) -> Span:
+    """Return the planes in both spans; an empty span is returned as ``(start, start)``."""
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
+    return start, max(start, stop)
+
+
+def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer]:
+    """List every movement of planes, by target and then by position, that gives each shard what it wants.
+
+    Planes that a shard owns already are listed too (source equals target), so that the pieces of one target, in order,
+    are the span it wants. ``wanted`` lies within ``[0, size)``. So far, ``unit`` planes stayed together.
+    """
+    owned = spans(size, len(wanted), unit)
+    moves = []
+    for target, want in enumerate(wanted):
+        for source, own in enumerate(owned):
+            start, stop = overlap(want, own)
+            if start < stop:
+                moves.append(Transfer(source, target, start, stop))
+    return moves

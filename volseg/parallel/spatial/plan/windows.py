@@ -1,0 +1,202 @@
+"""From wanted output planes to needed input planes: the one map behind every operator that looks at neighbours.
+
+A ``Window`` describes an operator along one axis. ``need(a, b)`` are the input planes that output planes ``a`` to
+``b`` read. The span may reach outside the volume: there the operator sees padding. Running the operator *without*
+padding on exactly these planes yields output planes from ``first(a, b)`` on, at least up to ``b``.
+
+References
+----------
+.. [1] V. Dumoulin, F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, floor
+
+import torch
+import torch.nn.functional as F
+
+from volseg.parallel.spatial.plan.shards import Span
+
+__all__ = [
+    "AdaptivePool",
+    "Convolution",
+    "Nearest",
+    "Resize",
+    "Strided",
+    "TransposedConvolution",
+    "Window",
+    "nearest_planes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An operator along one axis; see the module."""
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the input planes read by output planes ``start`` to ``stop``."""
+        raise NotImplementedError
+
+    def first(self, start: int, stop: int) -> int:
+        """Return the output plane that the first plane computed from ``need(start, stop)`` is."""
+        del stop
+        return start
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Window):
+    """Convolution or pooling; ``before`` is the padding in front."""
+
+    kernel: int
+    stride: int = 1
+    before: int = 0
+    dilation: int = 1
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the input planes read by output planes ``start`` to ``stop``."""
+        reach = (self.kernel - 1) * self.dilation + 1
+        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + reach
+
+    def outputs(self, size: int, after: int, ceil_mode: bool = False) -> int:
+        """Return the number of output planes for ``size`` input planes and ``after`` planes of padding behind."""
+        room = size + self.before + after - (self.kernel - 1) * self.dilation - 1
+        count = (ceil(room / self.stride) if ceil_mode else room // self.stride) + 1
+        # With ceil_mode the last window must start inside the volume or its front padding (torch's rule).
+        if ceil_mode and (count - 1) * self.stride >= size + self.before:
+            count -= 1
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedConvolution(Window):
+    """Transposed convolution: input plane ``i`` writes output planes ``i * stride - padding + t * dilation``."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the input planes that write output planes ``start`` to ``stop``, and at least one."""
+        reach = (self.kernel - 1) * self.dilation
+        low = ceil((start + self.padding - reach) / self.stride)
+        high = floor((stop - 1 + self.padding) / self.stride)
+        # With a stride longer than the kernel some output planes are written by nobody (bias only). Planes are added
+        # until the local result spans them all.
+        while low * self.stride - self.padding > start:
+            low -= 1
+        while high * self.stride - self.padding + reach < stop - 1:
+            high += 1
+        return low, high + 1
+
+    def first(self, start: int, stop: int) -> int:
+        """Return the first output plane written by ``need(start, stop)``."""
+        return self.need(start, stop)[0] * self.stride - self.padding
+
+    def outputs(self, size: int, output_padding: int) -> int:
+        """Return the number of output planes for ``size`` input planes."""
+        reach = (self.kernel - 1) * self.dilation
+        return (size - 1) * self.stride - 2 * self.padding + reach + output_padding + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(Window):
+    """Every ``step``-th plane from ``offset`` on; ``step`` is -1 for a mirrored axis. Padding is a negative offset."""
+
+    offset: int = 0
+    step: int = 1
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the span that holds the chosen planes."""
+        one, other = self.offset + start * self.step, self.offset + (stop - 1) * self.step
+        return min(one, other), max(one, other) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptivePool(Window):
+    """Adaptive pooling of ``size`` planes to ``outputs``."""
+
+    size: int
+    outputs: int
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the union of the pooled intervals."""
+        return start * self.size // self.outputs, -((-stop * self.size) // self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Resize(Window):
+    """Linear interpolation of ``size`` planes to ``outputs``.
+
+    ``scale`` is the user's ``scale_factor`` where torch takes coordinates from it, else None: the ratio of the sizes.
+    Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied``: whether torch copies the planes,
+    whatever ``scale`` says, because there are as many of them afterwards.
+    """
+
+    size: int
+    outputs: int
+    scale: float | None = None
+    align_corners: bool = False
+    copied: bool = False
+
+    def source(self, plane: int) -> tuple[int, int, float]:
+        """Return the two input planes that an output plane blends and the weight of the second."""
+        if self.copied:
+            return plane, plane, 0.0
+        if self.align_corners:
+            position = plane * (self.size - 1) / (self.outputs - 1) if self.outputs > 1 else 0.0
+        else:
+            step = 1.0 / self.scale if self.scale else self.size / self.outputs
+            position = max((plane + 0.5) * step - 0.5, 0.0)
+        low = min(int(position), self.size - 1)
+        return low, min(low + 1, self.size - 1), min(max(position - low, 0.0), 1.0)
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the planes between the first and the last that are read."""
+        return self.source(start)[0], self.source(stop - 1)[1] + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(Window):
+    """Output plane ``i`` is input plane ``planes[i]``."""
+
+    planes: tuple[int, ...]
+
+    def source(self, plane: int) -> tuple[int, int, float]:
+        """Return the input plane, as ``Resize`` does."""
+        return self.planes[plane], self.planes[plane], 0.0
+
+    def need(self, start: int, stop: int) -> Span:
+        """Return the planes between the first and the last that are read."""
+        return self.planes[start], self.planes[stop - 1] + 1
+
+
+@lru_cache(maxsize=1024)
+def nearest_planes(
+    size: int, outputs: int, mode: str, scale: float | None, dtype: torch.dtype, dim: int, count: int
+) -> tuple[tuple[int, ...], bool]:
+    """Return the input plane of every output plane, and whether torch's own gradient goes back to these planes.
+
+    torch is asked, with a ramp: how it rounds depends on its version, the dtype and the number of dims. Its backward
+    pass on a CPU computes the planes in another way than the forward pass (``nearest_idx`` in UpSampleKernel.cpp copies
+    where the size stays, and rounds otherwise), so that they may differ.
+    """
+    ramp = torch.arange(size, dtype=dtype if dtype == torch.float64 else torch.float32)
+    along = [1] * count
+    along[dim] = size
+    lines = ramp.reshape(1, 1, *along).repeat(outputs, 1, *(2 if axis != dim else 1 for axis in range(count)))
+    with torch.enable_grad():
+        lines.requires_grad_()
+        if scale is None:
+            extents = [outputs if axis == dim else 2 for axis in range(count)]
+            resized = F.interpolate(lines, size=extents, mode=mode)
+        else:
+            factors = [scale if axis == dim else 1.0 for axis in range(count)]
+            resized = F.interpolate(lines, scale_factor=factors, mode=mode)
+        # Line i asks where the gradient of its output plane i goes.
+        values = resized.movedim(dim + 2, 2).reshape(outputs, outputs, -1)[..., 0]
+        (gradient,) = torch.autograd.grad(values.diagonal().sum(), lines)
+    planes = tuple(int(plane) for plane in values[0].tolist())
+    back = gradient.movedim(dim + 2, 2).reshape(outputs, size, -1).sum(-1).argmax(1)
+    return planes, tuple(back.tolist()) == planes

@@ -1,0 +1,117 @@
+"""All processes of a mesh hold the same network: made so when it is wrapped, and checked when it first runs.
+
+Each process computes a part of every layer with its own copy of the weights. Copies that differ (seeds that differ, a
+checkpoint loaded in one process only) give a result that belongs to no network, so they get the first process's values,
+as ``DistributedDataParallel`` does it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from volseg.errors import ParallelError
+from volseg.parallel.spatial.transport.communicator import buckets
+
+__all__ = ["check_alike", "replicate"]
+
+
+@torch.no_grad()
+def replicate(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Give the network's parameters and buffers the values of the first process of each group in turn.
+
+    Raises
+    ------
+    ParallelError
+        If the processes built different networks, which have no values in common.
+    """
+    _check_structure(net, groups, device, modes=False)
+    # Buckets, so that a network of small layers is a few broadcasts and a large one does not double its memory.
+    for bucket in buckets([tensor for _, tensor in _tensors(net)]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+        for group in groups:
+            # As bytes: not every backend knows every type.
+            dist.broadcast(flat.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+@torch.no_grad()
+def check_alike(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Refuse a network that is not the same in all processes: its modes, what is trained, and every bit of its values.
+
+    Raises
+    ------
+    ParallelError
+        Naming the tensors that differ.
+    """
+    _check_structure(net, groups, device, modes=True)
+    named = list(_tensors(net))
+    if named:
+        sums = torch.stack([_checksum(tensor).to(device) for _, tensor in named])
+        _check(sums, groups, [name for name, _ in named], "hold different values of their network")
+
+
+def _check_structure(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device, modes: bool) -> None:
+    numbers = _fingerprint(net, device, modes)
+    count = torch.tensor([len(numbers)], device=device)
+    _check(count, groups, [f"{count.item()} modules here"], "built different networks")
+    names = [name or type(module).__name__ for name, module in net.named_modules()]
+    _check(
+        numbers, groups, names, "do not run the same network in the same modes" if modes else "built different networks"
+    )
+
+
+def _check(own: Tensor, groups: Sequence[dist.ProcessGroup], names: Sequence[str], what: str) -> None:
+    """Compare numbers with those of the first process of each group; all processes come to the same verdict."""
+    differs = torch.zeros_like(own, dtype=torch.int32)
+    for group in groups:
+        first = own.clone()
+        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+        differs |= (first != own).int()
+    for group in groups:
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
+    wrong = [name for name, found in zip(names, differs.tolist(), strict=True) if found]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ParallelError(
+            f"the processes of a spatial group {what}: {', '.join(wrong[:5])}{more}. Wrapping gives all of them the "
+            "values of the first process; what is changed afterwards (load_state_dict, train(), requires_grad_) must "
+            "be changed in every process"
+        )
+
+
+def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from net.named_parameters()
+    yield from net.named_buffers()
+
+
+def _fingerprint(net: nn.Module, device: torch.device, modes: bool) -> Tensor:
+    """Return a number for each module: what it is, its tensors, and with ``modes`` what of it is trained."""
+    numbers = []
+    for name, module in net.named_modules():
+        tensors = [
+            (key, tensor is not None and (tuple(tensor.shape), str(tensor.dtype), modes and tensor.requires_grad))
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        ]
+        text = repr((name, type(module).__name__, modes and module.training, tensors))
+        numbers.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True))
+    return torch.tensor(numbers, device=device)
+
+
+CHUNK = 2**22
+"""Elements summed at once: as 64-bit integers they take many times their own memory."""
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return a sum of the tensor's bits, each element's weighted by its place; integers, so exact in any order."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(sizes[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start, part in zip(range(0, max(len(bits), 1), CHUNK), bits.split(CHUNK), strict=True):
+        places = torch.arange(start, start + len(part), device=tensor.device)
+        total += (part.long() * (2 * places + 1)).sum()
+    return total

@@ -1,0 +1,1 @@
+"""How planes and values move between shards."""

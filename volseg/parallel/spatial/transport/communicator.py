@@ -1,0 +1,138 @@
+"""What the operators ask of the devices: five movements of tensors, each with its gradient.
+
+Two kinds of value exist. A *slab* is one shard's part of a volume: the shards' values differ, and a gradient belongs
+to its shard alone. A *whole* value is held alike by everybody, and so is its gradient, which is always the full one.
+The gradient of every movement follows from that:
+
+=============  ====================  ========================================
+movement       forward               backward
+=============  ====================  ========================================
+``fetch``      slabs to slabs        planes go back to their owner, and add up
+``collect``    slabs to whole        each shard takes its part; no sum
+``gather``     slabs to whole        each shard takes its slab; no sum
+``spread``     whole to slabs        summed over the shards
+``cut``        whole to slabs        gathered
+``share``      parameters to slabs   summed over the shards, a bucket at a time
+=============  ====================  ========================================
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from volseg.device.peer.values import Mailbox
+from volseg.parallel.spatial.plan.shards import Span, spans
+
+__all__ = ["Communicator", "box", "buckets"]
+
+BUCKET_BYTES = 16 * 2**20
+"""Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""Of the first parameters, whose gradients come last: nothing is left to hide their sum behind."""
+
+
+class Communicator(ABC):
+    """Shards on a grid; this process holds some of them.
+
+    Attributes
+    ----------
+    grid
+        Number of shards along each mesh axis.
+    coordinates
+        Grid coordinates of the shards that this process holds; slabs are listed in this order.
+    devices
+        Device of each of these shards.
+    home
+        Device of whole values.
+    mailbox
+        How kernels exchange a few values between the shards by themselves, or None.
+    """
+
+    grid: tuple[int, ...]
+    coordinates: list[tuple[int, ...]]
+    devices: list[torch.device]
+    home: torch.device
+    mailbox: Mailbox | None = None
+
+    @property
+    def shards(self) -> int:
+        """Number of shards in all processes."""
+        return prod(self.grid)
+
+    @property
+    def indices(self) -> list[int]:
+        """Row-major number of each shard that this process holds."""
+        numbers = []
+        for coordinates in self.coordinates:
+            number = 0
+            for coordinate, count in zip(coordinates, self.grid, strict=True):
+                number = number * count + coordinate
+            numbers.append(number)
+        return numbers
+
+    def owned(self, sizes: Sequence[int]) -> list[list[Span]]:
+        """Return, for each shard of this process, the planes it owns along each mesh axis."""
+        layouts = [spans(size, count) for size, count in zip(sizes, self.grid, strict=True)]
+        return [
+            [layout[position] for layout, position in zip(layouts, coordinates, strict=True)]
+            for coordinates in self.coordinates
+        ]
+
+    @abstractmethod
+    def fetch(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
+        """Give each shard the planes it wants of a volume with ``size`` planes along ``dim``, cut by mesh ``axis``.
+
+        ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may
+        have any extent. ``unit`` planes of the volume stay together (see ``spans``).
+        """
+
+    @abstractmethod
+    def collect(self, partials: Sequence[Tensor]) -> Tensor:
+        """Stack one small tensor of every shard, ``(shards, ...)``, in the order of the grid; the result is whole."""
+
+    @abstractmethod
+    def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Assemble the whole volume."""
+
+    @abstractmethod
+    def spread(self, whole: Tensor) -> list[Tensor]:
+        """Hand a whole value to every shard."""
+
+    @abstractmethod
+    def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """Cut a whole volume along ``dims``, one for each mesh axis."""
+
+    @abstractmethod
+    def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Hand a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
+
+
+def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
+    """Return a view of the planes in ``owned``, one span for each of ``dims``."""
+    for dim, (start, stop) in zip(dims, owned, strict=True):
+        whole = whole.narrow(dim, start, stop - start)
+    return whole
+
+
+def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter.
+
+    The first is smaller: see ``FIRST_BUCKET_BYTES``.
+    """
+    result: list[list[Tensor]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        room = min(limit, FIRST_BUCKET_BYTES) if len(result) == 1 else limit
+        if not result or filled + size > room or result[-1][0].dtype != parameter.dtype:
+            result.append([])
+            filled = 0
+        result[-1].append(parameter)
+        filled += size
+    return result

@@ -1,0 +1,100 @@
+"""From a device mesh, or from ``torchrun``'s environment, to the processes that share a volume.
+
+A mesh dimension named ``"data"`` holds replicas: processes that train on different volumes. Every other dimension
+cuts one axis of the volume. Without a mesh all processes share each volume.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from volseg.errors import ParallelError
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+
+__all__ = ["DATA", "Processes", "join", "own_device", "start_group"]
+
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The place of this process: its shards, and the replicas it averages with (None where there are none)."""
+
+    shards: ProcessGroupShards
+    replicas: dist.ProcessGroup | None
+
+
+def own_device() -> torch.device:
+    """Return this process's device: the GPU of its local rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def start_group() -> None:
+    """Initialise the default process group from torchrun's environment, unless that was done."""
+    if dist.is_initialized():
+        return
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
+    """Return the communicator of this process.
+
+    Raises
+    ------
+    ParallelError
+        If the mesh has no dimension to cut volumes with, or ``grid`` has another number of shards.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    start_group()
+    device = own_device()
+    if mesh is None:
+        return Processes(
+            ProcessGroupShards(
+                dist.distributed_c10d._get_default_group(), _grid(grid, [dist.get_world_size()]), device
+            ),
+            None,
+        )
+    names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
+    cutting = [name for name in names if name != DATA]
+    if not cutting:
+        raise ParallelError(f"mesh has the dimensions {names}; one besides {DATA!r} is needed to cut the volume")
+    sizes = [mesh.mesh.shape[names.index(name)] for name in cutting]
+    # Row-major over the cutting dimensions, one group per replica; every process makes every group, as torch wants.
+    replica_dim = names.index(DATA) if DATA in names else None
+    ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
+    rows = ranks.reshape(-1, prod(sizes)).tolist()
+    shards = _own_group(rows)
+    replicas = _own_group([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
+    return Processes(ProcessGroupShards(shards, _grid(grid, sizes), device), replicas)
+
+
+def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
+    own = None
+    for row in rows:
+        group = dist.new_group(row)
+        if dist.get_rank() in row:
+            own = group
+    if own is None:
+        raise ParallelError(f"process {dist.get_rank()} has no place in the mesh of ranks {rows}")
+    return own
+
+
+def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:
+    chosen = tuple(grid) if grid is not None else tuple(sizes)
+    if prod(chosen) != prod(sizes):
+        raise ParallelError(f"a grid of {chosen} needs {prod(chosen)} processes, the mesh has {prod(sizes)}")
+    return chosen

@@ -1,0 +1,325 @@
+"""Shards on the processes of a group (NCCL on GPUs, gloo on CPUs), one shard each.
+
+Every process runs the same operators in the same order. The backward pass keeps that order: autograd runs the nodes
+of one device in the reverse order of their creation. So each function below is called by all processes or by none,
+also by a process that has nothing to send.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from volseg.device.first_order import first_order
+from volseg.device.peer.planes import plane_mailbox
+from volseg.device.peer.values import mailbox
+from volseg.parallel.spatial.plan.shards import Span, spans, transfers
+from volseg.parallel.spatial.transport.communicator import Communicator, box, buckets
+
+__all__ = ["ProcessGroupShards"]
+
+
+class ProcessGroupShards(Communicator):
+    """One shard per process.
+
+    Parameters
+    ----------
+    group
+        The processes that share a volume, in row-major order of ``grid``.
+    grid
+        Shards along each mesh axis.
+    device
+        This process's device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, grid: Sequence[int], device: torch.device) -> None:
+        self.group = group
+        self.grid = tuple(grid)
+        self.home = device
+        self.devices = [device]
+        self.rank = dist.get_rank(group)
+        position, rest = [], self.rank
+        for count in reversed(self.grid):
+            position.append(rest % count)
+            rest //= count
+        self.coordinates = [tuple(reversed(position))]
+        self.mailbox = mailbox(group, device)
+        self.plane_mailbox = plane_mailbox(group, device)
+        # Gradients are summed on a stream of their own, while the backward pass goes on.
+        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.side_stream is not None and hasattr(
+            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"
+        ):
+            # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+    def peer(self, axis: int, position: int) -> int:
+        """Return the global rank of the process at ``position`` on this process's line of the grid."""
+        coordinates = (*self.coordinates[0][:axis], position, *self.coordinates[0][axis + 1 :])
+        number = 0
+        for coordinate, count in zip(coordinates, self.grid, strict=True):
+            number = number * count + coordinate
+        return dist.get_global_rank(self.group, number)
+
+    def fetch(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
+        """Exchange planes with the processes that have them; see ``Communicator``."""
+        (slab,) = slabs
+        here = self.coordinates[0][axis]
+        own = spans(size, self.grid[axis], unit)[here]
+        if all(move.source == move.target for move in transfers(size, wanted, unit)):
+            start, stop = wanted[here]
+            if (start, stop) == own:  # itself: the gradient of a view of it would be copied
+                return [slab]
+            return [slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)]
+        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit)]
+
+    def exchange(self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1) -> Tensor:
+        """Return the wanted planes, outside autograd."""
+        return self.start_exchange(slab, axis, dim, size, wanted, unit)()
+
+    def start_exchange(
+        self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> Callable[[], Tensor]:
+        """Start to move planes; the returned function waits for them and assembles the wanted span."""
+        here = self.coordinates[0][axis]
+        own = spans(size, self.grid[axis], unit)[here]
+        pieces, operations = [], []
+        for move in transfers(size, wanted, unit):
+            if here not in (move.source, move.target):
+                continue
+            if move.source == here:
+                planes = slab.narrow(dim, move.start - own[0], move.stop - move.start)
+                if move.target == here:
+                    pieces.append(planes)
+                else:
+                    operations.append(
+                        dist.P2POp(dist.isend, planes.contiguous(), self.peer(axis, move.target), self.group)
+                    )
+            else:
+                shape = list(slab.shape)
+                shape[dim] = move.stop - move.start
+                pieces.append(slab.new_empty(shape))
+                operations.append(dist.P2POp(dist.irecv, pieces[-1], self.peer(axis, move.source), self.group))
+        work = dist.batch_isend_irecv(operations) if operations else []
+
+        def finish() -> Tensor:
+            for request in work:
+                request.wait()
+            if not pieces:
+                return slab.narrow(dim, 0, 0).clone()
+            return torch.cat(pieces, dim)
+
+        return finish
+
+    def give_back(
+        self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> Tensor:
+        """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
+        here = self.coordinates[0][axis]
+        own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
+        shape = list(planes.shape)
+        shape[dim] = own[1] - own[0]
+        total = planes.new_zeros(shape)
+        arrivals, operations = [], []
+        for move in transfers(size, wanted, unit):
+            if here not in (move.source, move.target):
+                continue
+            if move.target == here:
+                piece = planes.narrow(dim, move.start - mine[0], move.stop - move.start)
+                if move.source == here:
+                    total.narrow(dim, move.start - own[0], move.stop - move.start).copy_(piece)
+                else:
+                    operations.append(
+                        dist.P2POp(dist.isend, piece.contiguous(), self.peer(axis, move.source), self.group)
+                    )
+            else:
+                shape[dim] = move.stop - move.start
+                arrivals.append((move, planes.new_empty(shape)))
+                operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], self.peer(axis, move.target), self.group))
+        if operations:
+            for request in dist.batch_isend_irecv(operations):
+                request.wait()
+        for move, arrival in arrivals:
+            total.narrow(dim, move.start - own[0], move.stop - move.start).add_(arrival)
+        return total
+
+    def stack(self, partial: Tensor) -> Tensor:
+        """Return every process's tensor, ``(shards, ...)``, outside autograd."""
+        if self.mailbox is not None and self.mailbox.takes(partial):
+            return self.mailbox.stack(partial)
+        partial = partial.contiguous()
+        stacked = partial.new_empty((self.shards, *partial.shape))
+        dist.all_gather_into_tensor(stacked.view(-1), partial.view(-1), group=self.group)
+        return stacked
+
+    def collect(self, partials: Sequence[Tensor]) -> Tensor:
+        """Stack the processes' values; each process gets all of them in the same order, so sums agree bit for bit."""
+        return _Collect.apply(partials[0], self)
+
+    def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Assemble the volume on every process."""
+        return _Gather.apply(slabs[0], self, tuple(dims), tuple(sizes))
+
+    def assemble(self, slab: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the whole volume, outside autograd."""
+        for axis, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
+            slab = self.exchange(slab, axis, dim, size, [(0, size)] * self.grid[axis])
+        return slab
+
+    def spread(self, whole: Tensor) -> list[Tensor]:
+        """Mark a whole value as used by the shards; its gradient is summed over them."""
+        return [_Spread.apply(whole, self)]
+
+    def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """Take this process's slab."""
+        return [_Cut.apply(whole, self, tuple(dims))]
+
+    def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
+        if self.side_stream is None:
+            return [[parameter] for parameter in _Share.apply(self, *parameters)]
+        # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
+        # stream waits.
+        self.side_stream.wait_stream(torch.cuda.current_stream(self.home))
+        with torch.cuda.stream(self.side_stream):
+            return [[parameter] for parameter in _Share.apply(self, *parameters)]
+
+
+def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup) -> list[Tensor]:
+    """Return the parameters, marked so that their gradients are averaged over processes with other volumes."""
+    shared: list[Tensor] = []
+    for bucket in buckets(parameters):
+        shared += _Average.apply(replicas, *bucket)
+    return shared
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        slab: Tensor,
+        shards: ProcessGroupShards,
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: tuple[Span, ...],
+        unit: int,
+    ) -> Tensor:
+        ctx.plan = shards, axis, dim, size, wanted, unit
+        return shards.exchange(slab, axis, dim, size, wanted, unit)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shards, *plan = ctx.plan
+        return shards.give_back(gradient, *plan), None, None, None, None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, shards: ProcessGroupShards) -> Tensor:
+        ctx.rank = shards.rank
+        return shards.stack(partial)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.rank], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, slab: Tensor, shards: ProcessGroupShards, dims: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> Tensor:
+        ctx.plan = dims, shards.owned(sizes)[0]
+        return shards.assemble(slab, dims, sizes)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return box(gradient, *ctx.plan), None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shards: ProcessGroupShards) -> Tensor:
+        ctx.shards = shards
+        return whole.view_as(whole)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.shards.group)
+        return total, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shards: ProcessGroupShards, dims: tuple[int, ...]) -> Tensor:
+        ctx.plan = shards, dims, [whole.shape[dim] for dim in dims]
+        # A copy: the slab outlives the whole volume, whose memory should go.
+        return box(whole, dims, shards.owned(ctx.plan[2])[0]).clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shards, dims, sizes = ctx.plan
+        return shards.assemble(gradient.contiguous(), dims, sizes), None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shards: ProcessGroupShards, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards = shards
+        # A parameter that no shard used keeps the gradient None, as on one device.
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *reduce_together(gradients, ctx.shards.group)
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replicas: dist.ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.replicas = replicas
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *reduce_together(gradients, ctx.replicas, average=True)
+
+
+def reduce_together(
+    gradients: Sequence[Tensor | None], group: dist.ProcessGroup, average: bool = False
+) -> list[Tensor | None]:
+    """Sum gradients over a group in one call; None stays None."""
+    used = [_dense(gradient) for gradient in gradients if gradient is not None]
+    # In the order of memory, so that a gradient comes back in the layout its parameter has.
+    flat = torch.cat([gradient.as_strided((gradient.numel(),), (1,)) for gradient in used])
+    dist.all_reduce(flat, group=group)
+    if average:
+        flat /= dist.get_world_size(group)
+    parts = flat.split([gradient.numel() for gradient in used])
+    summed = iter(
+        [part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in zip(parts, used, strict=True)]
+    )
+    return [None if gradient is None else next(summed) for gradient in gradients]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the gradient, copied where it has gaps in memory."""
+    last = torch.channels_last_3d if gradient.ndim == 5 else torch.channels_last
+    if gradient.is_contiguous() or (gradient.ndim in (4, 5) and gradient.is_contiguous(memory_format=last)):
+        return gradient
+    return gradient.contiguous()

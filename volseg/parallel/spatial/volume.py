@@ -1,0 +1,393 @@
+"""A volume cut into slabs that passes through unmodified module code.
+
+``ShardedVolume`` is a tensor to whoever looks (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels
+itself: it intercepts every torch function, above autograd, and the operator table runs that function on the slabs. A
+function without a sharded form raises; none is ever run on the empty shell.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.history import check_history
+from volseg.parallel.spatial.plan.shards import Merged, Span, spans
+
+if TYPE_CHECKING:
+    from volseg.parallel.spatial.copied_view import Origin
+    from volseg.parallel.spatial.lazy.join import DeferredJoin
+    from volseg.parallel.spatial.lazy.norm import Deferred
+    from volseg.parallel.spatial.lazy.recipes import Recipe
+    from volseg.parallel.spatial.lazy.recomputed import Again
+    from volseg.parallel.spatial.transport.halo import Halo, Wait
+
+__all__ = ["ShardedVolume", "from_whole", "relaid", "wrap"]
+
+
+class ShardedVolume(Tensor):
+    """Slabs of one volume, cut along ``dims``.
+
+    Attributes
+    ----------
+    slabs
+        The slabs that this process holds: ordinary tensors with ordinary autograd.
+    deferred
+        A norm that waits for the activation behind it (see ``deferred``).
+    recipe, room
+        How the one slab can be computed again (see ``recipes``), and planes of room around it (see ``halo``).
+    parts
+        The slabs that this one joins, if it does.
+    origin
+        Set where torch has a view and these slabs are copies (see ``copied_view``).
+    hooks
+        What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``).
+    dims
+        The tensor dim that each mesh axis cuts.
+    merged
+        What the cut dim was merged with, if it was; on grids of one axis only. Operators that do not say that they
+        honour it (see ``operators.merged``) never see such a volume.
+    context
+        Communicator and settings.
+    """
+
+    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
+    """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
+    dims: tuple[int, ...]
+    context: Context
+    recipe: "Recipe | None" = None
+    room: int = 0
+    parts: list[Tensor] | None = None
+    origin: "Origin | None" = None
+    merged: Merged | None = None
+    hooks: dict[int, Callable] | None = None
+    deferred: "Deferred | DeferredJoin | Again | None"
+    _slabs: list[Tensor]
+    _shape: torch.Size
+    _versions_of_recipe: list[int]
+    _shown: bool = False
+    _released: bool = False
+    _bytes: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        slabs: Sequence[Tensor],
+        dims: Sequence[int],
+        shape: Sequence[int],
+        context: Context,
+        deferred: "Deferred | DeferredJoin | Again | None" = None,
+    ) -> "ShardedVolume":
+        """Wrap slabs, or a norm that is still to be applied to ``slabs``."""
+        # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
+        # the result (grad_fn), and can be refused: autograd does not see the slabs inside.
+        first = slabs[0]
+        dtype, size = first.dtype, torch.Size(shape)
+        differentiable = dtype.is_floating_point or dtype.is_complex
+        shell = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=dtype, device=first.device, requires_grad=differentiable
+        )
+        shell._slabs = list(slabs)
+        shell.deferred = deferred
+        shell.dims = tuple(dims)
+        shell.context = context
+        shell._shape = size
+        return shell
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls.run_function(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this. The
+            # slabs keep their history, which a recomputation does not use.
+            volume: ShardedVolume = args[0]
+            return wrap(volume, volume.slabs)
+        if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
+            return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
+        raise UnsupportedOperatorError(
+            f"{func} reached the shell of a sharded volume below autograd, which does not see the slabs; call "
+            f"full_tensor() first, or work on to_local()"
+        )
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """The slabs that this process holds; what was deferred is computed now."""
+        self._shown = True
+        return self.lent_slabs()
+
+    def lent_slabs(self) -> list[Tensor]:
+        """Return the slabs to an operator that calls ``release`` behind, and keeps the recipe instead of the slab."""
+        if self.deferred is not None:
+            self.settle()
+        if self._released:
+            self._restore()
+        return self._slabs
+
+    def release(self) -> None:
+        """Give the slab's memory back where it can be computed again and nobody else has seen it.
+
+        The tensor stays: autograd knows it by its identity. A skip that waits for its join, and a join that a frame of
+        the network's ``forward`` still names, take no memory so.
+        """
+        if self._shown or self._released or self.current_recipe() is None:
+            return
+        self._bytes = self._slabs[0].untyped_storage().nbytes()
+        self._slabs[0].untyped_storage().resize_(0)
+        self._released = True
+
+    def _restore(self) -> None:
+        if self.current_recipe() is None:
+            raise UnsupportedOperatorError(
+                "what a volume was computed from was changed in place before the volume was used again; do that out of "
+                "place"
+            )
+        assert self.recipe is not None
+        (slab,) = self._slabs
+        storage = slab.untyped_storage()
+        storage.resize_(self._bytes)
+        with torch.no_grad():
+            # Through another tensor, so that it does not count as a change in place.
+            out = torch.empty(0, dtype=slab.dtype, device=slab.device)
+            out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
+            self.recipe.write(self.recipe.tensors, out, 0)
+        self._released = False
+
+    def settle(self, halo: "Halo | None" = None) -> "Wait | None":
+        """Compute what was deferred; with ``halo``, start its exchange and return the function that waits for it."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is None:
+            return None
+        self._slabs, recipe, room, wait = deferred.run(halo)
+        self.parts = getattr(deferred, "parts", None)
+        self.with_recipe(recipe, room)
+        return wait
+
+    def current_recipe(self) -> "Recipe | None":
+        """Return how to compute the slab again, unless something was changed in place since."""
+        self.settle()
+        if self.recipe is None or self._versions() != self._versions_of_recipe:
+            return None
+        return self.recipe
+
+    def recipe_to_read(self) -> "Recipe | None":
+        """Return the current recipe, without computing a slab that only waits to be computed from it."""
+        waiting = getattr(self.deferred, "recipe_alone", None)
+        return self.current_recipe() if waiting is None else waiting
+
+    def _versions(self) -> list[int]:
+        """Return how often the slab, and what it would be computed from, were changed in place."""
+        tensors = self.recipe.tensors if self.recipe is not None else ()
+        return [tensor._version for tensor in (self._slabs[0], *tensors)]
+
+    def with_recipe(self, recipe: "Recipe | None", room: int) -> "ShardedVolume":
+        """Note how the slab can be computed again, and the room around it."""
+        self.recipe, self.room = recipe, room
+        self._versions_of_recipe = self._versions()
+        return self
+
+    # Properties of the shell: asked for often, so they do not go through the table.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Shape of the whole volume."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return len(self._shape)
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type."""
+        return self._slabs[0].dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the first slab of this process."""
+        return self._slabs[0].device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether the slabs are on GPUs."""
+        return self._slabs[0].is_cuda
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow to the slabs."""
+        self.settle()
+        return any(slab.requires_grad for slab in self._slabs)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        for slab in self.slabs:
+            slab.requires_grad_(wanted)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the slabs were made by the user."""
+        return all(slab.is_leaf for slab in self.slabs)
+
+    @property
+    def grad(self) -> "ShardedVolume | None":  # type: ignore[override]
+        """Gradients of the slabs, if they are leaves or retain theirs, as a volume."""
+        gradients = [slab.grad for slab in self.slabs]
+        if all(gradient is None for gradient in gradients):
+            return None
+        filled = [torch.zeros_like(s) if g is None else g for s, g in zip(self.slabs, gradients, strict=True)]
+        return wrap(self, filled)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None and not isinstance(gradient, ShardedVolume):
+            gradient = relaid(from_whole(gradient, self.dims, self.context), self.merged)
+        parts = [None] * len(self.slabs) if gradient is None else gradient.slabs
+        for slab, part in zip(self.slabs, parts, strict=True):
+            slab.grad = part
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of planes along each of ``dims``."""
+        return [self._shape[dim] for dim in self.dims]
+
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """What a recording depends on besides the slabs (see ``device.graph``)."""
+        return self.dims
+
+    def pieces(self) -> list[Tensor]:
+        """Return the slabs, as a recording copies them."""
+        return self.slabs
+
+    def with_pieces(self, pieces: Sequence[Tensor]) -> "ShardedVolume":
+        """Return a volume of other slabs that is cut alike."""
+        return wrap(self, pieces)
+
+    def to_local(self) -> Tensor:
+        """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
+        if self.origin is not None:
+            self.origin.check()
+        if len(self.slabs) != 1:
+            raise UnsupportedOperatorError(
+                f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
+            )
+        check_history(self)
+        if self.origin is not None:
+            self.origin.check()
+        return self.slabs[0]
+
+    def full_tensor(self) -> Tensor:
+        """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
+        check_history(self)
+        if self.origin is not None:
+            self.origin.check()
+        if self.merged is not None:
+            (dim,) = self.dims
+            return self.unmerged().full_tensor().flatten(dim, dim + 2)
+        return self.context.communicator.gather(self.slabs, self.dims, self.sizes)
+
+    def unmerged(self) -> "ShardedVolume":
+        """Return the volume with its cut dim as a dim of its own again: ``(..., outer, planes, unit, ...)``."""
+        assert self.merged is not None
+        (dim,) = self.dims
+        outer, unit = self.merged
+        slabs = [slab.unflatten(dim, (outer, slab.shape[dim] // (outer * unit), unit)) for slab in self.slabs]
+        planes = self._shape[dim] // (outer * unit)
+        shape = (*self._shape[:dim], outer, planes, unit, *self._shape[dim + 1 :])
+        return ShardedVolume(slabs, (dim + 1,), shape, self.context)
+
+    def owned(self) -> list[list[Span]]:
+        """Return, for each slab of this process, the entries of each cut dim that it holds.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If they are not one span.
+        """
+        communicator = self.context.communicator
+        if self.merged is None:
+            return communicator.owned(self.sizes)
+        if self.merged.outer > 1:
+            raise UnsupportedOperatorError(
+                f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with others in front of the "
+                f"cut one, so that no shard holds one range of it; do this before they are merged"
+            )
+        layout = spans(self.sizes[0], communicator.shards, self.merged.unit)
+        return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]
+
+    def extents(self) -> list[list[int]]:
+        """Return how far each mesh axis's positions reach along its dim: the entries of every shard."""
+        outer, unit = self.merged or (1, 1)
+        return [
+            [outer * (stop - start) for start, stop in spans(size // outer, shards, unit)]
+            for size, shards in zip(self.sizes, self.context.communicator.grid, strict=True)
+        ]
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Gather the volume as a tensor of another class: MONAI's transforms make a MetaTensor of what they get."""
+        return self.full_tensor().as_subclass(cls)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        slabs = ", ".join(f"{tuple(slab.shape)} on {slab.device}" for slab in self._slabs)
+        return f"ShardedVolume(shape={tuple(self._shape)}, dtype={self.dtype}, dims={self.dims}, slabs=[{slabs}])"
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:
+    """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
+    shape = list(slabs[0].shape)
+    dims = like.dims if dims is None else tuple(dims)
+    if like.context.communicator.shards > 1:
+        for dim, size in zip(dims, like.sizes, strict=True):
+            shape[dim] = size
+    result = ShardedVolume(slabs, dims, shape, like.context)
+    if like.merged is not None:
+        result.merged = like.merged
+    return result
+
+
+def from_whole(whole: Tensor, dims: Sequence[int], context: Context, merged: Merged | None = None) -> ShardedVolume:
+    """Cut a whole tensor."""
+    if merged is None:
+        return ShardedVolume(context.communicator.cut(whole, dims), dims, whole.shape, context)
+    (dim,) = dims
+    outer, unit = merged
+    planes = whole.shape[dim] // (outer * unit)
+    slabs = context.communicator.cut(whole.unflatten(dim, (outer, planes, unit)), (dim + 1,))
+    result = ShardedVolume([slab.flatten(dim, dim + 2) for slab in slabs], dims, whole.shape, context)
+    result.merged = merged
+    return result
+
+
+def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
+    """Return the same volume in another layout of its cut dim: entries move between shards where they must."""
+    if volume.merged == merged:
+        return volume
+    (outer, unit), (new_outer, new_unit) = volume.merged or (1, 1), merged or (1, 1)
+    (dim,), (size,) = volume.dims, volume.sizes
+    context = volume.context
+    if outer != 1 or new_outer != 1:
+        return from_whole(volume.full_tensor(), volume.dims, context, merged)
+    wanted = spans(size, context.communicator.shards, new_unit)
+    slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
+    result = ShardedVolume(slabs, volume.dims, volume.shape, context)
+    result.merged = merged
+    return result

@@ -1,0 +1,38 @@
+"""Functions that read whole tensors: losses and metrics that go through NumPy, filters of other packages."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["whole"]
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called with the gathered tensor in the place of each volume among its arguments.
+
+    Values and gradients are those of one device. The volume must fit there (on every process of a group, which all
+    compute the same): gather what a loss needs, not what a layer makes.
+
+    Parameters
+    ----------
+    function
+        A function or module, such as ``monai.losses.HausdorffDTLoss()``.
+
+    Examples
+    --------
+    >>> from monai.losses import HausdorffDTLoss
+    >>> loss = whole(HausdorffDTLoss(softmax=True, to_onehot_y=True))
+    """
+
+    def on_whole_tensors(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_gathered, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return on_whole_tensors
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ShardedVolume) else value

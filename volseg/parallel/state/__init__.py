@@ -1,0 +1,1 @@
+"""What a network is besides its inputs: noted, compared, put back."""

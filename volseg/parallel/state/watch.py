@@ -1,0 +1,354 @@
+"""Watch everything besides its arguments that ``forward`` could read, and an optimizer, for changes.
+
+A recording repeats kernels, not Python, so it stands for ``forward`` only while all that Python could read is as it
+was: modules and their attributes with what containers, configuration objects and closures hold, the functions that run
+(``forward`` patched on a class or an object), hooks, which parameters and buffers there are and where they lie, what an
+optimizer is set to. Asked before every replay, while GPUs may be waiting: identities are compared all at once, and only
+what is not the same object is looked into.
+
+What it cannot see: values that ``forward`` reads from a module's globals or from outside of Python.
+"""
+
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+from torch.optim import Optimizer
+
+from volseg.parallel.state.description import (
+    Description,
+    Same,
+    See,
+    UnknownError,
+    Weak,
+    describe,
+    leaves,
+    stays,
+    tensor_of,
+)
+from volseg.parallel.state.module import LEFT_OUT, is_scripted
+
+__all__ = ["ABSENT", "UNKNOWN", "Change", "Watch"]
+
+FOLLOWED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Registries of a module whose members count; the others hold flags of these, or concern state dictionaries."""
+
+HOOKS_OF_ALL = (
+    of_all_modules._global_forward_hooks,
+    of_all_modules._global_forward_pre_hooks,
+    of_all_modules._global_backward_hooks,
+    of_all_modules._global_backward_pre_hooks,
+)
+
+MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
+"""Names of a class between underscores that say something."""
+
+
+_VALUES: Callable[[Any], Iterable[Any]] = dict.values
+
+
+class _Token:
+    """Stands for what cannot be described."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+ABSENT, UNKNOWN = _Token("nothing"), _Token("what cannot be compared")
+
+
+class Change(NamedTuple):
+    """Something that is not as it was."""
+
+    name: str
+    old: Description
+    new: Description
+
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """What differs, token by token; all of it where the lengths differ."""
+        if len(self.old) != len(self.new):
+            return [(self.old, self.new)]
+        return [pair for pair in zip(self.old, self.new, strict=True) if pair[0] != pair[1]]
+
+    @property
+    def is_of_tensors(self) -> bool:
+        """Whether nothing changed but which tensor stands where, if any."""
+        return self.old != self.new and all(
+            _is_tensor_or_none(old) and _is_tensor_or_none(new) and tensor_of(old) != tensor_of(new)
+            for old, new in self.pairs
+        )
+
+
+def _is_tensor_or_none(token: Any) -> bool:
+    return token is ABSENT or token == (type(None), None) or tensor_of(token) is not None
+
+
+class _Content:
+    """A member that can change inside, what it held, and how that is described."""
+
+    def __init__(self, value: Any, found: list[Any], described: Description, see: See) -> None:
+        self._value, self._described, self._see = value, described, see
+        # Tensors among it are not to be kept alive.
+        keeps = see is See.OBJECTS or not any(isinstance(leaf, Tensor) for leaf in found)
+        self._leaves = found if keeps else None
+        is_flat = keeps and type(value) in (list, tuple)
+        self._items = (
+            list(value) if is_flat and all(stays(item) or isinstance(item, Tensor) for item in value) else None
+        )
+
+    def is_same(self) -> bool:
+        """Look again."""
+        items = self._items
+        if items is not None and len(self._value) == len(items) and all(map(is_, self._value, items)):
+            return True
+        try:
+            today = leaves(self._value)
+        except UnknownError:
+            return False
+        if self._leaves is not None and len(today) == len(self._leaves) and all(map(is_, today, self._leaves)):
+            return True
+        return describe(today, self._see) == self._described
+
+
+class _Snapshot:
+    """Descriptions by name, with a hash that is computed once."""
+
+    __slots__ = ("_hash", "_items")
+
+    def __init__(self, described: Mapping[Any, Description]) -> None:
+        self._items = tuple(described.items())
+        self._hash = hash(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Snapshot) and self._hash == other._hash and self._items == other._items
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class _Held:
+    """One dictionary of a module, a class or an optimizer, and what it held.
+
+    Parameters
+    ----------
+    where
+        What stands before the names.
+    holder
+        The dictionary itself.
+    see
+        What of tensors counts.
+    left_out
+        Names that do not.
+    """
+
+    def __init__(self, where: str, holder: Mapping[Any, Any], see: See, left_out: Container[Any] = ()) -> None:
+        self.where, self.holder, self.see, self._left_out = where, holder, see, left_out
+        self.note()
+
+    def note(self) -> None:
+        """Note it as it is."""
+        self.length = len(self.holder)
+        self.names: list[Any] = []
+        self.unknown: list[str] = []
+        self.described: dict[Any, Description] = {}
+        self.contents: list[_Content] = []
+        self.loose: list[tuple[Any, Description]] = []
+        for name, value in self.holder.items():
+            if name in self._left_out:
+                continue
+            if isinstance(value, Tensor) and self.see is not See.OBJECTS:
+                # Held by nobody but its description: features that a module keeps may be large.
+                self.described[name] = describe((value,), self.see)
+                self.loose.append((name, self.described[name]))
+                continue
+            self.names.append(name)
+            try:
+                found = leaves(value)
+            except UnknownError:
+                self.described[name] = (UNKNOWN,)
+                self.unknown.append(f"{self.where}{name}")
+                continue
+            self.described[name] = describe(found, self.see)
+            if not stays(value) and not isinstance(value, Tensor):
+                self.contents.append(_Content(value, found, self.described[name], self.see))
+        self.get: Callable[[Any], Iterable[Any]] | None = None
+        if len(self.names) == self.length and isinstance(self.holder, dict):
+            self.get = _VALUES  # quicker where all of it counts
+        elif self.names:
+            self.get = itemgetter(*self.names, self.names[0])
+        self.values: list[Any] = [] if self.get is None else list(self.get(self.holder))
+        self.snapshot = _Snapshot(self.described)
+
+    def is_same(self) -> bool:
+        """Say whether it is as noted; changed inside or not."""
+        return len(self.holder) == self.length and self._has_same_objects() and self.is_same_inside()
+
+    def is_same_inside(self) -> bool:
+        """Say whether the same objects hold the same."""
+        holder, see = self.holder, self.see
+        return all(content.is_same() for content in self.contents) and all(
+            name in holder and isinstance(holder[name], Tensor) and describe((holder[name],), see) == described
+            for name, described in self.loose
+        )
+
+    def _has_same_objects(self) -> bool:
+        try:
+            return self.get is None or all(map(is_, self.get(self.holder), self.values))
+        except KeyError:  # one went and another came
+            return False
+
+    def changes(self) -> Iterator[Change]:
+        """Note it anew; name what is not as it was."""
+        before = self.described
+        self.note()
+        for name in {**before, **self.described}:
+            old, new = before.get(name, (ABSENT,)), self.described.get(name, (ABSENT,))
+            if old != new:
+                yield Change(f"{self.where}{name}", old, new)
+
+
+class Watch:
+    """Tells what of a network, and of an optimizer, is not as it was when last asked.
+
+    Parameters
+    ----------
+    net, optimizer
+        What is watched.
+    sees_tensors
+        Whether one tensor in the place of another is a difference, and where it lies.
+    """
+
+    def __init__(self, net: nn.Module, optimizer: Optimizer | None = None, sees_tensors: bool = True) -> None:
+        self._net, self._optimizer, self._sees_tensors = net, optimizer, sees_tensors
+        self._begin()
+
+    def _begin(self) -> None:
+        self._members = [module for module in self._net.modules() if not is_scripted(module)]
+        self._kinds = list(map(type, self._members))
+        self._held = list(_held(self._net, self._optimizer, self._sees_tensors))
+        self._children = {id(module._modules) for module in self._members}
+        self._own = _own(self._optimizer)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Put together what is compared each time."""
+        self._empty = [held.holder for held in self._held if not held.length]
+        self._full = [held.holder for held in self._held if held.length]
+        self._lengths = list(map(len, self._full))
+        reading = [held for held in self._held if held.values]
+        self._gets = [held.get for held in reading if held.get is not None]
+        self._read = [held.holder for held in reading]
+        self._values = [value for held in reading for value in held.values]
+        self._open = [held for held in self._held if held.contents or held.loose]
+        self._tensors = (
+            [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _tensors(self._net)]
+            if self._sees_tensors
+            else []
+        )
+
+    @property
+    def unknown(self) -> list[str]:
+        """What could change unnoticed."""
+        return [name for held in self._held for name in held.unknown]
+
+    @property
+    def tensors(self) -> list[Weak]:
+        """The tensors that are kept, by modules or in what they hold."""
+        tokens = (token for held in self._held for described in held.described.values() for token in described)
+        return [weak for token in tokens if (weak := tensor_of(token)) is not None]
+
+    @property
+    def description(self) -> Description:
+        """Everything that is watched, as it was when last asked."""
+        places = tuple([(address, requires_grad) for _, _, address, requires_grad in self._tensors])
+        return (
+            *(tuple(map(Same, self._members)), tuple(self._kinds), places),
+            *[held.snapshot for held in self._held],
+        )
+
+    def changes(self) -> list[Change]:
+        """Return what is different; it is known from now on."""
+        same = self._has_same_objects()
+        suspects = [held for held in self._open if not held.is_same_inside()] if same else self._differing()
+        names = [held.names for held in suspects]
+        found = [change for held in suspects for change in held.changes()]
+        moved = [
+            Change(name, ((address, requires_grad),), ((tensor.data_ptr(), tensor.requires_grad),))
+            for name, tensor, address, requires_grad in self._tensors
+            if tensor.requires_grad != requires_grad or tensor.data_ptr() != address
+        ]
+        others = []
+        if not all(map(is_, _own(self._optimizer), self._own)):
+            others.append(Change("the optimizer's state", (), ()))  # load_state_dict makes it anew
+        if list(map(type, self._members)) != self._kinds:
+            others.append(Change("a module's class", (), ()))
+        if others or any(id(held.holder) in self._children for held in suspects):
+            self._begin()
+        elif moved or not same or names != [held.names for held in suspects]:
+            self._arrange()
+        return found + moved + others
+
+    def _differing(self) -> list[_Held]:
+        return [held for held in self._held if not held.is_same()]
+
+    def _has_same_objects(self) -> bool:
+        """Compare all identities at once."""
+        if any(self._empty) or list(map(len, self._full)) != self._lengths:
+            return False
+        try:
+            return all(map(is_, chain.from_iterable(map(_got, self._gets, self._read)), self._values))
+        except KeyError:  # one went and another came
+            return False
+
+
+_got = operator.call
+"""Reads a dictionary with a getter."""
+
+
+def _held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> Iterator[_Held]:
+    """Yield the dictionaries that are watched."""
+    see, registered = (See.VALUES, See.OBJECTS) if sees_tensors else (See.KINDS, See.KINDS)
+    kinds: dict[type, None] = {}
+    for path, module in net.named_modules():
+        if is_scripted(module):
+            continue
+        kinds |= dict.fromkeys(type(module).__mro__)
+        where = f"{path}." if path else ""
+        yield _Held(where, vars(module), see, LEFT_OUT)
+        for registry in FOLLOWED:
+            yield _Held(where, getattr(module, registry), registered)
+    for hooks in HOOKS_OF_ALL:
+        yield _Held("the hooks of all modules, ", hooks, registered)
+    for kind in kinds.keys() - {object, nn.Module}:
+        by_python = {name for name in vars(kind) if name.startswith("__")} - MADE_BY_PYTHON
+        yield _Held(f"{kind.__name__}.", vars(kind), see, by_python | {"_abc_impl"})
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            yield _Held("the optimizer's ", group, registered)
+        for state in optimizer.state.values():
+            yield _Held("the optimizer's ", state, registered)
+
+
+def _own(optimizer: Optimizer | None) -> tuple[Any, ...]:
+    return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
+
+
+def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from net.named_parameters()
+    yield from net.named_buffers()

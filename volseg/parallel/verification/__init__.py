@@ -1,0 +1,1 @@
+"""Whether a network over several devices computes what it computes on one."""

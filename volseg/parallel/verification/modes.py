@@ -1,0 +1,346 @@
+"""The modes in which ``verify`` runs a network, and how each is compared with the plain network."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from volseg.errors import ParallelError, VolsegError
+from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.pipeline.observe.costs import observe as watch_calls
+from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.verification.comparison import (
+    Difference,
+    Values,
+    differences,
+    eager_step,
+    kind_of,
+    observe,
+    whole,
+)
+from volseg.parallel.verification.report import ModeResult, Report
+from volseg.parallel.verification.subject import MOST, Subject, few, pieces, seeded
+
+__all__ = ["Comparison", "Mode", "copies"]
+
+STEPS = 2
+"""The second meets parameters, buffers and caches that the first has changed."""
+
+RECORDED_AFTER = 3
+"""Eager steps before a recording, of both strategies."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the network."""
+
+    training: bool
+    remark: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    """For ``ModelParallel``, beside those of all modes."""
+    gradients: bool = True
+    recorded: bool = False
+    split_size: int | None = None
+    """Samples per micro-batch, by which the plain network then runs too."""
+    devices: tuple[torch.device, ...] | None = None
+    """Instead of those of the comparison."""
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        return ", ".join(filter(None, ("train" if self.training else "eval", self.remark)))
+
+
+class _NothingToCompareError(Exception):
+    """A mode that is the same as another one for this network; says why."""
+
+
+def copies(count: int) -> list[torch.device]:
+    """Return CPU devices between which tensors are really copied: one device several times hides stale copies."""
+    return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
+
+
+class Comparison:
+    """The modes of one strategy, each compared with the plain network."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        shape: tuple[int, ...],
+        devices: list[torch.device] | None,
+        objective: Callable[[Any], Tensor],
+        tolerance: float,
+        strategy: str,
+        more: Sequence[Any],
+        options: dict[str, Any],
+    ) -> None:
+        self.shape, self.devices, self.objective, self.tolerance = shape, devices, objective, tolerance
+        self.strategy, self.options = strategy, dict(options)
+        self.levels = self.options.pop("checkpoint", None) or "all"
+        split_size = self.options.pop("split_size", None)
+        self.split_size = split_size if isinstance(split_size, int) else max(1, shape[0] // 2)
+        self.notes: list[str] = []
+        self.faults: list[VolsegError] = []
+        home = devices[0] if devices is not None else self._spatial(net).communicator.home
+        self.subjects = {training: Subject(net, training, shape, more, home) for training in (True, False)}
+        self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
+
+    def _spatial(self, net: nn.Module) -> Any:
+        return ModelParallel(copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options).strategy
+
+    def _count_shards(self) -> int:
+        placed = self._spatial(self.subjects[True].net)
+        shards: int = placed.communicator.shards
+        if placed.dims_of(torch.Size(self.shape)) is None:
+            # Every shard would compute it whole: equal, and nothing shown.
+            raise ParallelError(
+                f"a volume of {self.shape} is too thin to be cut over {shards} devices, so nothing would be compared; "
+                f"give a larger shape or fewer devices"
+            )
+        if len(set(placed.communicator.devices)) < len(placed.communicator.devices):
+            self.notes.append(
+                f"several shards on {placed.communicator.home} share memory: stale copies do not show there"
+            )
+        return shards
+
+    def _count_stages(self) -> int:
+        assert self.devices is not None
+        if "cuts" not in self.options:
+            self.options["cuts"] = _even_cuts(self.subjects[True], self.split_size, len(self.devices))
+        if self.subjects[False].mixes_samples(self.split_size):
+            self.notes.append(
+                f"eval: on micro-batches of {self.split_size} the plain network gives other outputs than on the whole "
+                f"batch (it mixes samples, or counts its calls); the pipeline is compared with it on micro-batches"
+            )
+        stages = len(self.options["cuts"]) + 1
+        self.devices = self.devices[:stages]
+        return stages
+
+    def report(self, said: list[str]) -> Report:
+        """Run every mode."""
+        results = [self._compare(mode) for mode in self._modes()]
+        tried = [result for result in results if result.outcome != "not compared"]
+        if tried and all(result.outcome == "refused" for result in tried):
+            raise self.faults[0]
+        for subject in self.subjects.values():
+            results += self._repeat(subject)
+            self.notes += subject.notes
+        errors: dict[str, float] = {}
+        for result in results:
+            for name, error in result.errors.items() if result.plain else ():
+                errors[name] = max(error, errors.get(name, 0.0), key=lambda value: (math.isnan(value), value))
+        return Report(
+            self.shape,
+            self.shards,
+            errors,
+            self.tolerance,
+            tuple(results),
+            tuple(dict.fromkeys([*self.notes, *said])),
+            "stages" if self.strategy == "pipeline" else "shards",
+            tuple(map(str, self.devices or ())),
+        )
+
+    def _modes(self) -> list[Mode]:
+        if self.strategy == "pipeline":
+            return self._pipeline_modes()
+        again = (("checkpoint", self.levels),)
+        modes = [
+            Mode(True),
+            Mode(True, "recomputed", again),
+            Mode(False),
+            Mode(False, "recomputed", again),
+            Mode(False, "without gradients", gradients=False),
+            Mode(True, "recorded", recorded=True),
+            Mode(True, "recomputed, recorded", again, recorded=True),
+        ]
+        if self.devices is not None and self.devices[0].type == "cuda" and len(set(self.devices)) < len(self.devices):
+            modes.append(Mode(True, "copies on the CPU", devices=tuple(copies(len(self.devices)))))
+        return modes
+
+    def _pipeline_modes(self) -> list[Mode]:
+        assert self.devices is not None
+        batch, size = self.shape[0], self.split_size
+        all_of_it, eager = ("split_size", batch), ("launch", "eager")
+        cut = ("split_size", size)
+        modes = [
+            Mode(True, "one micro-batch", (all_of_it, eager)),
+            Mode(True, f"micro-batches of {size}", (cut, eager), split_size=size),
+            Mode(False, f"micro-batches of {size}", (cut, eager), split_size=size),
+            Mode(False, "without gradients", (cut, eager), split_size=size, gradients=False),
+        ]
+        # Without a GPU a recording repeats calls, on one device.
+        home = self.devices[0]
+        places = None if home.type == "cuda" else (home,) * len(self.devices)
+        graphs = (cut, ("launch", "graphs"))
+        modes.append(Mode(True, "recorded", graphs, split_size=size, recorded=True, devices=places))
+        return modes
+
+    def _compare(self, mode: Mode) -> ModeResult:
+        """Compare one mode with the plain network."""
+        subject = self.subjects[mode.training]
+        result = ModeResult(name=mode.name)
+        if reason := subject.trouble or self._impossible(mode):
+            return replace(result, outcome="not compared", message=reason)
+        steps = STEPS + (RECORDED_AFTER if mode.recorded else 0)
+        ours, remark, failed = self._attempt(lambda: self._run(mode, subject.net, steps), result)
+        if failed is not None and failed.outcome != "failed":
+            return failed
+        # After the parallel one, which may refuse before anything is computed; a fault of the plain network comes out.
+        key = (self.objective, steps, mode.gradients, mode.split_size)
+        theirs = subject.reference(*key)
+        if failed is not None:
+            return failed
+        first = RECORDED_AFTER if mode.recorded else 0
+        found = self._differences(mode, theirs, ours, [self.tolerance] * steps)
+        wrong = [error for difference in found for error in difference.wrong.values()]
+        if wrong and max(wrong, key=lambda error: (math.isnan(error), error)) <= MOST:
+            allowed = [max(self.tolerance, most) for most in subject.round_off(*key)]
+            found = self._differences(mode, theirs, ours, allowed)
+        self._tell(mode, found[0], theirs[first], ours[first])
+        return replace(result, steps=found, first=first + 1, message=remark)
+
+    def _differences(
+        self, mode: Mode, theirs: Sequence[Values], ours: Sequence[Values], allowed: Sequence[float]
+    ) -> tuple[Difference, ...]:
+        ignored = self._ignored(mode, theirs[0])
+        steps = list(zip(theirs, ours, allowed, strict=True))[RECORDED_AFTER if mode.recorded else 0 :]
+        return tuple(differences(one, other, ignored, most) for one, other, most in steps)
+
+    def _attempt(
+        self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
+    ) -> tuple[list[Values], str, ModeResult | None]:
+        """Return what a run gives, or in third place how it failed."""
+        try:
+            return *run(), None
+        except _NothingToCompareError as reason:
+            failed = replace(result, outcome="not compared", message=str(reason))
+        except VolsegError as fault:
+            self.faults.append(fault)
+            failed = replace(result, outcome="refused", message=str(fault))
+        except Exception as fault:  # counts as a difference: what is not supported must raise a typed error
+            failed = replace(result, outcome="failed", message=f"{type(fault).__name__}: {fault}")
+        return [], "", failed
+
+    def _impossible(self, mode: Mode) -> str:
+        """Say why a mode cannot be run here; empty where it can."""
+        home = self.subjects[mode.training].inputs[0].device
+        if self.strategy == "spatial" and mode.recorded and home.type != "cuda":
+            return "needs a GPU"
+        if mode.split_size is not None and self.shape[0] <= mode.split_size:
+            return f"a batch of {self.shape[0]} makes one micro-batch of {mode.split_size}; give a larger first side"
+        return ""
+
+    def _run(self, mode: Mode, net: nn.Module, steps: int, seed: int = 0) -> tuple[list[Values], str]:
+        """Train a fresh copy on the devices; return what each step leaves, and a remark."""
+        devices: Sequence[torch.device] | None = self.devices if mode.devices is None else mode.devices
+        subject = self.subjects[mode.training]
+        if mode.recorded and self.strategy == "spatial" and devices is not None:
+            devices = devices[:1]  # a step is recorded on one GPU of each process
+        options = {**self.options, **dict(mode.options)}
+        with seeded(seed):
+            model = ModelParallel(copy.deepcopy(net), strategy=self.strategy, devices=devices, **options)
+            placed: Any = model.strategy
+            if self.strategy == "spatial" and "checkpoint" in options and not placed.recomputation.blocks:
+                raise _NothingToCompareError("the network has no block of two convolutions or more to recompute")
+            if self.strategy == "spatial" and mode.recorded:
+                return self._run_captured(model, steps)
+            step = eager_step(model, self.objective, mode.gradients)
+            inputs = subject.inputs
+            if mode.devices is not None:
+                inputs = [value.to(mode.devices[0]) if isinstance(value, Tensor) else value for value in inputs]
+            seen = observe(model, inputs, step, steps, subject.leaves)
+        if mode.recorded and not placed.is_replaying:
+            return seen, "was not recorded, and ran eagerly"
+        return seen, ""
+
+    def _run_captured(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
+
+        def step(*arguments: Any) -> Any:
+            model.zero_grad(set_to_none=True)
+            outputs = model(*arguments)
+            self.objective(outputs).backward()
+            return tree_map(whole, outputs)
+
+        captured = RecordedStep(model, step, warm_up=RECORDED_AFTER)
+        try:
+            seen = observe(model, self.subjects[True].inputs, lambda given: captured(*given), steps, leaves=False)
+        finally:
+            captured.release()
+        return seen, f"was not recorded: {captured.refused}" if captured.refused else ""
+
+    def _ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
+        """Return what has another meaning in this mode."""
+        if mode.recorded and self.strategy == "spatial":  # a recording reads copies of the inputs
+            return frozenset(name for name in theirs if kind_of(name) in ("input", "after"))
+        if mode.split_size is not None and mode.training:
+            if found := self.subjects[True].norm_buffers():
+                self.notes.append(
+                    "running statistics by micro-batches are not compared: a pipeline takes those of the whole batch"
+                )
+            return found
+        return frozenset()
+
+    def _tell(self, mode: Mode, difference: Difference, theirs: Values, ours: Values) -> None:
+        """Note what is equal and odd."""
+        unused = [
+            name.removeprefix("gradient of ")
+            for name, value in theirs.items()
+            if kind_of(name) == "gradient" and value is None and ours.get(name) is None
+        ]
+        if unused and mode.training and mode.gradients:
+            self.notes.append(f"without a gradient on either side (unused): {few(unused)}")
+        if difference.both_nan:
+            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {few(difference.both_nan)}")
+
+    def _repeat(self, subject: Subject) -> list[ModeResult]:
+        """Compare runs of the same model with each other, where the network draws random numbers."""
+        if not subject.is_random or not subject.repeats:
+            return []
+        options: tuple[tuple[str, Any], ...] = ()
+        if self.strategy == "pipeline":
+            options = (("split_size", self.split_size), ("launch", "eager"))
+        plain = Mode(subject.training, options=options)
+        ways = [("one seed twice", plain, 1), ("another seed differs", plain, 2)]
+        if self.strategy == "spatial":
+            again = replace(plain, options=(("checkpoint", self.levels),))
+            ways.append(("one seed, recomputed or not", again, 1))
+        results = [ModeResult(name=f"{plain.name}, {name}", plain=False) for name, _, _ in ways]
+        one, _, failed = self._attempt(lambda: self._run(plain, subject.original, 1, seed=1), results[0])
+        if failed is not None:
+            return [failed]
+        for number, (_, mode, seed) in enumerate(ways):
+            run = partial(self._run, mode, subject.original, 1, seed)
+            other, _, failed = self._attempt(run, results[number])
+            if failed is not None:
+                results[number] = failed
+                continue
+            found = differences(one[0], other[0], tolerance=self.tolerance)
+            results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
+        return results
+
+
+def _must_differ(found: Difference) -> Difference:
+    """Turn a comparison of two seeds round: the plain network's outputs differ between them."""
+    if any(error for name, error in found.errors.items() if kind_of(name) in ("output", "buffer")):
+        return Difference({"output": 0.0})
+    return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})
+
+
+def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
+    """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
+    arguments = tuple(pieces(subject.inputs, split_size)[0])
+    with seeded(0), torch.no_grad():
+        _, trace, _ = watch_calls(subject.net, arguments, {}, subject.inputs[0].device)
+    starts = [segment.calls[0].path for segment in segments(trace)]
+    known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))
+    if not known:
+        raise ParallelError("the network has no place where a second stage could begin, so there is no pipeline of it")
+    count = min(stages, len(known) + 1)
+    return [known[len(known) * stage // count] for stage in range(count)][1:] or known[:1]

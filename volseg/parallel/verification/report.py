@@ -1,0 +1,197 @@
+"""What ``verify`` found, printed as a table of modes and what was compared in each."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from volseg.parallel.verification.comparison import KINDS, TOLERANCE, Difference, kind_of, named, worst_first
+
+__all__ = ["ModeResult", "Report"]
+
+SINGLE = 1e-5
+"""Errors below this one may be those of float32."""
+
+LISTED = 10
+"""Differences listed for each mode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeResult:
+    """One way to run the network, and how it compares with the plain network."""
+
+    name: str
+    steps: tuple[Difference, ...] = ()
+    first: int = 1
+    """Number of the step that ``steps`` begin with."""
+    message: str = ""
+    """Why it was refused, failed or not compared; or a remark."""
+    outcome: str = ""
+    """``refused`` (an error of ours), ``failed`` (any other error) or ``not compared``; empty where it was compared."""
+    plain: bool = True
+    """Whether the other side is the plain network, and not the same model run another way."""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Largest relative error by name; NaN where the two sides cannot be subtracted."""
+        return named([step.errors for step in self.steps], self.first)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why an error is NaN, by name."""
+        return named([step.reasons for step in self.steps], self.first)
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Errors above the tolerance, the worst first."""
+        return worst_first(named([step.wrong for step in self.steps], self.first))
+
+    @property
+    def status(self) -> str:
+        """``equal``, ``different``, ``refused``, ``failed`` or ``not compared``."""
+        return self.outcome or ("different" if self.wrong else "equal")
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a network on several devices compares with itself on one."""
+
+    shape: tuple[int, ...]
+    shards: int
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Largest relative error over all modes by name: ``output 0``, ``input 0`` (its gradient), ``gradient of ...``,
+    ``buffer ...``, ``step of ...``, ``attribute ...``; those of a second step end with ``, step 2``."""
+    tolerance: float = TOLERANCE
+    modes: tuple[ModeResult, ...] = ()
+    notes: tuple[str, ...] = ()
+    unit: str = "shards"
+    devices: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, ``different``, or ``not compared`` where nothing could be compared with the plain network.
+
+        An error that is not the typed refusal of volseg counts as a difference.
+        """
+        if any(mode.status in ("different", "failed") for mode in self.modes):
+            return "different"
+        if not self.modes:
+            return "equal" if all(error <= self.tolerance for error in self.errors.values()) else "different"
+        return "equal" if any(mode.plain and mode.steps for mode in self.modes) else "not compared"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verdict is ``equal``: something was compared, and every error is within its tolerance."""
+        return self.verdict == "equal"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values that JSON holds; an error without a number is None and has a reason."""
+        modes = [
+            {
+                "name": mode.name,
+                "status": mode.status,
+                "message": mode.message,
+                "tolerances": [step.tolerance for step in mode.steps],
+                "errors": {name: None if math.isnan(error) else error for name, error in mode.errors.items()},
+                "reasons": mode.reasons,
+            }
+            for mode in self.modes
+        ]
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "strategy": "pipeline" if self.unit == "stages" else "spatial",
+            "shape": list(self.shape),
+            "dtype": "float64",
+            "shards": self.shards,
+            "devices": list(self.devices),
+            "tolerance": self.tolerance,
+            "modes": modes,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        words = {"equal": "equal to round-off", "different": "DIFFERENT", "not compared": "NOT COMPARED"}
+        lines = [
+            f"{self.shards} {self.unit} and one device are {words[self.verdict]} on a volume of {self.shape} (float64):"
+        ]
+        if not self.modes:
+            return "\n".join([*lines, *_listed(self.errors, {})])
+        lines += ["", *self._table(), "", *self._counts()]
+        shared: dict[tuple[str, ...], list[str]] = {}
+        for mode in self.modes:
+            if mode.wrong:
+                shared.setdefault(tuple(_listed(mode.wrong, mode.reasons)), []).append(mode.name)
+        for listed, names in shared.items():
+            lines += [f"DIFFERENT in {'; '.join(names)}:", *listed]
+        if shared and all(error < SINGLE for mode in self.modes for error in mode.wrong.values()):
+            lines.append(
+                f"All differences are below {SINGLE:.0e}, as those of float32 are: if the network casts to float32 "
+                f"inside, pass tolerance={SINGLE:.0e}."
+            )
+        lines += self._messages()
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def _table(self) -> list[str]:
+        """Return one row per mode and step, one column per kind of value that was compared."""
+        present = {kind_of(name) for mode in self.modes for name in mode.errors}
+        kinds = [kind for kind in KINDS if kind in present]
+        rows = [["mode", "step", *(KINDS[kind] for kind in kinds)]]
+        for mode in self.modes:
+            if mode.outcome:
+                rows.append([mode.name, mode.outcome])
+            for number, step in enumerate(mode.steps, mode.first):
+                cells = [_cell(step, kind) for kind in kinds]
+                rows.append([mode.name if number == mode.first else "", str(number), *cells])
+        full = [row for row in rows if len(row) == len(rows[0])]
+        widths = [max(len(row[0]) for row in rows), *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
+        return [
+            "  ".join([
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)),
+            ]).rstrip()
+            for row in rows
+        ]  # fmt: skip
+
+    def _counts(self) -> list[str]:
+        """Say how much was compared, and what the largest error is."""
+        first = next((mode.steps[0].errors for mode in self.modes if mode.plain and mode.steps), {})
+        if not first:
+            return []
+        counts = {KINDS[kind]: sum(kind_of(name) == kind for name in first) for kind in KINDS}
+        counts["outputs"] -= "output structure" in first
+        told = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+        name, error = next(iter(worst_first(self.errors).items()))
+        return [f"Compared: {told}.", f"Largest relative error: {_number(error)}{f', {name}' if error else ''}."]
+
+    def _messages(self) -> list[str]:
+        """Return refusals, failures and remarks; modes with the same one share a line."""
+        shared: dict[tuple[str, str], list[str]] = {}
+        for mode in self.modes:
+            if mode.message:
+                shared.setdefault((mode.outcome or "remark", mode.message), []).append(mode.name)
+        return [f"{kind.capitalize()}, {'; '.join(names)}: {text}" for (kind, text), names in shared.items()]
+
+
+def _cell(step: Difference, kind: str) -> str:
+    """Return the largest error of a kind; one that is too large bears a mark."""
+    found = {name: error for name, error in step.errors.items() if kind_of(name) == kind}
+    if not found:
+        return "-"
+    worst = next(iter(worst_first(found).values()))
+    return _number(worst) + ("" if worst <= step.tolerance else " !")
+
+
+def _number(error: float) -> str:
+    if math.isnan(error):
+        return "differs"
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def _listed(errors: Mapping[str, float], reasons: Mapping[str, str]) -> Sequence[str]:
+    lines = []
+    for name, error in list(worst_first(errors).items())[:LISTED]:
+        reason = f": {reasons[name]}" if name in reasons else ""
+        lines.append(f"  {_number(error):>9}  {name}{reason}")
+    hidden = len(errors) - LISTED
+    return [*lines, *([f"  ... and {hidden} more, none of them larger"] if hidden > 0 else [])]

@@ -1,0 +1,285 @@
+"""The plain network that several devices are compared with: what of it can be compared, and what is to be told.
+
+Values are compared only where the plain network gives them again: one that draws random numbers of its own, or does
+not repeat itself with one seed, is said to be so.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+from volseg.errors import GridError, ParallelError
+from volseg.parallel.verification.comparison import (
+    TOLERANCE,
+    Values,
+    differences,
+    eager_step,
+    joined,
+    kind_of,
+    observe,
+    observe_call,
+)
+
+__all__ = ["MOST", "Subject", "few", "pieces", "seeded"]
+
+EPSILON = torch.finfo(torch.float64).eps
+
+MARGIN = 100
+"""How much more than input moved by round-off the round-off of every layer may change."""
+
+MOST = 1e-5
+"""No error above it is put down to round-off: what is wrong is above 1e-4."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, NumPy and Python, and put the caller's random states back afterwards."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002  (what a forward may draw from)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
+def pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
+    """Cut the inputs into micro-batches, as a pipeline does: what has the batch as first dimension."""
+    batch = len(inputs[0])
+    cut = [
+        value.split(split_size) if isinstance(value, Tensor) and value.dim() and len(value) == batch else None
+        for value in inputs
+    ]
+    return [
+        [value if parts is None else parts[number] for value, parts in zip(inputs, cut, strict=True)]
+        for number in range(-(-batch // split_size))
+    ]
+
+
+class Subject:
+    """A copy of the network in training or in evaluation mode, in float64 on the first device.
+
+    Attributes
+    ----------
+    original, net
+        As the user gave it, and with dropout off where it draws.
+    trouble
+        Why values cannot be compared; empty where they can.
+    is_random, repeats
+        Whether ``original`` draws random numbers, and gives the same twice with one seed.
+    leaves
+        Whether inputs may ask for a gradient: not where the network changes them in place.
+    notes
+        For the report.
+    """
+
+    def __init__(
+        self, net: nn.Module, training: bool, shape: Sequence[int], more: Sequence[Any], home: torch.device
+    ) -> None:
+        self.training, self.shape = training, tuple(shape)
+        self.state = "train" if training else "eval"
+        self.original = _copied(net, training).to(home)
+        generator = torch.Generator().manual_seed(0)
+        volumes = [torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home) for _ in range(2)]
+        self.inputs = [volumes[0], *(_doubled(value, home) for value in more)]
+        self.notes: list[str] = []
+        self._references: dict[Any, list[Values]] = {}
+        self._allowed: dict[Any, list[float]] = {}
+        self._tell_modes()
+        self._probe([volumes[1], *self.inputs[1:]])
+
+    def _tell_modes(self) -> None:
+        other = [
+            name or "the network" for name, part in self.original.named_modules() if part.training != self.training
+        ]
+        if other:
+            self.notes.append(f"in {'eval' if self.training else 'train'} mode inside {self.state}: {few(other)}")
+
+    def _probe(self, others: Sequence[Any]) -> None:
+        """Find out what the plain network does with one seed, with another, and with another input."""
+        first, again, other = (self._forward(self.original, self.inputs, seed) for seed in (0, 0, 1))
+        self.repeats, self.is_random = _alike(first, again), not _alike(first, other)
+        self.net, self.trouble = self.original, ""
+        if self.is_random:
+            self.net = _without_dropout(self.original)
+            first, other = (self._forward(self.net, self.inputs, seed) for seed in (0, 1))
+        if not self.repeats:
+            self.trouble = "the plain network does not repeat itself: one seed gives two outputs"
+        elif not _alike(first, other):
+            self.trouble = (
+                "the plain network draws random numbers outside of Dropout modules (its outputs differ with the seed), "
+                "so only repetition is compared"
+            )
+        elif self.is_random:
+            self.notes.append(f"{self.state}: compared by value with dropout off")
+        after = {name: value for name, value in first.items() if kind_of(name) == "after"}
+        given = {f"input {i} after the call": v.cpu() for i, v in enumerate(self.inputs) if isinstance(v, Tensor)}
+        changed = [name for name, error in differences(given, after).errors.items() if error]
+        self.leaves = not changed
+        if changed:
+            self.notes.append(
+                f"{self.state}: the network changes {few([name.removesuffix(' after the call') for name in changed])} "
+                f"in place; what is left there is compared, gradients of inputs are not"
+            )
+        if not self.trouble:
+            elsewhere = self._forward(self.net, others, 0)
+            fixed = [
+                name
+                for name, value in first.items()
+                if isinstance(value, Tensor) and kind_of(name) == "output" and _same(value, elsewhere.get(name))
+            ]
+            if fixed:
+                self.notes.append(f"{self.state}: {few(fixed)} does not depend on the input")
+            single = [n for n, v in first.items() if kind_of(n) == "output" and _is_low(v)]
+            if single:
+                self.notes.append(f"{self.state}: {few(single)} is not float64, so the network casts inside")
+
+    def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
+        model = copy.deepcopy(net)
+        with self._own_fault(), seeded(seed):
+            return observe_call(model, inputs)
+
+    def reference(
+        self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
+    ) -> list[Values]:
+        """Return what steps of the plain network leave, by micro-batches where ``split_size`` is given."""
+        key = steps, gradients, split_size
+        if key not in self._references:
+            self._references[key] = self._train(self.inputs, objective, *key)
+        return self._references[key]
+
+    def round_off(
+        self, objective: Callable[[Any], Tensor], steps: int, gradients: bool = True, split_size: int | None = None
+    ) -> list[float]:
+        """Return for each step the error that the plain network's own round-off explains.
+
+        It is found by moving the input by a few units in the last place: a norm over two voxels blows that up, and so
+        it does the different order of a sum over shards.
+        """
+        key = steps, gradients, split_size
+        if key not in self._allowed:
+            generator = torch.Generator().manual_seed(1)
+            ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
+            near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], objective, *key)
+            changes = [differences(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)]
+            largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
+            self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
+            self.notes.append(
+                f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
+                f"values by up to {max(largest):.0e}, so errors up to {max(self._allowed[key]):.0e} count as equal"
+            )
+        return self._allowed[key]
+
+    def _train(
+        self,
+        inputs: Sequence[Any],
+        objective: Callable[[Any], Tensor],
+        steps: int,
+        gradients: bool,
+        split_size: int | None,
+    ) -> list[Values]:
+        model = copy.deepcopy(self.net)
+
+        def call(*arguments: Any) -> Any:
+            if split_size is None:
+                return model(*arguments)
+            return joined([model(*piece) for piece in pieces(arguments, split_size)])
+
+        with self._own_fault(), seeded(0):
+            return observe(model, inputs, eager_step(call, objective, gradients), steps, self.leaves)
+
+    def mixes_samples(self, split_size: int) -> bool:
+        """Whether outputs by micro-batches are other than those of the whole batch."""
+        if self.trouble:
+            return False
+        whole, parts = (self._train(self.inputs, _nothing, 1, False, size)[0] for size in (None, split_size))
+        return any(
+            error > TOLERANCE or error != error
+            for name, error in differences(whole, parts).errors.items()
+            if kind_of(name) == "output"
+        )
+
+    def norm_buffers(self) -> frozenset[str]:
+        """Return the names of running statistics, which a pipeline takes from the whole batch."""
+        return frozenset(
+            f"buffer {path}.{name}" if path else f"buffer {name}"
+            for path, module in self.net.named_modules()
+            if isinstance(module, _NormBase) and module.training
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        )
+
+    @contextmanager
+    def _own_fault(self) -> Iterator[None]:
+        """Say that it is the plain network that fails."""
+        try:
+            yield
+        except Exception as fault:
+            raise GridError(
+                f"the plain network itself fails on this shape: {type(self.original).__name__} in {self.state} mode on "
+                f"{self.shape} (float64, one device) raised {type(fault).__name__}: {fault}"
+            ) from fault
+
+
+def _copied(net: nn.Module, training: bool) -> nn.Module:
+    """Return a copy in float64; modules in eval inside a network that trains stay so."""
+    if any(is_lazy(value) for value in (*net.parameters(), *net.buffers())):
+        raise ParallelError("the network has lazy parameters without a shape yet; call it once before verify")
+    try:
+        copied = copy.deepcopy(net).double()
+    except Exception as fault:
+        raise ParallelError(
+            f"verify compares copies, and copy.deepcopy of {type(net).__name__} failed: {fault}; make it copyable "
+            f"(a tensor with history that is kept as an attribute is not: detach it)"
+        ) from fault
+    return copied if training and copied.training else copied.train(training)
+
+
+def _doubled(value: Any, home: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(home, torch.float64 if value.is_floating_point() else value.dtype)
+
+
+def _without_dropout(net: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(net)
+    for module in copied.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    return copied
+
+
+def _nothing(outputs: Any) -> Tensor:
+    del outputs
+    return torch.zeros(())
+
+
+def _alike(one: Values, other: Values) -> bool:
+    """Whether outputs and buffers agree; GPUs may add up in another order."""
+    errors = differences(one, other).errors
+    return all(error <= TOLERANCE for name, error in errors.items() if kind_of(name) in ("output", "buffer"))
+
+
+def _same(one: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def few(names: Sequence[str]) -> str:
+    """List names, the first ones of many."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
