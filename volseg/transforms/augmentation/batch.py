@@ -21,7 +21,7 @@ class BatchAugmentation:
     """Change a batch of patches at random.
 
     On an accelerator every effect is computed for every sample and kept where it was drawn: the work is the same for
-    every batch, nothing waits for the host, and the call can be captured in a CUDA graph (register the generator with
+    every batch, nothing waits for the host, and the call can be recorded in a CUDA graph (register the generator with
     it). On a CPU only the samples that an effect was drawn for are touched.
 
     Parameters
