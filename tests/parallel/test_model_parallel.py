@@ -134,3 +134,15 @@ def test_who_asks_for_the_spatial_split_is_told_what_it_cannot(options):
     model = ModelParallel(Unshardable(), devices=["cpu"] * 2, **options)
     with pytest.raises(UnsupportedOperatorError, match="fft"):
         model(torch.randn(1, 1, 6, 4, 4))
+
+
+def test_strategies_say_what_a_training_loop_asks():
+    """Of a group of processes `tests/experiment/test_parallel.py` tells, which trains in one."""
+    net = nn.Conv3d(1, 2, 3, padding=1)
+    cases = (
+        (ModelParallel(net, strategy="spatial", devices=["cpu"]), (False, True)),
+        (ModelParallel(net, strategy="spatial", devices=["cpu", "cpu"]), (False, False)),
+        (ModelParallel(net, split_size=1, devices=["cpu"]), (False, False)),
+    )
+    for model, expected in cases:
+        assert (model.strategy.is_shared, model.strategy.is_recordable) == expected

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
+from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.recorded_step import RecordedStep
@@ -14,6 +15,7 @@ from volseg.parallel.spatial import ShardedVolume, pointwise_function, whole
 from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
+    "FastKernels",
     "ModelParallel",
     "RecordedStep",
     "Report",

@@ -42,6 +42,14 @@ class Strategy(Protocol):
     def partition(self) -> Any:
         """Describe which device does what; printable."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes, all of which run the network together."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's own ``forward``."""
 

@@ -113,6 +113,16 @@ class PipelineStrategy:
         self._splits: dict[Any, int] = {}
 
     @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes: never, a pipeline runs in one."""
+        return False
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a whole step can be one CUDA graph: no, a pipeline records its stages by itself."""
+        return False
+
+    @property
     def partition(self) -> Partition:
         """Which device runs which layers; known after the first call.
 

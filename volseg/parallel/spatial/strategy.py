@@ -140,6 +140,16 @@ class SpatialStrategy:
         return tree_map(_contiguous, result) if self.context.channels_last else result
 
     @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes, all of which run the network together."""
+        return isinstance(self.communicator, ProcessGroupShards)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
+        return self._one_device
+
+    @property
     def _groups(self) -> list[dist.ProcessGroup]:
         """Groups of processes that hold the same network: shards, then replicas, so that one value reaches all."""
         shards = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
