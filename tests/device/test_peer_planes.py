@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.spatial.convolution import kept_halo
+from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, add_returned, extended, fill, inner, roomy
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards

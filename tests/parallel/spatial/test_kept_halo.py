@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.parallel.spatial.convolution import kept_halo
+from volseg.parallel.spatial.transport import kept_halo
 
 
 @pytest.mark.parametrize("own", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2), (2, 1)])

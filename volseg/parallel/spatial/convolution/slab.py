@@ -24,9 +24,9 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.device.norm import choice
-from volseg.parallel.spatial.convolution import kept_halo
 from volseg.parallel.spatial.lazy.recipes import Join, Recipe, Write
 from volseg.parallel.spatial.plan.windows import Window
+from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import (
     Halo,
     Wait,

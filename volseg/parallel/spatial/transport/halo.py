@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.device.dims import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.parallel.spatial.convolution import kept_halo
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Window
+from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 __all__ = [
