@@ -20,9 +20,10 @@ from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, add_returned, extended, fill, inner, roomy
+from volseg.parallel.spatial.transport.halo import Halo, return_gradient, start_filling
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -258,16 +259,16 @@ class Rounds:
     def run(self) -> list[Tensor]:
         results = []
         for number, (halo, like) in enumerate(zip(self.halos, self.likes, strict=True)):
-            slab = roomy(like, 2)
+            slab = allocate_with_room(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
-            buffer = extended(slab, 2, halo.own)
-            kept = fill(buffer, halo, keep=True)()
+            buffer = extend(slab, 2, halo.own)
+            kept = start_filling(buffer, halo, keep=True)()
             assert kept is not None
             restored = torch.full_like(buffer, 99)
-            inner(restored, halo.own).copy_(inner(buffer, halo.own))
-            kept_halo.restore(restored, halo.own, kept)
+            own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
+            kept_halo.put_back(restored, halo.own, kept)
             results.append(restored)
-            results.append(add_returned(buffer.clone(), halo)())
+            results.append(return_gradient(buffer.clone(), halo)())
         return results
 
     def check(self, results: Sequence[Tensor], rank: int, shards: int, repeat: int) -> None:
@@ -276,7 +277,7 @@ class Rounds:
             values = [float(10 * other + repeat + number) for other in range(shards)]
             front, back = values[rank - 1] if rank > 0 else 0.0, values[rank + 1] if rank + 1 < shards else 0.0
             filled, returned = results[2 * number : 2 * number + 2]
-            assert (inner(filled, halo.own) == values[rank]).all()
+            assert (own_planes(filled, halo.own) == values[rank]).all()
             assert (filled[:, :, :before] == front).all()
             assert (filled[:, :, filled.shape[2] - behind :] == back).all()
             expected = torch.full((4,), values[rank])

@@ -133,15 +133,15 @@ class Context:
         return self._plans[key]
 
     def defer(self, volume: Any) -> None:
-        """Remember a volume whose norm waits for the next operator."""
+        """Remember a volume whose slabs wait for the next operator."""
         self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
         self._waiting.append(weakref.ref(volume))
 
     def settle(self) -> None:
-        """Compute what waits, before anything is changed in place."""
+        """Write what waits, before anything is changed in place."""
         waiting, self._waiting = self._waiting, []
         for volume in (reference() for reference in waiting):
-            if volume is not None and volume.deferred is not None:
+            if volume is not None:
                 volume.settle()
 
     def say_once(self, message: str) -> None:
