@@ -249,7 +249,7 @@ class Rounds:
 
     def __init__(self, group: ProcessGroupShards) -> None:
         each = [(1, 1), (1, 0), (0, 1), (2, 1), (1, 1)]
-        self.halos = [Halo(group, (pair,) * group.shards, channels_last=True) for pair in each]
+        self.halos = [Halo(group, (pair,) * group.num_shards, channels_last=True) for pair in each]
         self.base = torch.zeros((), device=group.home)
         # The last travels on a stream of its own while a graph is recorded.
         sides = [(24, 20)] * 4 + [(96, 100)]

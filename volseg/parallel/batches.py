@@ -191,7 +191,7 @@ def _send_slabs(
             request.wait()
         return slab
     operations = []
-    for number in range(1, communicator.shards):
+    for number in range(1, communicator.num_shards):
         position, rest = [], number
         for count in reversed(communicator.grid):
             position.append(rest % count)

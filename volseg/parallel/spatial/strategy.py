@@ -86,7 +86,7 @@ class SpatialStrategy:
             raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {on_unsupported!r}")
         self.net = net
         placed = _placed(devices, mesh, grid)
-        self.communicator: Communicator = placed.shards if isinstance(placed, Processes) else placed
+        self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
         self.axes = _checked_axes(axes, self.communicator.grid)
         self.context = Context(self.communicator, on_unsupported, net)

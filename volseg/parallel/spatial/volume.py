@@ -244,15 +244,15 @@ class ShardedVolume(Tensor):
                 f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with others in front of the "
                 f"cut one, so that no shard holds one range of it; do this before they are merged"
             )
-        layout = spans(self.sizes[0], communicator.shards, self.merged.unit)
+        layout = spans(self.sizes[0], communicator.num_shards, self.merged.unit)
         return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]
 
     def extents(self) -> list[list[int]]:
         """Return how far each mesh axis's positions reach along its dim: the entries of every shard."""
         outer, unit = self.merged or (1, 1)
         return [
-            [outer * (stop - start) for start, stop in spans(size // outer, shards, unit)]
-            for size, shards in zip(self.sizes, self.context.communicator.grid, strict=True)
+            [outer * (stop - start) for start, stop in spans(size // outer, num_shards, unit)]
+            for size, num_shards in zip(self.sizes, self.context.communicator.grid, strict=True)
         ]
 
     def as_subclass(self, cls: Any) -> Any:
@@ -282,7 +282,7 @@ def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | Non
     """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
     shape = list(slabs[0].shape)
     dims = like.dims if dims is None else tuple(dims)
-    if like.context.communicator.shards > 1:
+    if like.context.communicator.num_shards > 1:
         for dim, size in zip(dims, like.sizes, strict=True):
             shape[dim] = size
     result = ShardedVolume(slabs, dims, shape, like.context)
@@ -313,7 +313,7 @@ def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
     context = volume.context
     if outer != 1 or new_outer != 1:
         return from_whole(volume.full_tensor(), volume.dims, context, merged)
-    wanted = spans(size, context.communicator.shards, new_unit)
+    wanted = spans(size, context.communicator.num_shards, new_unit)
     slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
     result = ShardedVolume(slabs, volume.dims, volume.shape, context)
     result.merged = merged

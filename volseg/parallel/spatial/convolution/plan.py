@@ -72,11 +72,11 @@ def plan_convolution(
     if len(volume.dims) != 1 or len(communicator.devices) != 1 or volume.ndim != len(whole.stride) + 2:
         return None  # one volume without a batch, among others
     (size,) = volume.sizes
-    if communicator.shards == 1:
+    if communicator.num_shards == 1:
         return ConvolutionPlan(whole, None, outputs, context.channels_last, context.frugal)
     if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
         return None
-    planes = plan_halo(size, communicator.shards, window, outputs)
+    planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
         return None
     plain = whole.stride[0] == whole.dilation[0] == 1 and not whole.transposed

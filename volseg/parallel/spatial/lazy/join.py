@@ -36,7 +36,7 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
         [recipe or recipe_of_kept(slab) for recipe, slab in zip(recipes, slabs, strict=True)],
         [slab.shape[1] for slab in slabs],
     )
-    cut_along_depth = like.context.communicator.shards > 1 and like.dims == (DIM,)
+    cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
     first = like.pending.like if isinstance(like.pending, RecomputedInput) else slabs[0]
     waiting = WaitingJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)

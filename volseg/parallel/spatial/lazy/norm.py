@@ -69,8 +69,8 @@ class NormStatistics:
 def count_slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Return the number of voxels of every shard's slab, in the order of the grid."""
     counts = [prod(size for dim, size in enumerate(shape) if dim >= 2 and dim not in dims)]
-    for dim, shards in zip(dims, grid, strict=True):
-        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], shards)]
+    for dim, num_shards in zip(dims, grid, strict=True):
+        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], num_shards)]
     return tuple(counts)
 
 
@@ -98,7 +98,8 @@ def compute_statistics(
             shares = choice.shares(counts, torch.float32, slab.device)
             found = choice.direct_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
         else:
-            stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
+            # (num_shards, 2, B, C)
+            stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
             shares = choice.shares(counts, stacked.dtype, stacked.device)
             found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
     mean, variance, rstd, scale, shift = found.unbind(0)
@@ -107,9 +108,9 @@ def compute_statistics(
 
 def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
-    communicator = context.communicator
     batch, channels = slabs[0].shape[:2]
-    reached = communicator.shards == 1 or (communicator.mailbox is not None and 2 * batch * channels <= CAPACITY)
+    mailbox = context.communicator.mailbox
+    reached = context.communicator.num_shards == 1 or (mailbox is not None and 2 * batch * channels <= CAPACITY)
     return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.fused(slabs[0])
 
 
@@ -155,7 +156,7 @@ class WaitingNorm(Waiting):
         # The backward pass, where there will be one, reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
         self.unchanged = Unchanged(read)
-        cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and self.context.communicator.shards > 1
+        cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and self.context.communicator.num_shards > 1
         self.room = self.context.room if cut_along_depth and len(slabs) == 1 else 0
 
     def activate(self, activation: choice.Activation) -> "WaitingNorm | None":

@@ -1,7 +1,5 @@
 """A recomputed block's input that is written only when an operator reads it, and never where a join reads it."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -9,9 +7,7 @@ from volseg.device.dims import DIM
 from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
-
-if TYPE_CHECKING:
-    from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["RecomputedInput"]
 
@@ -46,7 +42,7 @@ class RecomputedInput(Waiting):
         one = torch.empty((), dtype=like.dtype, device=recipe.tensors[0].device)
         self.stand_ins = [one.expand(like.shape).requires_grad_(requires_grad)]
 
-    def find_recipe(self, volume: "ShardedVolume") -> Recipe:
+    def find_recipe(self, volume: ShardedVolume) -> Recipe:
         """Return the recipe for whoever writes the slab elsewhere; leave it unwritten here."""
         del volume
         self.check()

@@ -308,6 +308,6 @@ def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))
     refuse(
-        f"its voxels lie on {volume.context.communicator.shards} shards: call full_tensor() first, or, where somebody "
-        f"else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
+        f"its voxels lie on {volume.context.communicator.num_shards} shards: call full_tensor() first, or, where "
+        f"somebody else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
     )

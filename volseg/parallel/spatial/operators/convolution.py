@@ -142,7 +142,7 @@ def _direct(
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
         (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
-        if not can_split(plan.outputs, context.communicator.shards):
+        if not can_split(plan.outputs, context.communicator.num_shards):
             return None
         return plan_convolution(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
 

@@ -18,6 +18,7 @@ movement       forward               backward
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import torch
@@ -58,8 +59,8 @@ class Communicator(ABC):
     home: torch.device
     mailbox: Mailbox | None = None
 
-    @property
-    def shards(self) -> int:
+    @cached_property
+    def num_shards(self) -> int:
         """Number of shards in all processes."""
         return prod(self.grid)
 
@@ -94,7 +95,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
-        """Stack one small tensor of every shard, ``(shards, ...)``, in the order of the grid; the result is whole."""
+        """Stack a small tensor of every shard, ``(num_shards, ...)``, in the order of the grid; the result is whole."""
 
     @abstractmethod
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
