@@ -23,7 +23,7 @@ def test_edges_come_back(own: tuple[int, int], last: bool, dense: bool) -> None:
                 part.copy_(planes.permute(order))
     else:
         kept = kept_halo.copy_planes(buffer, own)
-    assert len(kept) == kept_halo.count_tensors(own)
+    assert len(kept) == len({planes for planes in own if planes})
     changed = buffer.clone()
     changed[:, :, :before] = changed[:, :, 6 - behind :] = 0
     kept_halo.put_back(changed, own, kept)

@@ -26,7 +26,7 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradient, start_filling
+from volseg.parallel.spatial.transport.halo import Wait, return_gradient, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, layout_of, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -98,6 +98,7 @@ class _Convolve(torch.autograd.Function):
             ctx.like = buffer.shape, buffer.dtype, layout_of(buffer)
             if borders is None:
                 borders = [] if halo is None else kept_halo.copy_planes(buffer, halo.own)
+            ctx.num_borders = len(borders)
             ctx.save_for_backward(weight, *borders, *recipe.tensors)
         return result
 
@@ -115,7 +116,11 @@ class _Convolve(torch.autograd.Function):
         # Planes travel while the input is computed again, and are there before the weights' gradient begins: its blocks
         # fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
         derive = _Gradients(ctx, gradient, needs_input)
-        buffer = kept[0] if ctx.write is None else _write_again(ctx, kept)
+        if ctx.write is None:
+            buffer = kept[0]
+        else:
+            borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
+            buffer = _write_input(ctx, ctx.write, tensors, borders, sum(ctx.channels))
         joined, weight_gradient, bias_gradient = derive(buffer, weight, needs_input, needs_weight, needs_bias)
         inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
         return None, weight_gradient, bias_gradient, *inputs
@@ -175,7 +180,7 @@ class _Gradients:
         self.around: Tensor | None = None
         if self.halo is not None and ctx.plan.alike and needs_input:
             self.around = extend(gradient, find_room(gradient), self.halo.own)
-            self.wait = start_filling(self.around, self.halo)
+            self.wait: Wait | None = start_filling(self.around, self.halo)
 
     def __call__(
         self, buffer: Tensor, weight: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool
@@ -194,18 +199,15 @@ class _Gradients:
 
     def _of_own_planes(self, buffer: Tensor, weight: Tensor) -> Tensor:
         assert self.around is not None
-        self.wait()
-        self.wait = _nothing
+        if self.wait is not None:  # for the first part
+            self.wait()
+            self.wait = None
         settings = self.ctx.plan.settings
         wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
         slab, mask = own_planes(buffer, self.halo.own), [True, False, False]
         found = stacks.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
         assert found is not None
         return found
-
-
-def _nothing() -> None:
-    pass
 
 
 def _can_derive_in_parts(ctx: Any) -> bool:
@@ -224,17 +226,14 @@ def _derive_in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[
 
     Neither the join nor its gradient comes into being: half of what a level's way up takes.
     """
-    number = 0 if ctx.plan.halo is None else kept_halo.count_tensors(ctx.plan.halo.own)
     layout = layout_of(gradient)
     weights: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
     bias_gradient = None
     derive = _Gradients(ctx, gradient, needs_input=True)
-    for write, own, (first, count) in ctx.write.parts(kept[number:]):
-        shape = list(ctx.like[0])
-        shape[1] = count
-        borders = [edge.narrow(1, first, count) for edge in kept[:number]]
-        buffer = _write_slab(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders, ctx.plan.halo)
+    borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
+    for write, own, (first, count) in ctx.write.parts(tensors):
+        buffer = _write_input(ctx, write, own, [border.narrow(1, first, count) for border in borders], count)
         part = weight.narrow(1, first, count).contiguous(memory_format=layout)
         needs = first == 0 and ctx.needs_input_grad[2]
         found, weight_gradient, bias_found = derive(buffer, part, True, ctx.needs_input_grad[1], needs)
@@ -247,27 +246,26 @@ def _derive_in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[
         yield value if needed else None
 
 
-def _write_again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
-    """Compute the convolution's input again."""
-    number = 0 if ctx.plan.halo is None else kept_halo.count_tensors(ctx.plan.halo.own)
+def _write_input(ctx: Any, write: Write, tensors: Sequence[Tensor], borders: Sequence[Tensor], channels: int) -> Tensor:
+    """Write a convolution's input, or some channels of it, between the planes of its halo.
+
+    Parameters
+    ----------
+    ctx
+        Of the convolution.
+    write, tensors
+        What writes the slab, and from what.
+    borders
+        The halo as ``kept_halo`` has it.
+    channels
+        Number of channels to write.
+    """
     shape, dtype, layout = ctx.like
-    return _write_slab(shape, dtype, layout, ctx.write, kept[number:], kept[:number], ctx.plan.halo)
-
-
-def _write_slab(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-    write: Write,
-    tensors: Sequence[Tensor],
-    borders: Sequence[Tensor],
-    halo: Halo | None,
-) -> Tensor:
-    """Write a slab between the edges of its halo, where it has one."""
+    shape = shape[0], channels, *shape[2:]
     buffer = torch.empty(shape, dtype=dtype, device=tensors[0].device, memory_format=layout)
-    if halo is None:
+    if ctx.plan.halo is None:
         write(tensors, buffer, 0)
         return buffer
-    kept_halo.put_back(buffer, halo.own, borders)
-    write(tensors, own_planes(buffer, halo.own), 0)
+    kept_halo.put_back(buffer, ctx.plan.halo.own, borders)
+    write(tensors, own_planes(buffer, ctx.plan.halo.own), 0)
     return buffer

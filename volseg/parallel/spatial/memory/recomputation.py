@@ -33,10 +33,10 @@ from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation", "blocks"]
+__all__ = ["Recomputation", "find_blocks"]
 
 
-def blocks(net: nn.Module) -> list[nn.Module]:
+def find_blocks(net: nn.Module) -> list[nn.Module]:
     """Return the modules to recompute: a level's way down, or its way up, where the network has modules for them.
 
     The innermost modules that hold two convolutions or more; instead of one of them the module around it, where that
@@ -77,7 +77,7 @@ class Recomputation:
         if not valid or isinstance(levels, bool):
             raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
         self.levels, self.context = levels, context
-        self.blocks = blocks(net) if levels is not None else []
+        self.blocks = find_blocks(net) if levels is not None else []
         self._random = _Draws()
         # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
         self._lock = RLock()

@@ -169,8 +169,8 @@ def _start_messages(
 ) -> Callable[[], None]:
     """Exchange planes through the process group; those that lie in memory as they travel are not copied.
 
-    While a CUDA graph is captured all are copied: NCCL marks what it moves as used on its stream, and a block so
-    marked is not used again before the capture ends. That should not happen to whole activations.
+    While a CUDA graph is recorded all are copied: NCCL marks what it moves as used on its stream, and a block so
+    marked is not used again before the recording ends. That should not happen to whole activations.
     """
     group = halo.communicator.group
     staged = halo.communicator.home.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from volseg.device.dims import DIM
 
-__all__ = ["allocate", "copy_planes", "count_tensors", "put_back", "view_planes"]
-
-
-def count_tensors(own: tuple[int, int]) -> int:
-    """Return the number of tensors for a halo of so many planes before and behind."""
-    return len({planes for planes in own if planes})
+__all__ = ["allocate", "copy_planes", "put_back", "view_planes"]
 
 
 def view_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:

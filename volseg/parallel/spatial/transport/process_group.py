@@ -16,7 +16,7 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.planes import plane_mailbox
 from volseg.device.peer.values import mailbox
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
-from volseg.parallel.spatial.transport.communicator import Communicator, box, buckets
+from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets, narrow_to
 
 __all__ = ["ProcessGroupShards"]
 
@@ -192,7 +192,7 @@ class ProcessGroupShards(Communicator):
 def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup) -> list[Tensor]:
     """Return the parameters, marked so that their gradients are averaged over processes with other volumes."""
     shared: list[Tensor] = []
-    for bucket in buckets(parameters):
+    for bucket in fill_buckets(parameters):
         shared += _Average.apply(replicas, *bucket)
     return shared
 
@@ -242,7 +242,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return box(gradient, *ctx.plan), None, None, None
+        return narrow_to(gradient, *ctx.plan), None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -264,7 +264,7 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, communicator: ProcessGroupShards, dims: tuple[int, ...]) -> Tensor:
         ctx.plan = communicator, dims, [whole.shape[dim] for dim in dims]
         # A copy: the slab outlives the whole volume, whose memory should go.
-        return box(whole, dims, communicator.owned(ctx.plan[2])[0]).clone()
+        return narrow_to(whole, dims, communicator.owned(ctx.plan[2])[0]).clone()
 
     @staticmethod
     @first_order
