@@ -10,11 +10,12 @@ from volseg.version import __version__
 
 if TYPE_CHECKING:
     from volseg.inference.predictor import Predictor
-    from volseg.parallel import ModelParallel
+    from volseg.parallel import FastKernels, ModelParallel
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
 
 __all__ = [
     "Checkpoints",
+    "FastKernels",
     "Hook",
     "ModelParallel",
     "Named",
@@ -26,7 +27,11 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {"ModelParallel": "volseg.parallel", "Predictor": "volseg.inference.predictor"}
+_HOMES = {
+    "FastKernels": "volseg.parallel",
+    "ModelParallel": "volseg.parallel",
+    "Predictor": "volseg.inference.predictor",
+}
 
 
 def __getattr__(name: str) -> Any:

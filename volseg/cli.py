@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(name="data", help="Make data sets.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Make and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
 
 Overrides = Annotated[
@@ -58,12 +58,11 @@ def train(
     from volseg.config.loading import path_override
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    if gpus == 1:
-        overrides.append("parallel.devices=1")
-    elif gpus is not None:
+    if gpus is not None and gpus > 1:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
-    outcome = experiment.train(experiment.load_config(config, overrides), resume=resume)
+    loaded = experiment.load_config(config, overrides)
+    outcome = experiment.train(loaded if gpus is None else loaded.on_one_device(), resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()
@@ -177,6 +176,20 @@ def make(
     typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
+@data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
+def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
+    """Read every file of a data set to its end and name all bad cases at once."""
+    from volseg.data import check_cases, load_task, require_sound
+    from volseg.monitoring.progress import count_up
+
+    task = load_task(folder, require_files=False)
+    cases = [*task.training, *task.test]
+    with count_up(len(cases), "checking") as count:
+        problems = check_cases(cases, task, progress=count)
+    require_sound(problems)
+    typer.echo(f"all {len(cases)} cases of {task.name} can be used")
+
+
 @app.command(epilog="Example: volseg quickstart --output first_run")
 def quickstart(
     output: Annotated[
@@ -217,6 +230,7 @@ def _leaving_nothing_half_done() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
+    # As `volseg.parallel.devices.is_launched` does, whose import would keep `volseg --help` waiting for torch.
     if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return

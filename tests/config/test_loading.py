@@ -140,3 +140,27 @@ def test_a_located_config_reads_its_data_from_anywhere(write, tmp_path, monkeypa
     assert located.data.root == tmp_path / "task"
     assert located.split.file == tmp_path.parent / "folds.json"
     assert located.located() == located
+
+
+RENAMED = "training.capture is training.record now; the old name goes with the next release"
+
+
+def test_an_old_name_is_taken_with_a_word_about_the_new_one(write):
+    with pytest.warns(FutureWarning, match=RENAMED):
+        assert load_config(write(training={"capture": False})).training.record is False
+    with pytest.warns(FutureWarning, match=RENAMED):
+        assert load_config(write(), ["training.capture=false"]).training.record is False
+
+
+def test_what_is_assigned_last_counts_by_either_name(write):
+    """A config that was saved under one name is overridden under the other."""
+    with pytest.warns(FutureWarning, match=RENAMED):
+        assert load_config(write(training={"record": True}), ["training.capture=false"]).training.record is False
+    config = load_config(write(training={"capture": True}), ["training.record=false"])  # nothing old is left
+    assert config.training.record is False
+
+
+def test_both_names_in_one_file_are_refused(write):
+    message = "training: training.capture is the old name of training.record, and both are given; leave out the old"
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(training={"record": True, "capture": False}))

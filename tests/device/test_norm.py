@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device import triton_tiles
 from volseg.device.norm import choice, statistics
 from volseg.device.norm.choice import Activation
-from volseg.parallel.spatial.transport.halo import roomy
+from volseg.parallel.spatial.transport.room import allocate_with_room
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -42,7 +42,7 @@ def slabs(dtype: torch.dtype, layout: str, channels: int) -> Tensor:
     if layout == "slice of channels":
         return torch.cat([x, x], 1).to(dtype).contiguous(memory_format=torch.channels_last_3d)[:, channels:]
     x = x.to(dtype)
-    return roomy(x, 2).copy_(x) if layout == "room" else x
+    return allocate_with_room(x, 2).copy_(x) if layout == "room" else x
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.spatial.convolution import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, add_returned, extended, fill, inner, roomy
+from volseg.parallel.spatial.transport import kept_halo
+from volseg.parallel.spatial.transport.halo import Halo, return_gradient, start_filling
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -35,7 +37,7 @@ def test_which_way_depends_on_what_all_shards_know() -> None:
     assert not small_enough(1, LIMIT // 2, torch.float32)
     assert small_enough(1, LIMIT // 8, torch.float64)
     assert not small_enough(2, LIMIT // 4, torch.float32)
-    group: Any = None
+    group: Any = SimpleNamespace(rank=0)
     assert Halo(group, ((1, 0), (0, 2))).width == 2  # another shard's counts
 
 
@@ -248,7 +250,7 @@ class Rounds:
 
     def __init__(self, group: ProcessGroupShards) -> None:
         each = [(1, 1), (1, 0), (0, 1), (2, 1), (1, 1)]
-        self.halos = [Halo(group, (pair,) * group.shards, channels_last=True) for pair in each]
+        self.halos = [Halo(group, (pair,) * group.num_shards, channels_last=True) for pair in each]
         self.base = torch.zeros((), device=group.home)
         # The last travels on a stream of its own while a graph is recorded.
         sides = [(24, 20)] * 4 + [(96, 100)]
@@ -258,16 +260,16 @@ class Rounds:
     def run(self) -> list[Tensor]:
         results = []
         for number, (halo, like) in enumerate(zip(self.halos, self.likes, strict=True)):
-            slab = roomy(like, 2)
+            slab = allocate_with_room(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
-            buffer = extended(slab, 2, halo.own)
-            kept = fill(buffer, halo, keep=True)()
+            buffer = extend(slab, 2, halo.own)
+            kept = start_filling(buffer, halo, keep=True)()
             assert kept is not None
             restored = torch.full_like(buffer, 99)
-            inner(restored, halo.own).copy_(inner(buffer, halo.own))
-            kept_halo.restore(restored, halo.own, kept)
+            own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
+            kept_halo.put_back(restored, halo.own, kept)
             results.append(restored)
-            results.append(add_returned(buffer.clone(), halo)())
+            results.append(return_gradient(buffer.clone(), halo)())
         return results
 
     def check(self, results: Sequence[Tensor], rank: int, shards: int, repeat: int) -> None:
@@ -276,7 +278,7 @@ class Rounds:
             values = [float(10 * other + repeat + number) for other in range(shards)]
             front, back = values[rank - 1] if rank > 0 else 0.0, values[rank + 1] if rank + 1 < shards else 0.0
             filled, returned = results[2 * number : 2 * number + 2]
-            assert (inner(filled, halo.own) == values[rank]).all()
+            assert (own_planes(filled, halo.own) == values[rank]).all()
             assert (filled[:, :, :before] == front).all()
             assert (filled[:, :, filled.shape[2] - behind :] == back).all()
             expected = torch.full((4,), values[rank])

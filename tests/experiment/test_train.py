@@ -1,5 +1,6 @@
 """From a folder of NIfTI files to a run folder, and on from there."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from volseg import Hook
 from volseg.data.msd import load_task
@@ -39,7 +41,7 @@ def test_a_run_folder_holds_everything_that_describes_the_run(outcome, task, con
     assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "best.pt"}
     assert any(folder.tensorboard.iterdir())
     assert "| mean " in (folder.path / "report.md").read_text()
-    assert load_checkpoint(folder.checkpoints / "latest.pt")["config"]["name"] == "tiny"
+    assert load_checkpoint(folder.checkpoints / "latest.pt").metadata["config"]["name"] == "tiny"
 
 
 def test_validation_covers_the_fold_on_the_original_grids(outcome, task):
@@ -58,7 +60,7 @@ def test_validation_covers_the_fold_on_the_original_grids(outcome, task):
 
 def test_the_resolved_config_runs_again_to_the_same_weights(outcome, tmp_path):
     again = train(load_config(outcome.folder.config_file, [f"output={tmp_path / 'again'}"]))
-    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt")["model"] for o in (outcome, again))
+    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt").model for o in (outcome, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -67,6 +69,35 @@ def test_a_run_is_never_overwritten(outcome, configured):
     with pytest.raises(ConfigError, match=r"holds a run already; go on with it by --resume, or choose another folder"):
         train(configured())
     assert (outcome.folder.checkpoints / "latest.pt").read_bytes() == before
+
+
+class SeeBeginning(Hook):
+    """Look at what a training has read, and still holds, before its first batch."""
+
+    def __init__(self, reads):
+        self.reads, self.read, self.held = reads, {}, set()
+        self.others = set(map(id, self._volumes()))  # whatever tests before this one have left
+
+    @staticmethod
+    def _volumes():
+        gc.collect()
+        return [found for found in gc.get_objects() if issubclass(type(found), MetaTensor)]
+
+    def on_training_begin(self, training):
+        self.read = dict(self.reads)
+        volumes = [volume for volume in self._volumes() if id(volume) not in self.others]
+        self.held = {Path(volume.meta["filename_or_obj"]) for volume in volumes}
+
+
+def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_bank(configured, task, reads):
+    beginning = SeeBeginning(reads)
+    outcome = train(configured("data.keep=device"), hooks=[beginning])
+    files = {case["case"]: {case["image"], case["label"]} for case in load_task(task).training}
+    assert beginning.read == {file: 1 for both in files.values() for file in both}
+    assert reads == beginning.read, "a file was read again after the beginning"
+    split = outcome.folder.split()
+    assert beginning.held.isdisjoint(file for name in split.training for file in files[name])
+    assert beginning.held.issuperset(file for name in split.validation for file in files[name])
 
 
 class InterruptAt(Hook):
@@ -83,12 +114,12 @@ def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(outcome, configu
     with pytest.raises(KeyboardInterrupt):
         train(config, hooks=[InterruptAt(1, 2)])
     saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
-    assert (saved["epoch"], saved["position"]) == (1, 2)
+    assert saved.progress == (1, 2)
     resumed = train(config, resume=True)
     one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt") for o in (outcome, resumed))
-    for part in ("model", "average"):
-        flat = [dict(s[part].get("average", s[part])) for s in (one, other)]
-        assert all(torch.equal(flat[0][name], flat[1][name]) for name in flat[0])
+    assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
+    averages = one.average["average"], other.average["average"]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     assert [r.losses for r in resumed.history] == [r.losses for r in outcome.history]
     assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
 
@@ -122,6 +153,19 @@ def test_a_run_is_not_gone_on_with_to_fewer_epochs(outcome, configured, tmp_path
         train(configured(longer[1]), resume=True)
     assert RunFolder(tmp_path / "long").config().training.epochs == 3
     assert len(train(configured(*longer), resume=True).history) == 3
+
+
+def test_a_run_of_an_older_volseg_goes_on(outcome, configured):
+    """Its config names what is called `record` now, and nothing about kernels."""
+    file = outcome.folder.config_file
+    text = file.read_text().replace("  record: true\n", "  capture: true\n").replace("  kernels: auto\n", "")
+    file.write_text(text)
+    with pytest.warns(FutureWarning, match=r"training\.capture is training\.record now"):
+        assert outcome.folder.config() == configured()
+    with pytest.warns(FutureWarning):
+        longer = train(configured("training.epochs=3", "training.capture=true"), resume=True)
+    assert [record.epoch for record in longer.history] == [0, 1, 2]
+    assert load_config(file).training.record is True
 
 
 def test_a_config_that_no_training_wrote_is_never_replaced(configured, config_file, tmp_path):
@@ -195,7 +239,7 @@ def test_ctrl_c_while_cases_are_validated_is_gone_on_from(outcome, configured, t
         train(config, hooks=[hook])
     assert hook.judged == len(outcome.folder.split().validation) + 1
     saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
-    assert (saved["epoch"], saved["position"]) == (1, 3)
+    assert saved.progress == (1, 3)
     resumed = train(config, resume=True)
     assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in outcome.history]
     assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
@@ -208,9 +252,9 @@ def test_deterministic_runs_agree_bit_for_bit_and_leave_torch_as_it_was(configur
         states.append(load_checkpoint(outcome.folder.checkpoints / "latest.pt"))
         assert not torch.are_deterministic_algorithms_enabled()
     for part in ("model", "optimizer", "average"):
-        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
-    for mine, theirs in zip(states[0]["history"], states[1]["history"], strict=True):
-        assert (mine["losses"], mine["scores"]) == (theirs["losses"], theirs["scores"])
+        torch.testing.assert_close(getattr(states[0], part), getattr(states[1], part), rtol=0, atol=0)
+    for mine, theirs in zip(states[0].history, states[1].history, strict=True):
+        assert (mine.losses, mine.scores) == (theirs.losses, theirs.scores)
 
 
 def test_deterministic_mode_refuses_an_operator_that_sums_in_no_order(configured):
@@ -238,7 +282,7 @@ def test_deterministic_runs_on_a_gpu_agree_bit_for_bit(config_file, tmp_path):
         assert done.returncode == 0, done.stderr
         states.append(load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt"))
     for part in ("model", "optimizer", "average"):
-        torch.testing.assert_close(states[0][part], states[1][part], rtol=0, atol=0)
+        torch.testing.assert_close(getattr(states[0], part), getattr(states[1], part), rtol=0, atol=0)
 
 
 def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from volseg.errors import CheckpointError
-from volseg.workflow import Checkpoints, Hook, load_checkpoint, save_checkpoint
+from volseg.workflow import Checkpoints, EpochRecord, Hook, TrainingState, load_checkpoint, save_checkpoint
 from volseg.workflow.checkpoints import BEST, LATEST
+
+RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=2.0, seconds_waited=1.0, score=0.25)
+STATE = TrainingState(
+    model={"weight": torch.ones(10)},
+    optimizer={"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    steps_done=6,
+    scaler={},
+    average={"updates": 6, "average": {"weight": torch.zeros(10)}},
+    random={"torch": torch.get_rng_state()},
+    epoch=1,
+    position=2,
+    losses=({"loss": torch.tensor(0.5)},),
+    cases=(("case_1", "case_2"), ("case_3",)),
+    seconds=(1.5, 0.5),
+    history=(RECORD,),
+    best=RECORD,
+    metadata={"config": {"name": "x"}},
+)
+
+FORMAT_1 = (
+    *("model", "optimizer", "steps_done", "scaler", "average", "random", "epoch", "position"),
+    *("losses", "seconds", "cases", "history", "best"),
+)
+
+
+def with_weight(weight):
+    return replace(STATE, model={"weight": weight})
 
 
 class StopAt(Hook):
@@ -67,15 +95,15 @@ def test_a_resumed_training_ends_bit_for_bit_where_the_uninterrupted_one_ends(ma
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     path = tmp_path / LATEST
-    save_checkpoint({"weight": torch.ones(10)}, path)
+    save_checkpoint(STATE, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond this fails as on a full disk
     try:
         with pytest.raises(CheckpointError, match=r"latest\.pt could not be written .*the one written before is still"):
-            save_checkpoint({"weight": torch.randn(100_000)}, path)
+            save_checkpoint(with_weight(torch.randn(100_000)), path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    torch.testing.assert_close(load_checkpoint(path)["weight"], torch.ones(10))
+    torch.testing.assert_close(load_checkpoint(path).model["weight"], torch.ones(10))
     assert [file.name for file in tmp_path.iterdir()] == [LATEST]
 
 
@@ -92,7 +120,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 def test_absent_truncated_foreign_and_newer_checkpoints_say_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*none\.pt; train first"):
         load_checkpoint(tmp_path / "none.pt")
-    whole = save_checkpoint({"weight": torch.ones(1000)}, tmp_path / "whole.pt").read_bytes()
+    whole = save_checkpoint(with_weight(torch.ones(1000)), tmp_path / "whole.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"half\.pt is damaged"):
         load_checkpoint(tmp_path / "half.pt")
@@ -100,7 +128,7 @@ def test_absent_truncated_foreign_and_newer_checkpoints_say_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"tensor\.pt holds no volseg checkpoint"):
         load_checkpoint(tmp_path / "tensor.pt")
     torch.save({"format": 99}, tmp_path / "newer.pt")
-    with pytest.raises(CheckpointError, match="format 99, this volseg reads up to 1: update volseg"):
+    with pytest.raises(CheckpointError, match="format 99, this volseg reads up to 2: update volseg"):
         load_checkpoint(tmp_path / "newer.pt")
 
 
@@ -122,9 +150,9 @@ def test_latest_and_best_are_written_with_the_metadata(make_training, tmp_path):
 
     hook = Checkpoints(tmp_path, every_minutes=60, metadata=lambda: {"config": {"name": "x"}})
     make_training(validation=Validation(), hooks=[hook]).run()
-    assert load_checkpoint(tmp_path / BEST)["epoch"] == 1
+    assert load_checkpoint(tmp_path / BEST).epoch == 1
     latest = load_checkpoint(tmp_path / LATEST)
-    assert (latest["epoch"], latest["config"]) == (3, {"name": "x"})
+    assert (latest.epoch, latest.metadata) == (3, {"config": {"name": "x"}})
 
 
 class StopAfter(Hook):
@@ -140,7 +168,7 @@ class StopAfter(Hook):
 def test_the_last_epoch_is_written_whoever_stopped_the_training(make_training, tmp_path, checkpoints_first):
     hooks = [Checkpoints(tmp_path, every_minutes=60), StopAfter(2)]
     make_training(epochs=5, hooks=hooks if checkpoints_first else hooks[::-1]).run()
-    assert load_checkpoint(tmp_path / LATEST)["epoch"] == 2
+    assert load_checkpoint(tmp_path / LATEST).epoch == 2
 
 
 @given(content=st.binary(max_size=300), name=st.sampled_from(["", "PK\x03\x04", "\x80\x02", "cbuiltins\neval\n"]))
@@ -155,15 +183,63 @@ def test_any_bytes_are_refused_with_the_name_of_the_file(content, name, tmp_path
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_bytes_of_a_checkpoint_are_refused_or_harmless(data, tmp_path):
-    whole = bytearray(save_checkpoint({"weight": torch.ones(50), "names": ["a", "b"]}, tmp_path / "it.pt").read_bytes())
+    whole = bytearray(save_checkpoint(STATE, tmp_path / "it.pt").read_bytes())
     for _ in range(data.draw(st.integers(1, 20))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "odd.pt").write_bytes(whole)
     with contextlib.suppress(CheckpointError):
-        assert load_checkpoint(tmp_path / "odd.pt")["format"] <= 1
+        assert load_checkpoint(tmp_path / "odd.pt").epoch >= 0
 
 
 def test_a_format_that_is_no_number_is_refused(tmp_path):
     torch.save({"format": "new"}, tmp_path / "odd.pt")
     with pytest.raises(CheckpointError, match=r"odd\.pt holds no volseg checkpoint"):
         load_checkpoint(tmp_path / "odd.pt")
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path):
+    read = load_checkpoint(save_checkpoint(STATE, tmp_path / LATEST))
+    assert_same(read.as_checkpoint(), STATE.as_checkpoint())
+    assert (read.history, read.best, read.seconds) == (STATE.history, STATE.best, STATE.seconds)
+    assert read.progress == (1, 2)
+
+
+@pytest.mark.parametrize("lacks", [(), ("seconds",)], ids=["0.1", "before epochs were timed"])
+def test_a_checkpoint_of_format_1_is_still_gone_on_from(make_training, tmp_path, lacks):
+    """It had the metadata beside the state."""
+    before = make_training()
+    before.run()
+    content = {name: value for name, value in before.state_dict().items() if name in FORMAT_1 and name not in lacks}
+    torch.save({"format": 1, **content, "config": {"name": "x"}, "remark": "mine"}, tmp_path / LATEST)
+    state = load_checkpoint(tmp_path / LATEST)
+    assert state.metadata == {"config": {"name": "x"}, "remark": "mine"}
+    after = make_training(seed=99)
+    after.load_state_dict(state)
+    assert_same(final_state(after), final_state(before))
+    assert after.history == before.history
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("epoch"), r"lacks \['epoch'\] and has nothing besides"),
+        (lambda c: c.update(extra=1), r"lacks nothing and has \['extra'\] besides"),
+        (lambda c: c.update(epoch="one"), r"a count is a whole number of 0 or more, got 'one'"),
+        (lambda c: c.update(position=-1), r"a count is a whole number of 0 or more, got -1"),
+        (lambda c: c.update(history=[{"epochs": 1}]), r"values that are none: .*epochs"),
+        (lambda c: c.update(seconds=3), r"values that are none"),
+    ],
+)
+def test_what_is_missing_surplus_or_of_another_kind_is_told_with_the_file(tmp_path, change, message):
+    content = {"format": 2, **STATE.as_checkpoint()}
+    change(content)
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match=rf"odd\.pt holds .*{message}"):
+        load_checkpoint(tmp_path / "odd.pt")
+
+
+def test_a_checkpoint_is_still_read_as_the_dict_that_it_was():
+    with pytest.warns(FutureWarning, match=r"read \.epoch instead of \['epoch'\]"):
+        assert STATE["epoch"] == 1
+    with pytest.warns(FutureWarning):
+        assert STATE["config"] == {"name": "x"}

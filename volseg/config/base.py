@@ -4,15 +4,16 @@ A section is frozen and takes keywords only; a key that it does not know is refu
 Cross-field checks belong to the section that owns the fields (``model_validator``), never to the code that uses them.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["ConfigModel", "validated"]
+__all__ = ["ConfigModel", "find_other_name", "validated"]
 
 Section = TypeVar("Section", bound="ConfigModel")
 
@@ -23,6 +24,23 @@ class ConfigModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, values: Any) -> Any:
+        """Give what came under an old name its new one, and say so."""
+        for old, new in cls.renamed.items() if isinstance(values, Mapping) else ():
+            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
+            if before not in values:
+                continue
+            if now in values:
+                raise ValueError(f"{old} is the old name of {new}, and both are given; leave out the old one")
+            warnings.warn(f"{old} is {new} now; the old name goes with the next release", FutureWarning, stacklevel=2)
+            values = {now if key == before else key: value for key, value in values.items()}
+        return values
 
 
 def validated(section: type[Section], values: Mapping[str, Any], source: str) -> Section:
@@ -38,6 +56,14 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
     except ValidationError as fault:
         lines = [_sentence(section, error) for error in fault.errors(include_url=False)]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None:
+    """Return the old name of the key at ``path`` in ``section``, or the new one of an old key; None if it has one."""
+    key = ".".join(path)
+    renamed: Mapping[str, str] = getattr(_section_at(section, path[:-1]), "renamed", {})
+    pairs = {**renamed, **{new: old for old, new in renamed.items()}}
+    return pairs[key].rpartition(".")[2] if key in pairs else None
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from volseg.config.base import validated
+from volseg.config.base import find_other_name, validated
 from volseg.config.schema import ExperimentConfig
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
@@ -49,6 +49,8 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     if not equals or not all(keys):
         raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment!r}")
     value = parse_yaml(text, f"--set {assignment}: the value")
+    if (other := find_other_name(ExperimentConfig, keys)) is not None:  # what is assigned last counts, by either name
+        values = _without(values, [*keys[:-1], other])
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
@@ -77,6 +79,16 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
     if not isinstance(node, Mapping):
         raise ConfigError(f"--set {assignment}: {key!r} lies inside the plain value {node!r}")
     return {**node, key: _assigned(node.get(key), rest, value, assignment)}
+
+
+def _without(node: Any, keys: Sequence[str]) -> Any:
+    """Return ``node`` without the entry at ``keys``, if there is one."""
+    key, *rest = keys
+    if not isinstance(node, Mapping) or key not in node:
+        return node
+    if rest:
+        return {**node, key: _without(node[key], rest)}
+    return {name: value for name, value in node.items() if name != key}
 
 
 def dump_config(config: ExperimentConfig, path: Path) -> Path:

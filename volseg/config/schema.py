@@ -5,8 +5,9 @@ follows from the data (channels, classes) is not written here.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -126,6 +127,8 @@ class ScheduleConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """The loop."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"training.capture": "training.record"}
+
     epochs: Count = 100
     iterations: Count = 250
     """Batches per epoch."""
@@ -140,12 +143,20 @@ class TrainingConfig(ConfigModel):
     """Epochs between validations; the last epoch is always validated."""
     patience: Count | None = None
     """Validations without a better Dice after which the training stops."""
+    kernels: Literal["auto", "fast", "torch"] = "auto"
+    """Kernels of a network on one GPU: ``fast`` are this package's, which ``parallel.strategy: spatial`` runs on every
+    GPU too; ``torch`` are torch's and cuDNN's. Both compute the same up to round-off, and runs of either are resumed,
+    validated and predicted with by the other. ``auto`` takes the fast ones where they pay: on a GPU that has them, in a
+    training whose step is recorded and computed in bfloat16, for a network whose functions all have a form among them;
+    elsewhere torch's, and says why. ``fast`` is refused where it cannot be had."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch."""
-    capture: bool = True
+    """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
+    contiguous in deterministic mode. The fast kernels have a layout of their own, channels last, whatever this says."""
+    record: bool = True
     """Record the training step as a CUDA graph where it can be."""
     deterministic: bool = False
-    """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time."""
+    """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with
+    the fast kernels, which sum in one order anyway."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint."""
 
@@ -164,7 +175,7 @@ class InferenceConfig(ConfigModel):
 
 
 class ParallelConfig(ConfigModel):
-    """How one model uses several devices."""
+    """How one model uses several devices; of one, ``training.kernels`` says how."""
 
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
     devices: Count | tuple[str, ...] | None = None
@@ -178,14 +189,29 @@ class ParallelConfig(ConfigModel):
 
     @property
     def is_on_one_device(self) -> bool:
-        """Whether the config asks for one device: a strategy's own operators without any cutting."""
+        """Whether each process has one device."""
         return self.devices == 1
+
+    @property
+    def only_chooses_kernels(self) -> bool:
+        """Whether one process would cut nothing and recompute nothing: what ``training.kernels`` is for."""
+        plain = self.checkpoint is None and self.on_unsupported == "raise"
+        return self.strategy == "spatial" and self.is_on_one_device and plain
 
     @model_validator(mode="after")
     def _split_size_belongs_to_a_pipeline(self) -> "ParallelConfig":
         if self.split_size is not None and self.strategy in ("none", "spatial"):
             raise ValueError(f"split_size belongs to strategy: pipeline (or auto), got strategy: {self.strategy}")
         return self
+
+
+KERNELS_OF = {
+    "none": ("auto", "fast", "torch"),
+    "spatial": ("auto", "fast"),
+    "pipeline": ("auto", "torch"),
+    "auto": ("auto",),
+}
+"""Which ``training.kernels`` each ``parallel.strategy`` can run; only without one is there a choice."""
 
 
 class ExperimentConfig(ConfigModel):
@@ -214,6 +240,21 @@ class ExperimentConfig(ConfigModel):
     training: TrainingConfig = TrainingConfig()
     inference: InferenceConfig = InferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _strategy_has_these_kernels(self) -> "ExperimentConfig":
+        kernels, strategy = self.training.kernels, self.parallel.strategy
+        if kernels not in KERNELS_OF[strategy]:
+            raise ValueError(
+                f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
+                f"{' or '.join(KERNELS_OF[strategy])}"
+            )
+        return self
+
+    def on_one_device(self) -> "ExperimentConfig":
+        """Return the config for one device of this process: nothing is cut there."""
+        parallel = self.parallel.model_copy(update={"devices": 1})
+        return self.model_copy(update={"parallel": ParallelConfig() if parallel.only_chooses_kernels else parallel})
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to its data, so that it reads them from any working directory."""

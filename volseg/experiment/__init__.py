@@ -11,7 +11,8 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
 from volseg.experiment.verifying import verify
-from volseg.workflow.processes import is_main_process, leave_processes
+from volseg.parallel.devices import is_main_process
+from volseg.workflow.processes import leave_processes
 
 __all__ = [
     "CrossValidated",

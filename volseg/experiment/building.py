@@ -1,7 +1,7 @@
 """From a config to the objects it describes; every function here makes one of them."""
 
 import math
-import os
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,12 +13,14 @@ from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
 from volseg.data.patches import PatchBatches
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, ParallelError
+from volseg.experiment.kernels import with_fast_kernels
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
+from volseg.parallel.devices import count_launched, find_current_device, is_distributed, require_devices
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
@@ -27,7 +29,6 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_distributed
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.training import Score, Training
 
@@ -83,10 +84,12 @@ def choose_device(config: ExperimentConfig) -> torch.device:
     ConfigError
         If the config insists on a GPU and there is none.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = find_current_device()
+    if config.device == "cuda" and device.type != "cuda":
         raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    return device
 
 
 def join_processes(config: ExperimentConfig) -> None:
@@ -97,7 +100,7 @@ def join_processes(config: ExperimentConfig) -> None:
     ConfigError
         If the config's strategy uses one process only.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = count_launched()
     if count == 1:
         return
     parallel = config.parallel
@@ -114,8 +117,20 @@ def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
     return build_preprocessing([component.spec() for component in config.preprocessing])
 
 
-def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> nn.Module:
-    """Return the network on its device or devices; it takes any volume size and gives logits."""
+def build_model(config: ExperimentConfig, task: Task, device: torch.device, *, trains: bool = True) -> nn.Module:
+    """Return the network on its device or devices; it takes any volume size and gives logits.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Its network, kernels, memory layout and parallel strategy.
+    task : Task
+        Channels and classes.
+    device : torch.device
+        Of this process; a strategy may take others besides.
+    trains : bool
+        Whether the network will be trained, or only predict.
+    """
     network = FitGrid(
         build_network(
             config.network.spec(),
@@ -127,11 +142,19 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device) -> n
     _require_window(network, config)
     parallel = config.parallel
     if parallel.strategy == "none":
-        return _laid_out(network.to(device), config, task)
+        fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
+        return fast or _laid_out(network.to(device), config, task)
+    if parallel.only_chooses_kernels and not is_distributed():
+        warnings.warn(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
+            FutureWarning,
+            stacklevel=2,
+        )
     return ModelParallel(
         network,
         strategy=parallel.strategy,
-        devices=None if is_distributed() else _devices(parallel.devices, device),
+        devices=_devices(config, device),
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
@@ -162,21 +185,15 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
     return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
 
 
-def _devices(devices: int | Sequence[str] | None, device: torch.device) -> list[str] | None:
-    """Return device names for a count; on a machine without GPUs the CPU stands for each."""
-    if devices is None:
+def _devices(config: ExperimentConfig, device: torch.device) -> list[str] | None:
+    """Return the names of the devices of this process; None for the strategy's own choice."""
+    wanted = config.parallel.devices
+    if wanted is None or is_distributed():
         return None
-    visible = torch.cuda.device_count()
-    if not isinstance(devices, int):
-        known = ["cpu", *(["cuda"] if visible else []), *(f"cuda:{index}" for index in range(visible))]
-        if absent := [name for name in devices if name not in known]:
-            raise ConfigError(f"parallel.devices names {absent[0]}, which is not there; there are {', '.join(known)}")
-        return list(devices)
-    if device.type == "cpu":
-        return ["cpu"] * devices
-    if devices > visible:
-        raise ConfigError(f"parallel.devices is {devices}, but {visible} GPU(s) are visible; set it to that or less")
-    return [f"cuda:{index}" for index in range(devices)]
+    try:
+        return require_devices(wanted, device.type)
+    except ParallelError as fault:
+        raise ConfigError(f"parallel.{fault}") from None
 
 
 def build_batches(
@@ -246,6 +263,6 @@ def build_training(
         clip=settings.clip,
         accumulate=settings.accumulate,
         average_decay=settings.ema,
-        capture=settings.capture,
+        record=settings.record,
         hooks=hooks,
     )

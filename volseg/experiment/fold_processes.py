@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.folds import Fold
+from volseg.parallel.devices import count_gpus
 from volseg.workflow.interrupts import catch_signals
 
 __all__ = ["choose_gpus", "train_in_processes"]
@@ -47,7 +46,7 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
             f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
             f"{parallel.devices}; leave out --gpus to train one fold after another on all of them"
         )
-    visible = 0 if config.device == "cpu" else torch.cuda.device_count()
+    visible = 0 if config.device == "cpu" else count_gpus()
     if not visible and config.device != "cuda":
         return [None] * count
     if visible < count:
@@ -111,7 +110,7 @@ def train_in_processes(
                     if job.process.returncode == 0:
                         on_finished(job.fold, seconds)
                     elif not told:
-                        failures[job.fold.number] = _failure(job)
+                        failures[job.fold.number] = _describe_failure(job)
                         logger.error("%s", failures[job.fold.number])
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:  # a fault of ours or a second Ctrl-C: leave nobody training unseen
@@ -149,7 +148,7 @@ def _start(fold: Fold, gpu: str | None, num_processes: int) -> _Job:
     return _Job(fold=fold, gpu=gpu, process=process, log=path, log_begin=begin, started=time.perf_counter())
 
 
-def _failure(job: _Job) -> ParallelError:
+def _describe_failure(job: _Job) -> ParallelError:
     written = job.log.read_bytes()[job.log_begin :].decode("utf-8", errors="replace")
     # A progress bar rewrites its line: what counts is what stands after the last carriage return.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]

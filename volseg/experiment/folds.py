@@ -4,12 +4,10 @@ Each is an ordinary run in a folder of its own. Nothing but these folders says w
 be stopped anywhere, its folds trained on several machines, or one of them by `volseg train`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from volseg.config.loading import differences
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.readers import stem
@@ -19,13 +17,11 @@ from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
+from volseg.workflow.hooks import Patience
 from volseg.workflow.records import EpochRecord
+from volseg.workflow.state import TrainingState
 
 __all__ = ["Fold", "FoldResult", "plan_folds"]
-
-FREE = ("output:", "device:", "data.root:", "data.keep:", "split.file:", "parallel.", "training.checkpoint_minutes:")
-"""What may differ between the folds of a cross-validation: where things are, and on how many devices. The cases are
-compared by id; a longer fold is another experiment, though a single run may be extended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +71,7 @@ class Fold:
         """
         if not self.folder.exists:
             return
-        lines = differences(self.folder.config(), self.config)
-        if changed := [line for line in lines if not line.startswith(FREE)]:
-            raise ConfigError(
-                f"{self.folder.path} was begun with another config: {'; '.join(changed)}. "
-                "Restore these values, or start a new cross-validation with another --output"
-            )
+        self.folder.require_same(self.config, of="cross-validation")
         self.folder.require_same_split(self.split)
 
     @property
@@ -112,7 +103,7 @@ class Fold:
             split=self.split,
             folder=self.folder,
             summary=summary,
-            history=tuple(EpochRecord(**record) for record in state["history"]),
+            history=state.history,
         )
 
     def _require_own_cases(self, summary: Summary, path: Path) -> None:
@@ -167,16 +158,14 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
             validated_in[case] = fold.number
 
 
-def _trained_to_its_end(state: Mapping[str, Any], config: ExperimentConfig) -> bool:
+def _trained_to_its_end(state: TrainingState, config: ExperimentConfig) -> bool:
     settings = config.training
-    if state["epoch"] > settings.epochs:
+    if state.epoch > settings.epochs:
         raise ConfigError(
-            f"{config.folder} was trained for {state['epoch']} epochs, the cross-validation's config asks for "
+            f"{config.folder} was trained for {state.epoch} epochs, the cross-validation's config asks for "
             f"{settings.epochs}: its folds would not be of one experiment. Move that folder away, or choose another "
             "--output"
         )
-    if state["epoch"] == settings.epochs or settings.patience is None:
-        return bool(state["epoch"] == settings.epochs)
-    # `workflow.Patience` ended it early: so many validations have passed since the best one.
-    scores = [record["score"] for record in state["history"] if record["score"] is not None]
-    return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= settings.patience
+    if state.epoch == settings.epochs or settings.patience is None:
+        return state.epoch == settings.epochs
+    return Patience(settings.patience).has_run_out(state.history)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.experiment.building import check_components
+from volseg.parallel.devices import count_gpus
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
@@ -30,7 +30,7 @@ def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resu
     KeyboardInterrupt, SystemExit
         After Ctrl-C or SIGTERM, when the processes have saved and ended.
     """
-    visible = torch.cuda.device_count()
+    visible = count_gpus()
     if 0 < visible < num_gpus:
         raise ConfigError(f"--gpus {num_gpus} asks for more than the {visible} GPU(s) that are visible")
     strategy = "parallel.strategy=spatial"

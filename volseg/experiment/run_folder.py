@@ -17,7 +17,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,23 +29,21 @@ from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.files import replacing
 from volseg.workflow.checkpoints import BEST, LATEST, load_checkpoint
+from volseg.workflow.state import TrainingState
 
 __all__ = ["RunFolder"]
 
 logger = logging.getLogger(__name__)
 
-EXTENDABLE = (
-    "training.epochs",
-    "training.patience",
-    "training.checkpoint_minutes",
-    "output",
-    "data.root",
-    "data.keep",
-    "split.file",
-    "device",
-    "parallel.",
+PLACES = (
+    *("output", "data.root", "data.keep", "split.file"),
+    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes"),
 )
-"""What may differ when a run goes on: how long, where, on what; not what is trained. The cases are compared by id."""
+"""What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
+trained; not what. A name that ends with a dot stands for a whole section. The cases are compared by id."""
+
+LENGTH = ("training.epochs", "training.patience")
+"""What may differ besides when a run goes on by itself; a longer fold would be another experiment."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
@@ -157,22 +155,30 @@ class RunFolder:
                 "another --output: what was trained on must not validate"
             )
 
-    def require_same(self, config: ExperimentConfig) -> None:
-        """Raise unless a run with ``config`` may go on here.
+    def require_same(self, config: ExperimentConfig, *, of: str = "run") -> None:
+        """Raise unless a run with ``config`` may go on here, or stand here beside the other folds.
+
+        Parameters
+        ----------
+        config : ExperimentConfig
+            Of now; the one of the folder is that with which the run was begun.
+        of : str
+            What would be started anew: ``run``, which may be longer than it was begun, or ``cross-validation``.
 
         Raises
         ------
         ConfigError
             Names every key that differs and must not.
         """
+        free = (*PLACES, *LENGTH) if of == "run" else PLACES
         lines = differences(self.config(), config.located())
-        if changed := [line for line in lines if not line.startswith(EXTENDABLE)]:
+        if changed := [line for line in lines if not _is_among(line.partition(":")[0], free)]:
             raise ConfigError(
                 f"{self.path} was begun with another config: {'; '.join(changed)}. "
-                "Restore these values, or start a new run with another --output"
+                f"Restore these values, or start a new {of} with another --output"
             )
 
-    def require_epochs(self, state: Mapping[str, Any], epochs: int) -> None:
+    def require_epochs(self, state: TrainingState, epochs: int) -> None:
         """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
 
         Raises
@@ -180,9 +186,9 @@ class RunFolder:
         ConfigError
             Says how far the run is.
         """
-        if (state["epoch"], state["position"]) > (epochs, 0):
+        if state.progress > (epochs, 0):
             raise ConfigError(
-                f"{self.path} has trained {state['epoch']} epochs and {state['position']} batches, training.epochs is "
+                f"{self.path} has trained {state.epoch} epochs and {state.position} batches, training.epochs is "
                 f"{epochs}; to go on set training.epochs to more, to validate as it is use volseg validate"
             )
 
@@ -225,7 +231,7 @@ class RunFolder:
             partial.write_text(text, encoding="utf-8")
         return path
 
-    def newest_checkpoint(self) -> dict[str, Any]:
+    def newest_checkpoint(self) -> TrainingState:
         """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.
 
         Raises
@@ -233,7 +239,7 @@ class RunFolder:
         CheckpointError
             If there is none that can be read.
         """
-        found: list[dict[str, Any]] = []
+        found: list[TrainingState] = []
         faults: list[str] = []
         for name in (LATEST, BEST):
             try:
@@ -244,7 +250,11 @@ class RunFolder:
             raise CheckpointError(
                 "nothing to go on from: " + "; ".join(faults) + f". Remove {self.path} or choose another --output"
             )
-        newest = max(found, key=lambda state: (state["epoch"], state["position"]))
+        newest = max(found, key=lambda state: state.progress)
         if (self.checkpoints / LATEST).exists() and len(faults) == 1 and LATEST in faults[0]:
-            logger.warning("%s; going on from %s, epoch %d", faults[0], BEST, newest["epoch"])
+            logger.warning("%s; going on from %s, epoch %d", faults[0], BEST, newest.epoch)
         return newest
+
+
+def _is_among(key: str, free: Sequence[str]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)

@@ -45,11 +45,11 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
     state = load_checkpoint(path, "cpu")
     try:
-        model = build_model(config, task, choose_device(config))
+        model = build_model(config, task, choose_device(config), trains=False)
     except ConfigError as fault:  # this machine is another one than that of the training
         raise ConfigError(f"{fault} (in {folder.config_file})") from fault
     try:
         load_averaged(model, state)
     except (KeyError, RuntimeError) as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
-    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state["epoch"])
+    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state.epoch)

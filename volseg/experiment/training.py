@@ -1,44 +1,29 @@
-"""A training from its config to its summary."""
+"""A training from its config to its summary: begin, fit, finish."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.augmented import AugmentedBatches
-from volseg.data.cases import Case, Task
-from volseg.data.preparing import prepare_all
-from volseg.experiment.building import (
-    build_batches,
-    build_metrics,
-    build_model,
-    build_predictor,
-    build_training,
-    check_components,
-    choose_device,
-    join_processes,
-    preprocessing_of,
-)
-from volseg.experiment.cases import ChosenCases, choose_cases, sound_cases
-from volseg.experiment.folder_lock import only_process_in
-from volseg.experiment.report import Outcome, training_report
+from volseg.data.cases import Case
+from volseg.data.checks import Problem
+from volseg.experiment.building import build_model, build_training, check_components, choose_device, join_processes
+from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.report import Outcome
+from volseg.experiment.roles import Follower, choose_role
 from volseg.experiment.run_folder import RunFolder
-from volseg.monitoring.environment import environment
-from volseg.monitoring.progress import Progress, progress
+from volseg.monitoring.progress import Progress
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
-from volseg.workflow.processes import is_main_process, largest_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
-from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
-from volseg.workflow.validation import Validated, Validation
+from volseg.workflow.training import Training
+from volseg.workflow.validation import Validated
 
 __all__ = ["train"]
 
@@ -62,131 +47,94 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     NonFiniteLossError
         If the training diverges.
     """
-    with ExitStack() as held:
-        return _train(config, resume, hooks, held)
-
-
-def _train(config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], held: ExitStack) -> Outcome:
     started = time.perf_counter()
     check_components(config)
-    held.enter_context(deterministic(config.training.deterministic))
-    join_processes(config)
-    folder = RunFolder(config.folder)
-    existed = folder.path.is_dir()
-    if existed and is_main_process():
-        held.enter_context(only_process_in(folder.path))
-    resume = _may_begin(folder, config, resume)
+    with deterministic(config.training.deterministic), ExitStack() as held:
+        join_processes(config)
+        run = _begin(choose_role(config, held), resume, hooks)
+        _fit(run)
+        return _finish(run, started)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A training that has begun, and what its end needs."""
+
+    role: Follower
+    chosen: ChosenCases
+    model: nn.Module
+    held_out: Sequence[Case]
+    """Cases that validate, prepared."""
+    problems: Sequence[Problem]
+    """Of cases that were left out."""
+    training: Training
+
+
+def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
+    """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
+    config, folder = role.config, role.folder
+    resume = role.claim(resume)
     seed_everything(config.seed)
     chosen = choose_cases(config)
     if resume:
         folder.require_same_split(chosen.split)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
-    if is_main_process():
-        chosen = sound_cases(chosen, skip_bad=config.data.skip_bad)
-    held_out = _prepared(config, chosen.validation, "preparing validation", keep_reference=True)
-    validating = partial(_validation, config, chosen.task, model, held_out)
+    prepared = role.prepare(chosen)
+    batches = role.make_batches(prepared.training, chosen.task, model, device)
+    held_out, problems = prepared.validation, prepared.problems
+    del prepared  # its training cases: on a GPU the batches have copied them
+    validate = partial(role.make_validation, model, chosen.task, held_out)
     training = build_training(
         config,
         model,
-        _batches(config, chosen, model, device),
-        validation=validating(mirror=False) if chosen.validation else None,
+        batches,
+        validation=validate(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, folder), *hooks],
     )
     if resume:
         state = folder.newest_checkpoint()
         folder.require_epochs(state, config.training.epochs)
         training.load_state_dict(state)
-        if is_main_process():
-            folder.go_on(config)
-            if not training.finished:
-                folder.forget_validation()
-    elif is_main_process():  # now that everything could be built: a config that cannot be run leaves no folder behind
-        if not existed:
-            held.enter_context(only_process_in(folder.path))
-        folder.begin(config, chosen.task, chosen.split, environment())
-    is_begun = not training.finished
-    training.run()
-    if is_begun and is_main_process():
-        folder.forget_validation()  # of weights on the way, by somebody who looked in
+        role.go_on(finished=training.finished)
+    else:
+        role.begin(chosen)
+    return _Run(role=role, chosen=chosen, model=model, held_out=held_out, problems=problems, training=training)
+
+
+def _fit(run: _Run) -> None:
+    """Train to the last epoch."""
+    is_begun = not run.training.finished
+    run.training.run()
+    if is_begun:
+        run.role.forget_validation()
+
+
+def _finish(run: _Run, started: float) -> Outcome:
+    """Validate as the config asks for, and report."""
+    role, config, chosen = run.role, run.role.config, run.chosen
     final = None
     if chosen.validation:
-        final = training.validate(validating(mirror=config.inference.mirror, folder=folder.validation, show=True))
+        validation = role.make_validation(
+            run.model,
+            chosen.task,
+            run.held_out,
+            mirror=config.inference.mirror,
+            folder=role.folder.validation,
+            show=True,
+        )
+        final = run.training.validate(validation)
     outcome = Outcome(
-        folder=folder,
+        folder=role.folder,
         task=chosen.task,
-        history=tuple(training.history),
+        history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
-        problems=chosen.problems,
+        problems=run.problems,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )
-    if is_main_process():
-        folder.write_text("report.md", training_report(outcome, config))
+    role.report(outcome)
     return outcome
-
-
-def _may_begin(folder: RunFolder, config: ExperimentConfig, resume: bool) -> bool:
-    """Return whether the training goes on from a checkpoint; raise if it may neither go on nor begin."""
-    # The main process looks, and tells: the others may come when it has begun the folder already.
-    goes_on = is_main_process() and resume and folder.may_go_on()
-    resume = bool(largest_over_processes(int(goes_on), choose_device(config)))
-    if resume:
-        folder.require_same(config)
-    elif is_main_process():
-        folder.require_free()
-    return resume
-
-
-def _prepared(
-    config: ExperimentConfig, cases: Sequence[Case], title: str, *, keep_reference: bool = False
-) -> list[Case]:
-    """Return prepared cases on the main process, none on those that it sends its batches to."""
-    if not is_main_process():
-        return []
-    return prepare_all(cases, preprocessing_of(config), keep_reference=keep_reference, show=_bar(cases, title))
-
-
-def _batches(
-    config: ExperimentConfig, chosen: ChosenCases, model: nn.Module, device: torch.device
-) -> AugmentedBatches | GroupBatches:
-    cases = _prepared(config, chosen.training, "preparing training")
-    batches = build_batches(config, chosen.task, cases, device) if cases else None
-    if is_cut_over_processes(model):
-        return GroupBatches(model, batches, config.training.iterations)
-    assert batches is not None
-    return batches
-
-
-def _validation(
-    config: ExperimentConfig,
-    task: Task,
-    model: nn.Module,
-    cases: Sequence[Case],
-    *,
-    mirror: bool,
-    folder: Path | None = None,
-    show: bool = False,
-) -> Validation | GroupValidation:
-    """Return a validation of prepared cases; the one after the training writes its predictions."""
-    called = FollowedModel(model) if is_cut_over_processes(model) else model
-    predictor = build_predictor(config, task, called, mirror=mirror)
-    validation = Validation(
-        predictor,
-        cases,
-        task.labels,
-        metrics=build_metrics(config, task),
-        folder=folder,
-        batch_size=config.inference.batch,
-        show=_bar(cases, "validating") if show else iter,
-    )
-    if not is_cut_over_processes(model):
-        return validation
-    return GroupValidation(model, validation if is_main_process() else None, predictor.autocast)
-
-
-def _bar(cases: Sequence[Case], title: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    return partial(progress, title=title, total=len(cases))
 
 
 def _own_hooks(config: ExperimentConfig, folder: RunFolder) -> list[Hook]:

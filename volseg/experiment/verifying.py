@@ -11,6 +11,7 @@ from volseg.experiment.building import check_components
 from volseg.models import FitGrid, GridRule, build_network
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
+from volseg.parallel.devices import list_devices, list_gpus
 
 __all__ = ["verify"]
 
@@ -53,7 +54,7 @@ def verify(
     """
     check_components(config)
     task = load_task(config.data.root, require_files=False)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
         network = FitGrid(
             build_network(
@@ -67,9 +68,9 @@ def verify(
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":
         options = {"on_unsupported": config.parallel.on_unsupported, "checkpoint": config.parallel.checkpoint}
-    gpus = torch.cuda.device_count()
-    names = [f"cuda:{index}" for index in range(gpus)] if gpus >= num_devices else ["cuda:0" if gpus else "cpu"]
-    devices = [names[index % len(names)] for index in range(num_devices)]
+    devices = list_devices()[:num_devices]
+    if len(devices) < num_devices:
+        devices = devices[:1] * num_devices
     sides = shape or _small(network.rule, config.patch.size, num_devices)
     batch = 2 if chosen == "pipeline" else 1  # the least that makes two micro-batches
     return verify_network(network, (batch, task.num_channels, *sides), devices, strategy=chosen, **options)

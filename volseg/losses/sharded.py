@@ -31,8 +31,8 @@ def of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         labels = _coarser(label, logits.shape[2:]).slabs
     else:
         label = at_grid(label, logits.shape[2:])
-        labels = [label] if communicator.shards == 1 else cut_like(label, logits).slabs
-    if communicator.shards == 1:
+        labels = [label] if communicator.num_shards == 1 else cut_like(label, logits).slabs
+    if communicator.num_shards == 1:
         sums = class_sums(logits.slabs[0], labels[0], terms)
     else:
         pairs = zip(logits.slabs, labels, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from volseg.parallel.devices import list_gpus
 from volseg.version import __version__
 
 __all__ = ["environment"]
@@ -18,7 +19,7 @@ LIBRARIES = ("torch", "monai", "numpy", "nibabel", "SimpleITK", "pydantic")
 
 def environment() -> dict[str, Any]:
     """Return versions, devices, driver and git commit, ready for JSON."""
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(gpu) for gpu in list_gpus()]
     return {
         "volseg": __version__,
         "git_commit": _git_commit(),

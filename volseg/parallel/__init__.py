@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
+from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
@@ -15,6 +16,7 @@ from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, 
 from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
+    "FastKernels",
     "ModelParallel",
     "Pipeline",
     "RecordedStep",

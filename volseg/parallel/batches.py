@@ -16,7 +16,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.strategy import SpatialStrategy
-from volseg.parallel.spatial.transport.communicator import box
+from volseg.parallel.spatial.transport.communicator import narrow_to
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
@@ -181,15 +181,15 @@ def _send_slabs(
             request.wait()
         return slab
     operations = []
-    for number in range(1, communicator.shards):
+    for number in range(1, communicator.num_shards):
         position, rest = [], number
         for count in reversed(communicator.grid):
             position.append(rest % count)
             rest //= count
         owned = [layout[p] for layout, p in zip(layouts, reversed(position), strict=True)]
-        piece = box(value, dims, owned).contiguous()
+        piece = narrow_to(value, dims, owned).contiguous()
         operations.append(dist.P2POp(dist.isend, piece, dist.get_global_rank(group, number), group))
     # In one batch: NCCL warns of single ones, and would open a communicator for each pair.
     for request in dist.batch_isend_irecv(operations):
         request.wait()
-    return box(value, dims, own).clone()
+    return narrow_to(value, dims, own).clone()

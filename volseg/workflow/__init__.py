@@ -4,6 +4,7 @@ from volseg.workflow.checkpoints import Checkpoints, load_checkpoint, save_check
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.named import Named
 from volseg.workflow.records import EpochRecord
+from volseg.workflow.state import TrainingState
 from volseg.workflow.training import Training
 from volseg.workflow.validation import Testing, Validated, Validation
 
@@ -15,6 +16,7 @@ __all__ = [
     "Patience",
     "Testing",
     "Training",
+    "TrainingState",
     "Validated",
     "Validation",
     "load_checkpoint",

@@ -9,19 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from volseg.workflow.state import TrainingState
 
 __all__ = ["WeightAverage", "load_averaged"]
 
 
-def load_averaged(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a training's state into ``module``: its averaged weights where it has them, its own otherwise."""
-    module.load_state_dict(state["model"])
-    if state["average"] is not None:
+def load_averaged(module: nn.Module, state: TrainingState) -> None:
+    """Load the weights of a training into ``module``: the averaged ones where it has them, its own otherwise."""
+    module.load_state_dict(state.model)
+    if state.average is not None:
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                parameter.copy_(state["average"]["average"][name])
+                parameter.copy_(state.average["average"][name])
 
 
 class WeightAverage:
@@ -76,17 +78,16 @@ class WeightAverage:
             parameter.copy_(self._average[name])
             self._average[name] = own
 
-    def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the average and how many updates made it."""
         return {"updates": self.updates, "average": dict(self._average)}
 
-    def load_state_dict(self, state: dict[str, int | dict[str, Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved average; it must hold the same parameters."""
         average = state["average"]
-        assert isinstance(average, dict)
         if average.keys() != self._average.keys():
             differ = sorted(average.keys() ^ self._average.keys())
             raise KeyError(f"the saved average and the network differ in {differ[:5]}")
         for name, value in average.items():
             self._average[name] = value.to(self._parameters[name].device).clone()
-        self.updates = int(state["updates"])  # type: ignore[arg-type]
+        self.updates = int(state["updates"])

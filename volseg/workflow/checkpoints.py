@@ -6,7 +6,8 @@ and renamed over it, so a full disk or a lost machine leaves the last good one i
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,28 +17,29 @@ from volseg.errors import CheckpointError
 from volseg.files import replacing
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
+from volseg.workflow.state import FORMAT, TrainingState
 
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["BEST", "FORMAT", "LATEST", "Checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = ["BEST", "LATEST", "Checkpoints", "load_checkpoint", "save_checkpoint"]
 
-FORMAT = 1
 LATEST = "latest.pt"
 BEST = "best.pt"
 
 
-def save_checkpoint(state: dict[str, Any], path: Path) -> Path:
-    """Write ``state`` to ``path`` atomically.
+def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path) -> Path:
+    """Write a training's state to ``path`` atomically.
 
     Raises
     ------
     CheckpointError
         If the disk is full or the folder cannot be written; what was at ``path`` before is still there.
     """
+    content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
         with replacing(path) as partial:
-            torch.save({"format": FORMAT, **state}, partial)
+            torch.save({"format": FORMAT, **content}, partial)
     except (OSError, RuntimeError) as fault:  # torch's writer raises RuntimeError when the disk is full
         kept = "the one written before is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
@@ -47,26 +49,27 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint that ``save_checkpoint`` wrote.
+def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> TrainingState:
+    """Read a checkpoint that ``save_checkpoint`` wrote, of this format or an older one.
 
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged, of a newer format, or holds anything but tensors and plain values.
+        If the file is absent, damaged, of a newer format, lacks a part of the state, or holds anything but tensors and
+        plain values.
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True)
     except Exception as fault:  # torch's unpickler runs into damaged bytes as IndexError, KeyError, struct.error ...
         reason = str(fault).partition("\n")[0] or type(fault).__name__
         raise CheckpointError(f"checkpoint {path} is damaged or not a volseg checkpoint ({reason})") from fault
-    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")
-    if state["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {state['format']}, this volseg reads up to {FORMAT}: update volseg")
-    return state
+    if content["format"] > FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}, this volseg reads up to {FORMAT}: update volseg")
+    return TrainingState.from_checkpoint(content, path)
 
 
 class Checkpoints(Hook):
@@ -117,6 +120,6 @@ class Checkpoints(Hook):
             self._write(training, LATEST)
 
     def _write(self, training: "Training", name: str) -> None:
-        state = training.state_dict()  # on every process: a placed model may gather
+        state = training.state()  # on every process: a placed model may gather
         if training.is_main_process:
-            save_checkpoint({**state, **self.metadata()}, self.folder / name)
+            save_checkpoint(replace(state, metadata=self.metadata()), self.folder / name)

@@ -18,7 +18,7 @@ from volseg.config.registry import Registry
 from volseg.losses.monai import DiceCELoss
 from volseg.workflow.named import Named
 
-__all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer"]
+__all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer", "is_fused_on_gpu"]
 
 
 def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
@@ -58,6 +58,11 @@ OPTIMIZERS = Registry(
 )
 
 FUSED = ("Adam", "AdamW", "SGD")
+
+
+def is_fused_on_gpu(spec: Mapping[str, Any]) -> bool:
+    """Tell whether `build_optimizer` makes an optimizer whose step on a GPU is one kernel, which can be recorded."""
+    return bool(spec.get("fused", spec["name"] in FUSED))
 
 
 def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str) -> Named:
@@ -138,7 +143,7 @@ def build_optimizer(spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool
     A fused optimizer also skips the host's wait for the gradient scaler's verdict.
     """
     OPTIMIZERS.check(spec)
-    fused = {"fused": True} if on_gpu and spec["name"] in FUSED and "fused" not in spec else {}
+    fused = {"fused": True} if on_gpu and is_fused_on_gpu(spec) else {}
     optimizer = OPTIMIZERS.build({**fused, **spec}, network.parameters())
     assert isinstance(optimizer, Optimizer)
     return optimizer

@@ -3,17 +3,9 @@
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_distributed", "is_main_process", "largest_over_processes", "leave_processes"]
+from volseg.parallel.devices import has_process_group, is_distributed
 
-
-def is_distributed() -> bool:
-    """Tell whether this process works with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def is_main_process() -> bool:
-    """Tell whether this process writes files and shows progress."""
-    return not is_distributed() or dist.get_rank() == 0
+__all__ = ["largest_over_processes", "leave_processes"]
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
@@ -30,5 +22,5 @@ def leave_processes() -> None:
 
     Not after a failure: the others may never come to the end, for which this waits.
     """
-    if dist.is_available() and dist.is_initialized():
+    if has_process_group():
         dist.destroy_process_group()

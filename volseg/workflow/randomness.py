@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from volseg.errors import ConfigError
+from volseg.parallel.devices import list_gpus
 
 __all__ = ["deterministic", "random_state", "restore_random_state", "seed_everything"]
 
@@ -72,16 +73,16 @@ def random_state() -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(gpu) for gpu in list_gpus()],
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
     """Set the generators to a saved state; generators of devices that are not here are left out."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
-    for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(saved.cpu(), device)
+    for gpu, saved in zip(list_gpus(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(saved.cpu(), gpu)

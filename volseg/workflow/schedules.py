@@ -73,7 +73,7 @@ class Schedule:
         self.steps_done = steps_done
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             rate = peak * self._factor_at(steps_done)
-            if isinstance(group["lr"], Tensor):  # a captured step reads its rate from the device
+            if isinstance(group["lr"], Tensor):  # a recorded step reads its rate from the device
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

@@ -13,23 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from volseg.data.augmented import EpochBatches
+from volseg.data.cases import Batch
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
-from volseg.parallel.spatial import SpatialStrategy
 from volseg.workflow.interrupts import StopRequested
-from volseg.workflow.processes import is_distributed
 from volseg.workflow.validation import Example, Validated
 
 __all__ = ["FollowedModel", "GroupBatches", "GroupValidation", "Verdict", "dismiss", "follow", "is_cut_over_processes"]
 
-Batch = dict[str, Any]
-
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
     """Tell whether volumes of ``model`` lie on several processes."""
-    spatial = isinstance(model, ModelParallel) and isinstance(model.strategy, SpatialStrategy)
-    return spatial and is_distributed()
+    return isinstance(model, ModelParallel) and model.strategy.is_shared
 
 
 class GroupBatches:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -17,26 +18,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
+from volseg.data.cases import Batch
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.parallel import RecordedStep
+from volseg.parallel.devices import is_main_process
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.captured_step import can_be_recorded, plain_rates
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import is_main_process, largest_over_processes
+from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
+from volseg.workflow.recorded_step import can_be_recorded, plain_rates
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
+from volseg.workflow.state import TrainingState
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
 
 CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
-Batch = dict[str, Any]
 ScoreT = TypeVar("ScoreT", bound="Score")
 logger = logging.getLogger(__name__)
 
@@ -88,11 +91,13 @@ class Training:
         Batches per optimizer step; their gradients are averaged.
     average_decay : float, optional
         Decay of an exponential moving average of the weights, with which is validated.
-    capture : bool
+    record : bool
         Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
         or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
     hooks : sequence of Hook
         Called in this order.
+    capture : bool, optional
+        The old name of ``record``, for one release.
 
     Attributes
     ----------
@@ -132,9 +137,17 @@ class Training:
         clip: float | None = None,
         accumulate: int = 1,
         average_decay: float | None = None,
-        capture: bool = True,
+        record: bool = True,
         hooks: Sequence[Hook] = (),
+        capture: bool | None = None,
     ) -> None:
+        if capture is not None:
+            warnings.warn(
+                "Training(capture=) is Training(record=) now; the old name goes with the next release",
+                FutureWarning,
+                stacklevel=2,
+            )
+            record = capture
         for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -170,9 +183,9 @@ class Training:
         self._num_checked = 0
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._captured: RecordedStep | None = None
-        if capture and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
-            self._captured = RecordedStep(self.network, self._computed, optimizer=optimizer)
+        self._recorded: RecordedStep | None = None
+        if record and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
+            self._recorded = RecordedStep(self.network, self._computed, optimizer=optimizer)
 
     @property
     def finished(self) -> bool:
@@ -210,8 +223,8 @@ class Training:
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
-                if self._captured is not None:
-                    self._captured.release()  # its memory is the final validation's; and no group ends before
+                if self._recorded is not None:
+                    self._recorded.release()  # its memory is the final validation's; and no group ends before
                 self._emit("on_training_end")
         self._interruption.raise_as_signal()
         return self.history
@@ -239,10 +252,10 @@ class Training:
         self._emit("on_batch_begin", batch)
         self._cases.append(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        if self._captured is None:
+        if self._recorded is None:
             losses = self._computed(tensors)
         else:  # the next replay overwrites them
-            losses = {name: loss.clone() for name, loss in self._captured(tensors).items()}
+            losses = {name: loss.clone() for name, loss in self._recorded(tensors).items()}
         self._losses.append(losses)
         self.position += 1
         if self.position % self.accumulate == 0 or self.position == self.num_batches:
@@ -360,48 +373,52 @@ class Training:
         for hook in self.hooks:
             getattr(hook, event)(self, *arguments)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """Return everything from which the training goes on as if it had not been interrupted."""
-        return {
-            "model": self.network.state_dict(),
-            "optimizer": plain_rates(self.optimizer.state_dict()),
-            "steps_done": self.schedule.steps_done,
-            "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict() if self.average else None,
-            "random": random_state(),
-            "epoch": self.epoch,
-            "position": self.position,
-            "losses": self._losses,
-            "seconds": [self._seconds, self._seconds_waited],
-            "cases": [list(cases) for cases in self._cases],
-            "history": [record.as_dict() for record in self.history],
-            "best": self.best.as_dict() if self.best else None,
-        }
+        return TrainingState(
+            model=self.network.state_dict(),
+            optimizer=plain_rates(self.optimizer.state_dict()),
+            steps_done=self.schedule.steps_done,
+            scaler=self.scaler.state_dict(),
+            average=self.average.state_dict() if self.average else None,
+            random=random_state(),
+            epoch=self.epoch,
+            position=self.position,
+            losses=tuple(self._losses),
+            cases=tuple(self._cases),
+            seconds=(self._seconds, self._seconds_waited),
+            history=tuple(self.history),
+            best=self.best,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return `state` as tensors and plain values."""
+        return self.state().as_checkpoint()
+
+    def load_state_dict(self, state: TrainingState | Mapping[str, Any]) -> None:
         """Take over the state of an interrupted training of the same model and length of epoch.
 
         Raises
         ------
         CheckpointError
-            If the state is of another network or optimizer.
+            If the state is of another network or optimizer, or no whole state.
         """
+        state = TrainingState.from_checkpoint(state, "what is to be gone on from")
         try:
-            self.network.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if (state["average"] is None) != (self.average is None):
+            self.network.load_state_dict(state.model)
+            self.optimizer.load_state_dict(dict(state.optimizer))
+            if (state.average is None) != (self.average is None):
                 raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
-            if self.average:
-                self.average.load_state_dict(state["average"])
+            if self.average and state.average:
+                self.average.load_state_dict(state.average)
         except (KeyError, ValueError, RuntimeError) as fault:
             raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
-        self.schedule.go_to(state["steps_done"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state["losses"]]
-        self._cases = [tuple(cases) for cases in state["cases"]]
+        self.schedule.go_to(state.steps_done)
+        self.scaler.load_state_dict(dict(state.scaler))
+        self.epoch, self.position = state.progress
+        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
+        self._cases = [tuple(cases) for cases in state.cases]
         self._num_checked = len(self._losses)
-        self._seconds, self._seconds_waited = state.get("seconds", (0.0, 0.0))  # older checkpoints have none
-        self.history = [EpochRecord(**record) for record in state["history"]]
-        self.best = EpochRecord(**state["best"]) if state["best"] else None
-        restore_random_state(state["random"])
+        self._seconds, self._seconds_waited = state.seconds
+        self.history, self.best = [*state.history], state.best
+        restore_random_state(state.random)

@@ -53,17 +53,17 @@ def trained(chosen: argparse.Namespace, gpus: int, folder: Path) -> dict:
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     refused = [line for line in done.stderr.splitlines() if "cannot be recorded" in line]
-    history = load_checkpoint(folder / "checkpoints" / "latest.pt")["history"]
+    history = load_checkpoint(folder / "checkpoints" / "latest.pt").history
     return {
         "gpus": gpus,
         "seconds": time.perf_counter() - begin,
-        "recorded": torch.cuda.is_available() and "training.capture=false" not in chosen.overrides and not refused,
+        "recorded": torch.cuda.is_available() and "training.record=false" not in chosen.overrides and not refused,
         "why_not_recorded": refused[:1],
-        "seconds_per_epoch": [record["seconds"] for record in history],
-        "seconds_waited": [record["seconds_waited"] for record in history],
-        "peak_gib": (history[-1]["peak_bytes"] or 0) / 2**30,
-        "loss": [record["losses"]["loss"] for record in history],
-        "mean_dice": [record["score"] for record in history],
+        "seconds_per_epoch": [record.seconds for record in history],
+        "seconds_waited": [record.seconds_waited for record in history],
+        "peak_gib": (history[-1].peak_bytes or 0) / 2**30,
+        "loss": [record.losses["loss"] for record in history],
+        "mean_dice": [record.score for record in history],
     }
 
 

@@ -1,4 +1,4 @@
-"""Milliseconds of a training step by part: operators, layouts, capturing, determinism, side by side in one run.
+"""Milliseconds of a training step by part: operators, layouts, recording, determinism, side by side in one run.
 
 python workflows/benchmarks/training_step.py configs/task04_unet.yaml DIR/Task04_Hippocampus --result step.json
 """
@@ -36,20 +36,20 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, and needed by the deterministic variants
     variants = {}
-    for operators, layout, capture, repeatable in product(
+    for operators, layout, record, repeatable in product(
         ("plain", "own"), ("contiguous", "channels_last"), (False, True), (False, True)
     ):
-        if repeatable and not capture:
+        if repeatable and not record:
             continue
-        name = f"{operators} operators, {layout}, {'captured' if capture else 'eager'}"
+        name = f"{operators} operators, {layout}, {'recorded' if record else 'eager'}"
         name += ", deterministic" if repeatable else ""
         try:
             with deterministic(repeatable):
-                variants[name] = measure(chosen, operators, layout, capture)
+                variants[name] = measure(chosen, operators, layout, record)
         except Exception as fault:  # one variant must not lose the others
             variants[name] = {"failed": f"{type(fault).__name__}: {fault}"}
         print(name, variants[name], flush=True)
-    config = configured(chosen, "plain", "contiguous", capture=False)
+    config = configured(chosen, "plain", "contiguous", record=False)
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
@@ -59,17 +59,16 @@ def main() -> None:
     chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def configured(chosen: argparse.Namespace, operators: str, layout: str, *, capture: bool) -> ExperimentConfig:
-    """Return the config of a variant; the own operators are those of the spatial strategy, on one device."""
-    overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.capture={capture}"]
-    strategy = "{strategy: spatial, devices: 1}" if operators == "own" else "{strategy: none}"
-    overrides.append(f"parallel={strategy}")
+def configured(chosen: argparse.Namespace, operators: str, layout: str, *, record: bool) -> ExperimentConfig:
+    """Return the config of a variant; the own operators are the fast kernels."""
+    overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.record={record}"]
+    overrides += ["parallel={strategy: none}", f"training.kernels={'fast' if operators == 'own' else 'torch'}"]
     return experiment.load_config(chosen.config, overrides)
 
 
-def measure(chosen: argparse.Namespace, operators: str, layout: str, capture: bool) -> dict[str, float]:
+def measure(chosen: argparse.Namespace, operators: str, layout: str, record: bool) -> dict[str, float]:
     """Return median milliseconds: of the whole loop, undisturbed; of its parts, the device waited for after each."""
-    config = configured(chosen, operators, layout, capture=capture)
+    config = configured(chosen, operators, layout, record=record)
     device, task = choose_device(config), load_task(chosen.root)
     cases = prepare_all(task.training[:NUM_CASES], preprocessing_of(config))
     batches = build_batches(config, task, cases, device)

@@ -11,6 +11,7 @@ from torch import nn
 
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import bounds, overlap, spans, transfers
 from volseg.parallel.spatial.plan.windows import (
     AdaptivePool,
@@ -93,6 +94,34 @@ def test_transposed_convolution_on_the_needed_planes_gives_the_wanted_ones(
     skip = start - window.first(start, stop)
     assert skip >= 0
     torch.testing.assert_close(local[..., skip : skip + stop - start], whole[..., start:stop])
+
+
+@given(
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    size=st.integers(1, 24),
+    shards=st.integers(1, 4),
+)
+def test_a_halo_is_the_planes_of_direct_neighbours_that_are_read(
+    kernel: int, stride: int, padding: int, size: int, shards: int
+) -> None:
+    """By brute force: the planes that each shard's outputs read, its own slab among them, and nobody else's."""
+    window = Convolution(kernel, stride, padding)
+    outputs = window.outputs(size, padding)
+    assume(outputs >= shards and size >= shards)
+    found = plan_halo(size, shards, window, outputs)
+    expected = []
+    owned = spans(size, shards)
+    for index, (own, (first, last)) in enumerate(zip(owned, spans(outputs, shards), strict=True)):
+        read = [plane * stride - padding + tap for plane in range(first, last) for tap in range(kernel)]
+        before, behind = own[0] - min(read), max(read) + 1 - own[1]
+        near = 0 if index == 0 else owned[index - 1][0]
+        far = size if index == shards - 1 else owned[index + 1][1]
+        inside = [plane for plane in range(min(read), max(read) + 1) if 0 <= plane < size]
+        simple = min(before, behind) >= 0 and all(near <= plane < far for plane in inside)
+        expected.append((before, behind) if simple else None)
+    assert found == (None if None in expected else tuple(expected))
 
 
 @given(size=st.integers(1, 30), outputs=st.integers(1, 30))

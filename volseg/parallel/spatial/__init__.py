@@ -11,23 +11,23 @@ handler works on ordinary tensors with ordinary autograd::
 
 The parts, from plan to effect:
 
-- ``layout``: which shard owns which planes, a function of the size alone, so that volumes of one size are always
-  cut alike.
-- ``windows``: which input planes an operator's output planes need. Convolution, transposed convolution, pooling,
-  interpolation, slices and padding are this map and a few lines.
-- ``communicator``, ``local``, ``group``: the movements of planes with their gradients. There are *slabs*, whose
-  gradients belong to one shard, and *whole* values, which everybody holds alike, and whose gradient is the full one
-  everywhere.
+- ``plan``: which shard owns which planes, a function of the size alone, so that volumes of one size are always cut
+  alike; which input planes an operator's output planes need, and how many of them are the neighbours'. Convolution,
+  transposed convolution, pooling, interpolation, slices and padding are this map and a few lines.
+- ``transport``: the movements of planes with their gradients, between devices of one process or the processes of a
+  group. There are *slabs*, whose gradients belong to one shard, and *whole* values, which everybody holds alike, and
+  whose gradient is the full one everywhere. The halo of a slab is received around it, while other work goes on.
 - ``volume``, ``context``, ``parameters``: the sharded volume, and what a network's volumes share.
+- ``pending``: slabs that wait to be written, or that can be written again instead of being kept. ``lazy``: the norms
+  that wait for their activation, the joins that wait for their convolution, the inputs of recomputed blocks.
+- ``convolution``: a process's one slab, with the halo received in place.
 - ``table``, ``operators``: which function is run on slabs, and how; ``dispatch`` takes a call there by ``signatures``
   (torch's names of its arguments), ``contract`` (what torch makes of its shapes) and ``copied_view`` (copies of what
   torch has as views); ``gathered``: functions on the whole volume.
-- ``deferred``, ``joining``, ``recipes``, ``kernels``, ``triton_*``: norms that wait for their activation,
-  joins that wait for their convolution, inputs that are computed again instead of kept.
-- ``halo``, ``direct``: convolution of a process's one slab with the halo received in place; ``first_convolution``,
-  ``last_convolution``, ``wide_convolution``: those that cuDNN is slow at.
-- ``dice_cross_entropy``, ``dice_kernels``, ``dice_triton``: the usual loss in one pass over logits and label.
-- ``strategy``, ``processes``, ``recomputation``, ``graphs``, ``scatter``: what a user sees.
+- ``memory``: activations that are computed again, or wait in host memory.
+- ``strategy``: what a user sees.
+
+Each imports only what stands further down (a contract in ``pyproject.toml``).
 
 Where this refuses: a function without a handler raises. Nothing is run on what only looks like the volume, nothing
 is approximated, and no level is too coarse: a volume with fewer planes than shards is computed whole by everybody.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.spatial.parameters import Copies, Parameters, unrecorded
+from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
 
 __all__ = ["Context", "saved_tensors_hooks"]
@@ -49,7 +49,7 @@ class Context:
     frugal
         Whether memory matters more than time: set where blocks are recomputed.
     graph_generator
-        Random numbers that differ between processes, while a CUDA graph is captured.
+        Random numbers that differ between processes, while a CUDA graph is recorded.
     has_replicas
         Whether gradients are averaged with processes that train on other volumes.
     parameters
@@ -104,11 +104,11 @@ class Context:
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
         copies = self.parameters.current
-        found = None if copies is None else copies.of(whole)
+        found = None if copies is None else copies.find(whole)
         if found is not None:
             return found
         if not (whole.requires_grad and torch.is_grad_enabled()):
-            return [whole] if self._alone == whole.device else unrecorded(self.communicator, whole)
+            return [whole] if self._alone == whole.device else copy_plain(self.communicator, whole)
         if self.has_replicas and isinstance(whole, nn.Parameter):
             raise ParallelError(
                 f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
@@ -133,15 +133,15 @@ class Context:
         return self._plans[key]
 
     def defer(self, volume: Any) -> None:
-        """Remember a volume whose norm waits for the next operator."""
+        """Remember a volume whose slabs wait for the next operator."""
         self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
         self._waiting.append(weakref.ref(volume))
 
     def settle(self) -> None:
-        """Compute what waits, before anything is changed in place."""
+        """Write what waits, before anything is changed in place."""
         waiting, self._waiting = self._waiting, []
         for volume in (reference() for reference in waiting):
-            if volume is not None and volume.deferred is not None:
+            if volume is not None:
                 volume.settle()
 
     def say_once(self, message: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.signatures import writes
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -26,15 +27,16 @@ class Origin:
     """
 
     def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor], parents: Iterable["Origin"]) -> None:
-        self.tensors, self.parents = list(tensors), list(parents)
-        self.versions = [tensor._version for tensor in tensors]
+        self.parents = list(parents)
+        self._source = Unchanged(list(tensors))
+        # Numbers alone: a copy knows its origin, and is not kept by it.
         self.own_versions = [copy._version for copy in copies]
 
     def check(self) -> None:
         """Refuse to read a copy whose original was changed since."""
         for parent in self.parents:
             parent.check()
-        if [tensor._version for tensor in self.tensors] != self.versions:
+        if not self._source.holds():
             raise UnsupportedOperatorError(
                 "a volume was changed in place after a slice (or another view) of it was taken across the cut, which "
                 "is a copy there and does not see the change; take the slice after the change, or change out of place"

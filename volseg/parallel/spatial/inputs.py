@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["CutInput"]
@@ -22,7 +23,7 @@ class CutInput:
     def __init__(self, whole: Tensor, volume: ShardedVolume) -> None:
         self.whole, self.volume = whole, volume
         self._slabs = list(volume.slabs)
-        self._versions = [slab._version for slab in self._slabs]
+        self._unchanged = Unchanged(self._slabs)
 
     @classmethod
     def among(cls, given: Sequence[Any], cut: Sequence[Any]) -> "list[CutInput]":
@@ -37,7 +38,7 @@ class CutInput:
         """Give the caller's tensor what the forward pass wrote into the slabs."""
         slabs = self.volume.slabs
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
-        if same and [slab._version for slab in self._slabs] == self._versions:
+        if same and self._unchanged.holds():
             return
         memory = self.whole.untyped_storage().data_ptr()
         if same and all(slab.untyped_storage().data_ptr() == memory for slab in slabs):

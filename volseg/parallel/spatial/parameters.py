@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.transport.communicator import Communicator, buckets
+from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets
 
-__all__ = ["Copies", "Parameters"]
+__all__ = ["Copies", "Parameters", "copy_plain"]
 
 
 class _Copied(NamedTuple):
@@ -49,13 +49,13 @@ class Copies:
     def __init__(self, communicator: Communicator, parameters: Sequence[Tensor]) -> None:
         self._communicator = communicator
         # The buckets hold the parameters, so that no other tensor gets the id of one.
-        self._buckets = {id(parameter): bucket for bucket in buckets(parameters) for parameter in bucket}
+        self._buckets = {id(parameter): bucket for bucket in fill_buckets(parameters) for parameter in bucket}
         self._recorded: dict[int, _Copied] = {}
         self._silent: dict[int, _Copied] = {}
         self._ids: set[int] = set()
         self._casts: dict[tuple[int, torch.dtype, bool], _Cast] = {}
 
-    def of(self, whole: Tensor) -> list[Tensor] | None:
+    def find(self, whole: Tensor) -> list[Tensor] | None:
         """Return a parameter's copies, one per slab; None for any other tensor."""
         key = id(whole)
         found = self._recorded.get(key)
@@ -68,7 +68,7 @@ class Copies:
             return self._record(whole, bucket if found is None else [whole])
         found = self._silent.get(key)
         if found is None or found.version != whole._version or found.address != whole.data_ptr():
-            found = self._silent[key] = self._noted(whole, unrecorded(self._communicator, whole))
+            found = self._silent[key] = self._noted(whole, copy_plain(self._communicator, whole))
         return found.copies
 
     def cast(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,6 +111,6 @@ class Parameters:
             self.current = before
 
 
-def unrecorded(communicator: Communicator, whole: Tensor) -> list[Tensor]:
+def copy_plain(communicator: Communicator, whole: Tensor) -> list[Tensor]:
     """Return a value on each shard's device, without a sum of its gradients."""
     return [whole.to(device, non_blocking=True) for device in communicator.devices]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.spatial.transport.communicator import buckets
+from volseg.parallel.spatial.transport.communicator import fill_buckets
 
 __all__ = ["check_alike", "replicate"]
 
@@ -29,7 +29,7 @@ def replicate(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch
     """
     _check_structure(net, groups, device, modes=False)
     # Buckets, so that a network of small layers is a few broadcasts and a large one does not double its memory.
-    for bucket in buckets([tensor for _, tensor in _tensors(net)]):
+    for bucket in fill_buckets([tensor for _, tensor in _tensors(net)]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
         for group in groups:
             # As bytes: not every backend knows every type.

@@ -131,7 +131,7 @@ class SpatialStrategy:
         self.options = options = Spatial() if options is None else options
         self.net = net
         placed = _find_place(devices, mesh, options.grid)
-        self.communicator: Communicator = placed.shards if isinstance(placed, Processes) else placed
+        self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
         self.axes = _check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)

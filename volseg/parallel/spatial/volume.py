@@ -14,17 +14,14 @@ from torch import Tensor
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.history import check_history
+from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
 from volseg.parallel.spatial.plan.shards import Merged, Span, spans
+from volseg.parallel.spatial.transport.halo import Halo, Wait
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin
-    from volseg.parallel.spatial.lazy.join import DeferredJoin
-    from volseg.parallel.spatial.lazy.norm import Deferred
-    from volseg.parallel.spatial.lazy.recipes import Recipe
-    from volseg.parallel.spatial.lazy.recomputed import Again
-    from volseg.parallel.spatial.transport.halo import Halo, Wait
 
-__all__ = ["ShardedVolume", "from_whole", "relaid", "wrap"]
+__all__ = ["ShardedVolume", "defer", "from_whole", "relaid", "wrap"]
 
 
 class ShardedVolume(Tensor):
@@ -34,42 +31,33 @@ class ShardedVolume(Tensor):
     ----------
     slabs
         The slabs that this process holds: ordinary tensors with ordinary autograd.
-    deferred
-        A norm that waits for the activation behind it (see ``deferred``).
-    recipe, room
-        How the one slab can be computed again (see ``recipes``), and planes of room around it (see ``halo``).
-    parts
-        The slabs that this one joins, if it does.
-    origin
-        Set where torch has a view and these slabs are copies (see ``copied_view``).
-    hooks
-        What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``).
     dims
         The tensor dim that each mesh axis cuts.
-    merged
-        What the cut dim was merged with, if it was; on grids of one axis only. Operators that do not say that they
-        honour it (see ``operators.merged``) never see such a volume.
     context
         Communicator and settings.
+    pending
+        Whether the slabs are still to be written, or can be written again (see ``pending``).
+    merged
+        What the cut dim was merged with, if it was: a part of how the volume is cut, as ``dims`` are; on grids of one
+        axis only. Operators that do not say that they honour it (see ``operators.merged``) never see such a volume.
+    origin
+        Set where torch has a view and these slabs are copies (see ``copied_view``). It is the volume that may not be
+        written to: its slabs may be anybody's.
+    hooks
+        What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). One slab
+        has its own.
     """
 
     run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
     """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
     dims: tuple[int, ...]
     context: Context
-    recipe: "Recipe | None" = None
-    room: int = 0
-    parts: list[Tensor] | None = None
-    origin: "Origin | None" = None
+    pending: Pending = PLAIN
     merged: Merged | None = None
+    origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
-    deferred: "Deferred | DeferredJoin | Again | None"
     _slabs: list[Tensor]
     _shape: torch.Size
-    _versions_of_recipe: list[int]
-    _shown: bool = False
-    _released: bool = False
-    _bytes: int
 
     @staticmethod
     def __new__(
@@ -78,9 +66,8 @@ class ShardedVolume(Tensor):
         dims: Sequence[int],
         shape: Sequence[int],
         context: Context,
-        deferred: "Deferred | DeferredJoin | Again | None" = None,
     ) -> "ShardedVolume":
-        """Wrap slabs, or a norm that is still to be applied to ``slabs``."""
+        """Wrap slabs."""
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
         # the result (grad_fn), and can be refused: autograd does not see the slabs inside.
         first = slabs[0]
@@ -90,7 +77,6 @@ class ShardedVolume(Tensor):
             cls, size, dtype=dtype, device=first.device, requires_grad=differentiable
         )
         shell._slabs = list(slabs)
-        shell.deferred = deferred
         shell.dims = tuple(dims)
         shell.context = context
         shell._shape = size
@@ -120,79 +106,12 @@ class ShardedVolume(Tensor):
 
     @property
     def slabs(self) -> list[Tensor]:
-        """The slabs that this process holds; what was deferred is computed now."""
-        self._shown = True
-        return self.lent_slabs()
+        """The slabs that this process holds; what waits is written now."""
+        return self.pending.show(self)
 
-    def lent_slabs(self) -> list[Tensor]:
-        """Return the slabs to an operator that calls ``release`` behind, and keeps the recipe instead of the slab."""
-        if self.deferred is not None:
-            self.settle()
-        if self._released:
-            self._restore()
-        return self._slabs
-
-    def release(self) -> None:
-        """Give the slab's memory back where it can be computed again and nobody else has seen it.
-
-        The tensor stays: autograd knows it by its identity. A skip that waits for its join, and a join that a frame of
-        the network's ``forward`` still names, take no memory so.
-        """
-        if self._shown or self._released or self.current_recipe() is None:
-            return
-        self._bytes = self._slabs[0].untyped_storage().nbytes()
-        self._slabs[0].untyped_storage().resize_(0)
-        self._released = True
-
-    def _restore(self) -> None:
-        if self.current_recipe() is None:
-            raise UnsupportedOperatorError(
-                "what a volume was computed from was changed in place before the volume was used again; do that out of "
-                "place"
-            )
-        assert self.recipe is not None
-        (slab,) = self._slabs
-        storage = slab.untyped_storage()
-        storage.resize_(self._bytes)
-        with torch.no_grad():
-            # Through another tensor, so that it does not count as a change in place.
-            out = torch.empty(0, dtype=slab.dtype, device=slab.device)
-            out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
-            self.recipe.write(self.recipe.tensors, out, 0)
-        self._released = False
-
-    def settle(self, halo: "Halo | None" = None) -> "Wait | None":
-        """Compute what was deferred; with ``halo``, start its exchange and return the function that waits for it."""
-        deferred, self.deferred = self.deferred, None
-        if deferred is None:
-            return None
-        self._slabs, recipe, room, wait = deferred.run(halo)
-        self.parts = getattr(deferred, "parts", None)
-        self.with_recipe(recipe, room)
-        return wait
-
-    def current_recipe(self) -> "Recipe | None":
-        """Return how to compute the slab again, unless something was changed in place since."""
-        self.settle()
-        if self.recipe is None or self._versions() != self._versions_of_recipe:
-            return None
-        return self.recipe
-
-    def recipe_to_read(self) -> "Recipe | None":
-        """Return the current recipe, without computing a slab that only waits to be computed from it."""
-        waiting = getattr(self.deferred, "recipe_alone", None)
-        return self.current_recipe() if waiting is None else waiting
-
-    def _versions(self) -> list[int]:
-        """Return how often the slab, and what it would be computed from, were changed in place."""
-        tensors = self.recipe.tensors if self.recipe is not None else ()
-        return [tensor._version for tensor in (self._slabs[0], *tensors)]
-
-    def with_recipe(self, recipe: "Recipe | None", room: int) -> "ShardedVolume":
-        """Note how the slab can be computed again, and the room around it."""
-        self.recipe, self.room = recipe, room
-        self._versions_of_recipe = self._versions()
-        return self
+    def settle(self, halo: Halo | None = None) -> Wait | None:
+        """Write what waits; with ``halo``, start its exchange and return the function that waits for it."""
+        return self.pending.settle(self, halo)
 
     # Properties of the shell: asked for often, so they do not go through the table.
 
@@ -228,7 +147,7 @@ class ShardedVolume(Tensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether gradients flow to the slabs."""
-        self.settle()
+        self.pending.settle(self)
         return any(slab.requires_grad for slab in self._slabs)
 
     @requires_grad.setter
@@ -325,15 +244,15 @@ class ShardedVolume(Tensor):
                 f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with others in front of the "
                 f"cut one, so that no shard holds one range of it; do this before they are merged"
             )
-        layout = spans(self.sizes[0], communicator.shards, self.merged.unit)
+        layout = spans(self.sizes[0], communicator.num_shards, self.merged.unit)
         return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]
 
     def extents(self) -> list[list[int]]:
         """Return how far each mesh axis's positions reach along its dim: the entries of every shard."""
         outer, unit = self.merged or (1, 1)
         return [
-            [outer * (stop - start) for start, stop in spans(size // outer, shards, unit)]
-            for size, shards in zip(self.sizes, self.context.communicator.grid, strict=True)
+            [outer * (stop - start) for start, stop in spans(size // outer, num_shards, unit)]
+            for size, num_shards in zip(self.sizes, self.context.communicator.grid, strict=True)
         ]
 
     def as_subclass(self, cls: Any) -> Any:
@@ -351,11 +270,19 @@ class ShardedVolume(Tensor):
         return id(self)
 
 
+def defer(waiting: Waiting, dims: Sequence[int], shape: Sequence[int], context: Context) -> ShardedVolume:
+    """Return a volume whose slabs wait to be written, at the latest before any tensor is changed in place."""
+    volume = ShardedVolume(waiting.stand_ins, dims, shape, context)
+    volume.pending = waiting
+    context.defer(volume)
+    return volume
+
+
 def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:
     """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
     shape = list(slabs[0].shape)
     dims = like.dims if dims is None else tuple(dims)
-    if like.context.communicator.shards > 1:
+    if like.context.communicator.num_shards > 1:
         for dim, size in zip(dims, like.sizes, strict=True):
             shape[dim] = size
     result = ShardedVolume(slabs, dims, shape, like.context)
@@ -386,7 +313,7 @@ def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
     context = volume.context
     if outer != 1 or new_outer != 1:
         return from_whole(volume.full_tensor(), volume.dims, context, merged)
-    wanted = spans(size, context.communicator.shards, new_unit)
+    wanted = spans(size, context.communicator.num_shards, new_unit)
     slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
     result = ShardedVolume(slabs, volume.dims, volume.shape, context)
     result.merged = merged

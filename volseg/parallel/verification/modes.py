@@ -123,7 +123,7 @@ class Comparison:
 
     def _count_shards(self) -> int:
         placed = self._spatial(self.subjects[True].net)
-        shards: int = placed.communicator.shards
+        shards: int = placed.communicator.num_shards
         if placed.dims_of(torch.Size(self.shape)) is None:
             # Every shard would compute it whole: equal, and nothing shown.
             raise ParallelError(

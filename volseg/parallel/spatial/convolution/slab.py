@@ -1,8 +1,6 @@
 """Convolution of this process's one slab: halo received in place while other work goes on, input kept as a recipe.
 
-It takes over from the general exchange where each shard needs its whole slab and planes of its direct neighbours
-only: every convolution of the usual networks, unless the sizes divide badly. The decision depends on sizes alone, so
-all processes take it alike.
+It takes over from the general exchange where ``plan`` says so.
 
 Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
 the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it
@@ -24,82 +22,26 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.device.norm import choice
-from volseg.parallel.spatial.convolution import kept_halo
-from volseg.parallel.spatial.lazy.recipes import Join, Recipe, Write
-from volseg.parallel.spatial.plan.windows import Window
-from volseg.parallel.spatial.transport.halo import (
-    Halo,
-    Wait,
-    add_returned,
-    extended,
-    fill,
-    halo_of_each,
-    inner,
-    room_of,
-)
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
+from volseg.parallel.spatial.lazy.recipes import Join
+from volseg.parallel.spatial.pending import Recipe, Write
+from volseg.parallel.spatial.transport import kept_halo
+from volseg.parallel.spatial.transport.halo import Wait, return_gradient, start_filling
+from volseg.parallel.spatial.transport.room import extend, find_room, layout_of, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["convolve", "plan"]
+__all__ = ["convolve"]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How this process convolves: its halo (None where there is one shard), and the number of output planes.
-
-    ``in_parts``: whether the gradients of joined inputs are computed one after the other, for less memory.
-    ``alike``: whether outputs and inputs have the same planes on every shard, and the same halo on both sides.
-    """
-
-    settings: Settings
-    halo: Halo | None
-    outputs: int
-    channels_last: bool = False
-    in_parts: bool = False
-    alike: bool = False
-
-
-def plan(
-    volume: ShardedVolume, window: Window, outputs: int, whole: Settings, along: Settings, reach: int
-) -> Plan | None:
-    """Return the plan, or None where the general exchange is needed.
-
-    ``whole`` are the settings on one device, ``along`` those without padding along the cut; ``reach`` is the window's
-    extent.
-    """
-    communicator = volume.context.communicator
-    if len(volume.dims) != 1 or len(communicator.devices) != 1 or volume.ndim != len(whole.stride) + 2:
-        return None  # one volume without a batch, among others
-    (size,) = volume.sizes
-    if communicator.shards == 1:
-        return Plan(whole, None, outputs, volume.context.channels_last, volume.context.frugal)
-    if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
-        return None
-    each = halo_of_each(size, communicator.shards, window, outputs)
-    if each is None:
-        return None
-    stride = whole.stride[0]
-    for index, (before, behind) in enumerate(each):
-        planes = (index + 1) * size // communicator.shards - index * size // communicator.shards + before + behind
-        computed = (planes - 1) * stride + reach if whole.transposed else (planes - reach) // stride + 1
-        owed = (index + 1) * outputs // communicator.shards - index * outputs // communicator.shards
-        if computed != owed:
-            return None
-    last = volume.context.channels_last
-    same = {(reach - 1) / 2}
-    alike = outputs == size and stride == whole.dilation[0] == 1 and not whole.transposed and set(sum(each, ())) == same
-    return Plan(along, Halo(communicator, each, last), outputs, last, volume.context.frugal, alike)
-
-
-def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: Plan) -> ShardedVolume:
+def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> ShardedVolume:
     """Convolve the slab of this process."""
     context = volume.context
-    halo = plan.halo if plan.halo is not None and plan.halo.width else None
-    wait = None if halo is None else volume.settle(halo)
-    (slab,) = volume.lent_slabs()
+    wait = None if plan.halo is None else volume.settle(plan.halo)
+    (slab,) = volume.pending.lend(volume)
     (weight,) = context.spread(weight)
     bias = None if bias is None else context.spread(bias)[0]
-    recipe, room = volume.current_recipe(), volume.room
+    pending = volume.pending
+    recipe, room = pending.find_recipe(volume), 0 if plan.halo is None else find_room(slab)
     kind = slab.device.type
     if torch.is_autocast_enabled(kind) and slab.is_floating_point() and slab.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -110,12 +52,12 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: P
             wait = None
         weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
     # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
-    parts = volume.parts if recipe is not None and volume.parts is not None else [slab]
+    parts = [slab] if recipe is None or pending.parts is None else pending.parts
     work = _Input(slab.detach(), plan, recipe, room, wait)
     result = _Convolve.apply(work, weight, bias, *parts)
     work.slab = None
     if recipe is not None:
-        volume.release()
+        volume.pending.release(volume)
     shape = list(result.shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume([result], volume.dims, shape, context)
@@ -126,7 +68,7 @@ class _Input:
     """What a convolution reads, besides what autograd knows: the slab, how to compute it again, its room and halo."""
 
     slab: Tensor | None
-    plan: Plan
+    plan: ConvolutionPlan
     recipe: Recipe | None
     room: int
     wait: Wait | None
@@ -135,18 +77,17 @@ class _Input:
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: _Input, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        plan, recipe = given.plan, given.recipe
-        halo = plan.halo if plan.halo is not None and plan.halo.width else None
+        plan, halo, recipe = given.plan, given.plan.halo, given.recipe
         # The input itself where it is kept: what autograd saves must be known to it.
         slab = given.slab if recipe is not None else parts[0]
         assert slab is not None
         buffer, borders = slab, None
         if halo is not None:
-            buffer = extended(slab, given.room, halo.own)
-            borders = (fill(buffer, halo, keep=recipe is not None) if given.wait is None else given.wait)()
+            buffer = extend(slab, given.room, halo.own)
+            borders = (start_filling(buffer, halo, keep=recipe is not None) if given.wait is None else given.wait)()
         result = _result(buffer, weight, bias, plan)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
-        ctx.plan, ctx.halo, ctx.write = plan, halo, None if recipe is None else recipe.write
+        ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         ctx.channels = [part.shape[1] for part in parts]
         if recipe is None:
@@ -154,9 +95,10 @@ class _Convolve(torch.autograd.Function):
             shared = buffer is not slab and buffer.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
             ctx.save_for_backward(weight, buffer, *([slab] if shared else []))
         else:
-            ctx.like = buffer.shape, buffer.dtype, _layout(buffer)
+            ctx.like = buffer.shape, buffer.dtype, layout_of(buffer)
             if borders is None:
-                borders = [] if halo is None else kept_halo.copied(buffer, halo.own)
+                borders = [] if halo is None else kept_halo.copy_planes(buffer, halo.own)
+            ctx.num_borders = len(borders)
             ctx.save_for_backward(weight, *borders, *recipe.tensors)
         return result
 
@@ -169,18 +111,22 @@ class _Convolve(torch.autograd.Function):
             # speed.
             gradient = choice.in_layout(gradient, channels_last=True)
         needs_input, (needs_weight, needs_bias) = any(ctx.needs_input_grad[3:]), ctx.needs_input_grad[1:3]
-        if ctx.plan.in_parts and _separable(ctx):
-            return None, *_in_parts(ctx, gradient, weight, kept)
+        if ctx.plan.in_parts and _can_derive_in_parts(ctx):
+            return None, *_derive_in_parts(ctx, gradient, weight, kept)
         # Planes travel while the input is computed again, and are there before the weights' gradient begins: its blocks
         # fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
         derive = _Gradients(ctx, gradient, needs_input)
-        buffer = kept[0] if ctx.write is None else _again(ctx, kept)
+        if ctx.write is None:
+            buffer = kept[0]
+        else:
+            borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
+            buffer = _write_input(ctx, ctx.write, tensors, borders, sum(ctx.channels))
         joined, weight_gradient, bias_gradient = derive(buffer, weight, needs_input, needs_weight, needs_bias)
         inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
         return None, weight_gradient, bias_gradient, *inputs
 
 
-def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
     settings = plan.settings
     if not plan.channels_last:
         return stacks.convolution(buffer, weight, bias, settings.arguments)
@@ -230,11 +176,11 @@ class _Gradients:
     """
 
     def __init__(self, ctx: Any, gradient: Tensor, needs_input: bool) -> None:
-        self.ctx, self.gradient, self.halo = ctx, gradient, ctx.halo
+        self.ctx, self.gradient, self.halo = ctx, gradient, ctx.plan.halo
         self.around: Tensor | None = None
         if self.halo is not None and ctx.plan.alike and needs_input:
-            self.around = extended(gradient, room_of(gradient), self.halo.own)
-            self.wait = fill(self.around, self.halo)
+            self.around = extend(gradient, find_room(gradient), self.halo.own)
+            self.wait: Wait | None = start_filling(self.around, self.halo)
 
     def __call__(
         self, buffer: Tensor, weight: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool
@@ -247,27 +193,24 @@ class _Gradients:
         if needs_input and self.around is not None:
             finish = partial(self._of_own_planes, buffer, weight)
         elif needs_input:
-            finish = add_returned(derive(True, False, False)[0], self.halo)
+            finish = return_gradient(derive(True, False, False)[0], self.halo)
         _, weight_gradient, bias_gradient = derive(False, needs_weight, needs_bias)
         return None if finish is None else finish(), weight_gradient, bias_gradient
 
     def _of_own_planes(self, buffer: Tensor, weight: Tensor) -> Tensor:
         assert self.around is not None
-        self.wait()
-        self.wait = _nothing
+        if self.wait is not None:  # for the first part
+            self.wait()
+            self.wait = None
         settings = self.ctx.plan.settings
         wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
-        slab, mask = inner(buffer, self.halo.own), [True, False, False]
+        slab, mask = own_planes(buffer, self.halo.own), [True, False, False]
         found = stacks.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
         assert found is not None
         return found
 
 
-def _nothing() -> None:
-    pass
-
-
-def _separable(ctx: Any) -> bool:
+def _can_derive_in_parts(ctx: Any) -> bool:
     settings, write = ctx.plan.settings, ctx.write
     # A join of joins has more parts than inputs.
     return (
@@ -278,22 +221,19 @@ def _separable(ctx: Any) -> bool:
     )
 
 
-def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Iterator[Tensor | None]:
+def _derive_in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Iterator[Tensor | None]:
     """Yield the gradients of weight, bias and inputs of a convolution of joined channels, one input after the other.
 
     Neither the join nor its gradient comes into being: half of what a level's way up takes.
     """
-    number = 0 if ctx.halo is None else kept_halo.count(ctx.halo.own)
-    layout = _layout(gradient)
+    layout = layout_of(gradient)
     weights: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
     bias_gradient = None
     derive = _Gradients(ctx, gradient, needs_input=True)
-    for write, own, (first, count) in ctx.write.parts(kept[number:]):
-        shape = list(ctx.like[0])
-        shape[1] = count
-        borders = [edge.narrow(1, first, count) for edge in kept[:number]]
-        buffer = _written(torch.Size(shape), ctx.like[1], ctx.like[2], write, own, borders, ctx.halo)
+    borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
+    for write, own, (first, count) in ctx.write.parts(tensors):
+        buffer = _write_input(ctx, write, own, [border.narrow(1, first, count) for border in borders], count)
         part = weight.narrow(1, first, count).contiguous(memory_format=layout)
         needs = first == 0 and ctx.needs_input_grad[2]
         found, weight_gradient, bias_found = derive(buffer, part, True, ctx.needs_input_grad[1], needs)
@@ -306,33 +246,26 @@ def _in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]
         yield value if needed else None
 
 
-def _layout(tensor: Tensor) -> torch.memory_format:
-    if tensor.ndim == 5 and tensor.stride(1) == 1 and tensor.shape[1] > 1:
-        return torch.channels_last_3d
-    return torch.contiguous_format
+def _write_input(ctx: Any, write: Write, tensors: Sequence[Tensor], borders: Sequence[Tensor], channels: int) -> Tensor:
+    """Write a convolution's input, or some channels of it, between the planes of its halo.
 
-
-def _again(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
-    """Compute the convolution's input again."""
-    number = 0 if ctx.halo is None else kept_halo.count(ctx.halo.own)
+    Parameters
+    ----------
+    ctx
+        Of the convolution.
+    write, tensors
+        What writes the slab, and from what.
+    borders
+        The halo as ``kept_halo`` has it.
+    channels
+        Number of channels to write.
+    """
     shape, dtype, layout = ctx.like
-    return _written(shape, dtype, layout, ctx.write, kept[number:], kept[:number], ctx.halo)
-
-
-def _written(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-    write: Write,
-    tensors: Sequence[Tensor],
-    borders: Sequence[Tensor],
-    halo: Halo | None,
-) -> Tensor:
-    """Write a slab between the edges of its halo, where it has one."""
+    shape = shape[0], channels, *shape[2:]
     buffer = torch.empty(shape, dtype=dtype, device=tensors[0].device, memory_format=layout)
-    if halo is None:
+    if ctx.plan.halo is None:
         write(tensors, buffer, 0)
         return buffer
-    kept_halo.restore(buffer, halo.own, borders)
-    write(tensors, inner(buffer, halo.own), 0)
+    kept_halo.put_back(buffer, ctx.plan.halo.own, borders)
+    write(tensors, own_planes(buffer, ctx.plan.halo.own), 0)
     return buffer

@@ -1,7 +1,6 @@
 """Channels of several volumes side by side, in a slab with room for its halo that need not be kept."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +8,12 @@ from torch import Tensor
 
 from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.norm import Moment
-from volseg.parallel.spatial.lazy.recipes import Recipe, joined, kept
-from volseg.parallel.spatial.lazy.recomputed import Again
-from volseg.parallel.spatial.transport.halo import Halo, Wait, roomy, write_outer_first
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.lazy.recipes import join_recipes, recipe_of_kept
+from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
+from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.room import allocate_with_room
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["join_channels"]
 
@@ -21,78 +21,79 @@ __all__ = ["join_channels"]
 def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     """Join volumes that are cut alike, this process holding one slab of each, along the channels.
 
-    The copy is deferred like a norm (see ``deferred``). The result's recipe are the parts' recipes: a convolution
-    behind an encoder's skip keeps neither the join nor the activated skip.
+    The copy waits for the next operator. The result's recipe are the parts' recipes: a convolution behind an encoder's
+    skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    recipes = [part.recipe_to_read() for part in parts]
+    recipes = [part.pending.find_recipe(part) for part in parts]
     # Where there is a recipe, the slab stands for its history alone: it may have given its memory back.
     slabs = [part.slabs[0] if recipe is None else part._slabs[0] for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
     shape[1] = sum(slab.shape[1] for slab in slabs)
     if len({slab.dtype for slab in slabs}) > 1:
         return ShardedVolume([torch.cat([part.slabs[0] for part in parts], 1)], like.dims, shape, like.context)
-    recipe = joined(
-        [recipe or kept(slab) for recipe, slab in zip(recipes, slabs, strict=True)], [slab.shape[1] for slab in slabs]
+    recipe = join_recipes(
+        [recipe or recipe_of_kept(slab) for recipe, slab in zip(recipes, slabs, strict=True)],
+        [slab.shape[1] for slab in slabs],
     )
-    cut_along_depth = like.context.communicator.shards > 1 and like.dims == (DIM,)
-    first = like.deferred.like if isinstance(like.deferred, Again) else slabs[0]
-    deferred = DeferredJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)
-    result = ShardedVolume(slabs[:1], like.dims, shape, like.context, deferred)
-    like.context.defer(result)
-    return result
+    cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
+    # A stand-in has the slab's shape, and not its layout.
+    first = like.pending.like if isinstance(like.pending, RecomputedInput) else slabs[0]
+    waiting = WaitingJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)
+    return defer(waiting, like.dims, shape, like.context)
 
 
-@dataclass
-class DeferredJoin:
-    """A join that waits for the next operator, whose halo it can send early."""
+class WaitingJoin(Waiting):
+    """A join that waits for the next operator, whose halo it can send early.
 
-    slabs: list[Tensor]
-    recipe: Recipe
-    like: Tensor
-    room: int
-    halo: Halo | None = None
-    wait: Wait | None = None
-    moment: Moment = field(default_factory=Moment)
+    Parameters
+    ----------
+    slabs
+        What is joined, for its history: where there is a recipe it may hold nothing.
+    recipe
+        How to write the join.
+    like
+        Shape, element type and layout of the first slab.
+    room
+        Planes of room to leave around the join.
+    """
 
-    def __post_init__(self) -> None:
-        self.moment.note(self._inputs)
+    def __init__(self, slabs: list[Tensor], recipe: Recipe, like: Tensor, room: int) -> None:
+        self.slabs, self.recipe, self.like, self.room = slabs, recipe, like, room
+        self.stand_ins = slabs[:1]
+        self.unchanged = Unchanged([*slabs, *recipe.tensors])
+        self.moment = Moment()
+        # For an operator that hands each its own gradient; a join without history passes none on.
+        self.parts = slabs if self.moment.grad_enabled else None
 
-    @property
-    def _inputs(self) -> list[Tensor]:
-        return [*self.slabs, *self.recipe.tensors]
+    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Join the slabs."""
+        wait: Wait | None = None
+        channels = [slab.shape[1] for slab in self.slabs]
 
-    @property
-    def parts(self) -> list[Tensor] | None:
-        """The slabs, for an operator that hands each its own gradient; None where the join has no history."""
-        return self.slabs if self.moment.grad_enabled else None
+        def fill() -> Tensor:
+            nonlocal wait
+            out = allocate_with_room(self.like, self.room, sum(channels), self.slabs[0].device)
 
-    def activated(self, activation: object) -> None:
-        """Take no activation along."""
-        del activation
+            def planes(start: int, count: int) -> None:
+                self.recipe.write(self.recipe.tensors, out.narrow(DIM, start, count), start)
 
-    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
-        """Join: see ``Deferred.run``."""
-        self.moment.check(self._inputs)
-        self.halo = halo if halo is not None and halo.width <= self.room else None
+            wait = write_outer_first(out, self.room, halo, planes)
+            return out
+
         with self.moment.restored():
-            joined = _Join.apply(self, *self.slabs)
-        return [joined], self.recipe, self.room, self.wait
+            joined = _Join.apply(fill, channels, *self.slabs)
+        return [joined], self.recipe, wait
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, join: DeferredJoin, *slabs: Tensor) -> Tensor:
-        ctx.channels = [slab.shape[1] for slab in slabs]
-        out = roomy(join.like, join.room, sum(ctx.channels), slabs[0].device)
-
-        def planes(start: int, count: int) -> None:
-            join.recipe.write(join.recipe.tensors, out.narrow(DIM, start, count), start)
-
-        join.wait = write_outer_first(out, join.room, join.halo, planes)
-        return out
+    def forward(ctx: Any, fill: Callable[[], Tensor], channels: list[int], *slabs: Tensor) -> Tensor:
+        del slabs
+        ctx.channels = channels
+        return fill()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradient.split(ctx.channels, 1)
+        return None, None, *gradient.split(ctx.channels, 1)

@@ -4,14 +4,11 @@ Instance, batch and group norm share one form: statistics of (sample, channel) p
 then one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
 collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size.
 
-The next operator decides what is computed: an activation is taken along, a convolution gets its halo sent while the
-inner planes are still being written, anything else gets the slabs. What is deferred is computed before any tensor is
-changed in place.
+The statistics are computed where the norm is called, with scale and shift left to wait (see ``pending``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -23,14 +20,15 @@ from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
 from volseg.device.norm import choice
 from volseg.device.peer.values import CAPACITY
-from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import Context, saved_tensors_hooks
-from volseg.parallel.spatial.lazy.recipes import Recipe, normalized
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
+from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.transport.halo import Halo, Wait, roomy, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["Deferred", "Moment", "Pooled", "Statistics", "settled_in_checkpoint", "statistics"]
+__all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class NormStatistics:
     """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel."""
 
     mean: Tensor
@@ -68,166 +66,125 @@ class Statistics:
 
 
 @lru_cache(maxsize=1024)
-def slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
+def count_slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Return the number of voxels of every shard's slab, in the order of the grid."""
     counts = [prod(size for dim, size in enumerate(shape) if dim >= 2 and dim not in dims)]
-    for dim, shards in zip(dims, grid, strict=True):
-        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], shards)]
+    for dim, num_shards in zip(dims, grid, strict=True):
+        counts = [count * (stop - start) for count in counts for start, stop in spans(shape[dim], num_shards)]
     return tuple(counts)
 
 
-def statistics(
+def compute_statistics(
     volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Statistics:
-    """Compute and combine the slabs' statistics."""
+) -> NormStatistics:
+    """Compute and combine the slabs' statistics.
+
+    Parameters
+    ----------
+    volume
+        The norm's input.
+    pooled
+        Which pairs share their statistics.
+    weight, bias
+        Of the channels; None where the norm has none.
+    eps
+        Added to the variance.
+    """
     context = volume.context
-    counts = slab_voxels(context.communicator.grid, volume.dims, volume.shape)
+    counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
-        if _direct(context, pooled, volume.slabs):
+        if _fits_one_kernel(context, pooled, volume.slabs):
             (slab,) = volume.slabs
             shares = choice.shares(counts, torch.float32, slab.device)
             found = choice.direct_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
         else:
-            stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])  # (shards, 2, B, C)
+            # (num_shards, 2, B, C)
+            stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
             shares = choice.shares(counts, stacked.dtype, stacked.device)
             found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
     mean, variance, rstd, scale, shift = found.unbind(0)
-    return Statistics(mean, variance, rstd, scale, shift, sum(counts))
+    return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
 
 
-def _direct(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
+def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
-    communicator = context.communicator
     batch, channels = slabs[0].shape[:2]
-    reached = communicator.shards == 1 or (communicator.mailbox is not None and 2 * batch * channels <= CAPACITY)
+    mailbox = context.communicator.mailbox
+    reached = context.communicator.num_shards == 1 or (mailbox is not None and 2 * batch * channels <= CAPACITY)
     return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.fused(slabs[0])
 
 
-def settled_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
-    """Return a volume whose norm is computed, where the network's own code checkpoints; leave it deferred elsewhere.
+def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
+    """Return a norm's result, written where the network's own code checkpoints; leave it waiting elsewhere.
 
     A norm at the end of a checkpointed block would be computed behind it. The recomputation ends with the last tensor
     that was saved in the block: it would not come as far as torch's, and not change the buffers that torch's changes.
     """
-    deferred: Any = volume.deferred
-    if deferred is not None and deferred.moment.hooks not in (None, volume.context.hooks):
+    waiting = volume.pending
+    if isinstance(waiting, WaitingNorm) and waiting.moment.hooks not in (None, volume.context.hooks):
         volume.settle()
     return volume
 
 
-class Moment:
-    """When something was deferred: the modes it must be computed in, and the state its inputs must be in."""
+class WaitingNorm(Waiting):
+    """A norm, and perhaps an activation, that waits for the next operator.
 
-    def __init__(self) -> None:
-        self.grad_enabled = torch.is_grad_enabled()
-        self.hooks = saved_tensors_hooks()
-        self.versions: list[int] | None = None
-        self.trained: list[bool] = []
+    Parameters
+    ----------
+    volume
+        The norm's input.
+    pooled
+        Which (sample, channel) pairs share statistics.
+    found
+        The statistics.
+    weight, bias
+        Of the channels; None where the norm has none.
+    """
 
-    def note(self, slabs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> None:
-        """Remember the inputs' versions, and which parameters were trained, the first time."""
-        if self.versions is None:
-            self.versions = [slab._version for slab in slabs]
-            self.trained = [parameter.requires_grad for parameter in parameters]
+    def __init__(
+        self,
+        volume: ShardedVolume,
+        pooled: Pooled,
+        found: NormStatistics,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:
+        self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
+        self.stand_ins = slabs = list(volume.slabs)
+        self.activation = choice.IDENTITY
+        self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
+        # The backward pass, where there will be one, reads the weight.
+        read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
+        self.unchanged = Unchanged(read)
+        cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and self.context.communicator.num_shards > 1
+        self.room = self.context.room if cut_along_depth and len(slabs) == 1 else 0
 
-    def check(self, slabs: Sequence[Tensor]) -> None:
-        """Refuse inputs that were changed in place since."""
-        if [slab._version for slab in slabs] != self.versions:
-            raise UnsupportedOperatorError(
-                "the input of a norm or of a join, or the norm's weight, was changed in place before the result was "
-                "used; do that out of place, or use the result before"
-            )
-
-    def restored(self, parameters: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
-        """Compute as if then.
-
-        The next operator may run under no_grad, or inside a checkpointed block that must not count this; or a parameter
-        was frozen, or freed, in between.
-        """
-        now = saved_tensors_hooks()
-        own = now is None or now == self.hooks
-        changed = [p for p, trained in zip(parameters, self.trained, strict=True) if p.requires_grad != trained]
-        if own and not changed and torch.is_grad_enabled() == self.grad_enabled:
-            return nullcontext()
-        return self._restored(own, changed)
-
-    @contextmanager
-    def _restored(self, own: bool, changed: Sequence[Tensor]) -> Iterator[None]:
-        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
-        try:
-            with torch.set_grad_enabled(self.grad_enabled), hooks:
-                yield
-        finally:
-            for parameter in changed:
-                parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@dataclass
-class Deferred:
-    """A norm, and perhaps an activation, to be applied to ``slabs``."""
-
-    context: Context
-    dims: tuple[int, ...]
-    slabs: list[Tensor]
-    pooled: Pooled
-    found: Statistics
-    weight: Tensor | None
-    bias: Tensor | None
-    activation: choice.Activation = choice.IDENTITY
-    moment: Moment = field(default_factory=Moment)
-
-    def __post_init__(self) -> None:
-        self.moment.note(self._inputs, self._affine)
-
-    @property
-    def _affine(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
-
-    @property
-    def _inputs(self) -> list[Tensor]:
-        """What must still be as it was; the weight, which the backward pass reads, only where there will be one."""
-        return self.slabs if self.weight is None or not self.moment.grad_enabled else [*self.slabs, self.weight]
-
-    def activated(self, activation: choice.Activation) -> "Deferred | None":
+    def activate(self, activation: choice.Activation) -> "WaitingNorm | None":
         """Return this with an activation behind, or None where there is one already."""
         if self.activation != choice.IDENTITY:
             return None
-        given = self.context, self.dims, self.slabs, self.pooled, self.found, self.weight, self.bias
-        return Deferred(*given, activation, self.moment)
+        taken = WaitingNorm.__new__(WaitingNorm)
+        vars(taken).update(vars(self), activation=activation)
+        return taken
 
-    @property
-    def room(self) -> int:
-        """Planes of room to leave around the result."""
-        single = len(self.slabs) == 1 and self.context.communicator.shards > 1
-        return self.context.room if single and self.dims == (DIM,) and self.slabs[0].ndim == 5 else 0
-
-    def run(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, int, Wait | None]:
-        """Apply it: return the slabs, the first one's recipe, their room, and the wait for the halo if one was sent."""
-        self.moment.check(self._inputs)
-        work = _Work(self, halo if halo is not None and halo.width <= self.room else None)
-        with self.moment.restored(self._affine):
-            results = _Normalize.apply(work, self.weight, self.bias, *self.slabs)
+    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Apply it."""
+        work = _Writing(self, halo)
+        with self.moment.restored():
+            slabs = list(_Normalize.apply(work, self.weight, self.bias, *self.stand_ins))
         recipe = None
-        if len(self.slabs) == 1:
-            recipe = normalized(self.slabs[0], work.scales[0], work.shifts[0], self.activation)
-        return list(results), recipe, self.room, work.wait
+        if len(slabs) == 1:
+            recipe = recipe_of_norm(self.stand_ins[0], work.scales[0], work.shifts[0], self.activation)
+        return slabs, recipe, work.wait
 
 
-@dataclass
-class _Work:
-    """A deferred norm while it is computed, and what comes out besides the slabs."""
+class _Writing:
+    """A norm while its slabs are written, and what comes out besides them."""
 
-    norm: Deferred
-    halo: Halo | None
-    scales: list[Tensor] = field(default_factory=list)
-    shifts: list[Tensor] = field(default_factory=list)
-    wait: Wait | None = None
+    def __init__(self, norm: WaitingNorm, halo: Halo | None) -> None:
+        self.norm, self.halo = norm, halo
+        self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
+        self.wait: Wait | None = None
 
     def write(self, slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Apply scale, shift and activation; with a halo to send, to the outermost planes first."""
@@ -235,7 +192,7 @@ class _Work:
         apply = partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation)
         if not room:
             return apply(slab)
-        out = roomy(slab, room)
+        out = allocate_with_room(slab, room)
 
         def planes(start: int, count: int) -> None:
             apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
@@ -250,11 +207,9 @@ class _Work:
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, weight: Tensor | None, bias: Tensor | None, *slabs: Tensor
+        ctx: Any, work: _Writing, weight: Tensor | None, bias: Tensor | None, *slabs: Tensor
     ) -> tuple[Tensor, ...]:
         norm, found = work.norm, work.norm.found
-        spread = norm.context.spread
-        work.scales, work.shifts = spread(found.scale), spread(found.shift)
         results = tuple(work.write(*row) for row in zip(slabs, work.scales, work.shifts, strict=True))
         ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation, norm.room
         ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slabs)
@@ -267,7 +222,7 @@ class _Normalize(torch.autograd.Function):
         mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors
         spread = context.spread
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
-        if _direct(context, pooled, slabs):
+        if _fits_one_kernel(context, pooled, slabs):
             known, box = (mean, rstd, scale, shift), context.communicator.mailbox
             found = choice.direct_backward_coefficients(gradients[0], slabs[0], known, activation, weight, voxels, box)
         else:
@@ -280,8 +235,9 @@ class _Normalize(torch.autograd.Function):
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
         # The convolution in front of the norm wants neighbours' planes around its gradient.
+        roomy = room if mean.shape[0] == 1 else 0
         inputs = [
-            choice.gradient_input(*row, activation, out=roomy(row[1], room) if room and len(row[1]) == 1 else None)
+            choice.gradient_input(*row, activation, out=allocate_with_room(row[1], roomy) if roomy else None)
             for row in rows
         ]
         weight_gradient = moment.to(weight) if weight is not None else None

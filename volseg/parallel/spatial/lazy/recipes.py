@@ -8,29 +8,19 @@ What is written is apart from the tensors it is written from: autograd keeps the
 (recomputation forgets them, offloading moves them), and the operator keeps ``write`` alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from volseg.device.dims import DIM
 from volseg.device.norm import choice
+from volseg.parallel.spatial.pending import Recipe, Write
 
-__all__ = ["Copy", "Join", "Normalize", "Recipe", "Write", "joined", "kept", "normalized"]
-
-Write = Callable[[Sequence[Tensor], Tensor, int], None]
-"""Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
+__all__ = ["Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Tensors, and how a slab follows from them."""
-
-    tensors: tuple[Tensor, ...]
-    write: Write
-
-
-def _planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
+def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
     count = out.shape[DIM]
     return slab if slab.shape[DIM] == count else slab.narrow(DIM, start, count)
 
@@ -44,7 +34,7 @@ class Normalize:
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Apply them again."""
         slab, scale, shift = tensors
-        choice.affine(_planes(slab, start, out), scale, shift, self.activation, out)
+        choice.affine(_view_planes(slab, start, out), scale, shift, self.activation, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Copy:
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy it."""
-        choice.copy(_planes(tensors[0], start, out), out)
+        choice.copy(_view_planes(tensors[0], start, out), out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +67,17 @@ class Join:
             first, used = first + count, used + number
 
 
-def normalized(slab: Tensor, scale: Tensor, shift: Tensor, activation: choice.Activation) -> Recipe:
+def recipe_of_norm(slab: Tensor, scale: Tensor, shift: Tensor, activation: choice.Activation) -> Recipe:
     """Return the recipe of a norm's result, with the activation behind it."""
     return Recipe((slab, scale, shift), Normalize(activation))
 
 
-def kept(slab: Tensor) -> Recipe:
+def recipe_of_kept(slab: Tensor) -> Recipe:
     """Return the recipe of a slab that somebody keeps."""
     return Recipe((slab,), Copy())
 
 
-def joined(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
+def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
     """Return the recipe of slabs side by side; parts that are joins themselves are taken apart."""
     writes: list[Write] = []
     counts: list[int] = []

@@ -26,15 +26,17 @@ from torch.utils.checkpoint import checkpoint
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.lazy.recomputed import Again
+from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
+from volseg.parallel.spatial.pending import Unchanged
+from volseg.parallel.spatial.transport.room import find_room
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation", "blocks"]
+__all__ = ["Recomputation", "find_blocks"]
 
 
-def blocks(net: nn.Module) -> list[nn.Module]:
+def find_blocks(net: nn.Module) -> list[nn.Module]:
     """Return the modules to recompute: a level's way down, or its way up, where the network has modules for them.
 
     The innermost modules that hold two convolutions or more; instead of one of them the module around it, where that
@@ -75,7 +77,7 @@ class Recomputation:
         if not valid or isinstance(levels, bool):
             raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
         self.levels, self.context = levels, context
-        self.blocks = blocks(net) if levels is not None else []
+        self.blocks = find_blocks(net) if levels is not None else []
         self._random = _Draws()
         # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
         self._lock = RLock()
@@ -107,14 +109,11 @@ class Recomputation:
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         held = [_Held(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
-        plain = [leaf for leaf in leaves if _is_counted(leaf)]
-        versions = [leaf._version for leaf in plain]
+        plain = Unchanged([leaf for leaf in leaves if _is_counted(leaf)])
         repeat = _Repetition(block, self._random, self.context, self._lock)
 
         def check(when: str) -> None:
-            if versions != [leaf._version for leaf in plain] or any(
-                leaf.is_changed() for leaf in held if isinstance(leaf, _Held)
-            ):
+            if not plain.holds() or not all(leaf.unchanged.holds() for leaf in held if isinstance(leaf, _Held)):
                 raise UnsupportedOperatorError(
                     f"the input of the recomputed block {self.context.name_of(block)} was changed in place {when}, and "
                     "could not be computed from again; do that out of place (inplace=False), or leave out checkpoint="
@@ -241,30 +240,29 @@ class _Held:
 
     def __init__(self, volume: ShardedVolume) -> None:
         volume.settle()
-        self.recipe, self.room = volume.current_recipe(), volume.room
+        self.recipe = volume.pending.find_recipe(volume)
         self.requires_grad = volume.requires_grad
         self.dims, self.shape, self.context = volume.dims, volume.shape, volume.context
         self.volume: ShardedVolume | None = volume
-        self.versions = volume._versions()[1:]
-        self._slabs = list(volume._slabs)
-        self._slab_versions = [slab._version for slab in self._slabs]
-        # Shape and layout of the slab, without its memory.
+        self.unchanged = Unchanged(list(volume._slabs))
+        self._source = Unchanged(() if self.recipe is None else self.recipe.tensors)
+        # Shape, layout and room of the slab, without its memory.
         slab = volume._slabs[0]
-        self.like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
-
-    def is_changed(self) -> bool:
-        """Say whether the slabs were changed in place since."""
-        return [slab._version for slab in self._slabs] != self._slab_versions
+        self._like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
+        self._room = find_room(slab)
 
     def let_go(self) -> None:
         """Forget the slab where there is a recipe."""
         if self.recipe is not None:
-            self.volume, self._slabs, self._slab_versions = None, [], []
+            self.volume, self.unchanged = None, Unchanged(())
 
     def take(self) -> ShardedVolume:
         """Return the input: itself, or to be computed again without history, which the recomputation does not need."""
         if self.volume is not None:
             return self.volume
         assert self.recipe is not None
-        again = Again(self.recipe, self.like, self.room, self.versions, self.requires_grad)
-        return ShardedVolume([again.placeholder()], self.dims, self.shape, self.context, again)
+        waiting = RecomputedInput(self.recipe, self._like, self._room, self._source, self.requires_grad)
+        # Not deferred as a norm is: a join that reads its recipe spares the slab, whatever else works in place.
+        volume = ShardedVolume(waiting.stand_ins, self.dims, self.shape, self.context)
+        volume.pending = waiting
+        return volume

@@ -1,4 +1,4 @@
-"""Activations that a deferred norm takes along: the leaky ReLUs and ELU, in place or not."""
+"""Activations that a waiting norm takes along: the leaky ReLUs and ELU, in place or not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from volseg.device.norm.choice import Activation
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["elu", "leaky_relu", "relu"]
 
@@ -35,16 +35,14 @@ def _activated(func: Callable, volume: Any, chosen: Activation, inplace: bool, s
     if not isinstance(volume, ShardedVolume):
         refuse("its input is not sharded")
     inplace = inplace or func.__name__.endswith("_")
-    deferred = volume.deferred.activated(chosen) if volume.deferred is not None else None
-    if deferred is None:
+    waiting = volume.pending.activate(chosen)
+    if waiting is None:
         if not inplace:
             return pointwise(func, (volume,), settings)
         if not func.__name__.endswith("_"):
             settings = {**settings, "inplace": True}  # type: ignore[dict-item]
         return in_place(func, (volume,), settings)
     if inplace:
-        volume.deferred = deferred
+        volume.pending = waiting
         return volume
-    result = ShardedVolume(deferred.slabs, volume.dims, volume.shape, volume.context, deferred)
-    volume.context.defer(result)
-    return result
+    return defer(waiting, volume.dims, volume.shape, volume.context)

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 
@@ -198,7 +199,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
-    used, slabs = input._shown, input.slabs
+    used, slabs = isinstance(input.pending, Shown), input.slabs
     dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 
     def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
@@ -219,8 +220,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     input._slabs = list(_Hooked.apply(joined, hooks, *slabs))
-    input.with_recipe(None, 0)
-    input.parts, input.hooks = None, hooks
+    input.hooks = hooks
     return handle
 
 
@@ -308,6 +308,6 @@ def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))
     refuse(
-        f"its voxels lie on {volume.context.communicator.shards} shards: call full_tensor() first, or, where somebody "
-        f"else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
+        f"its voxels lie on {volume.context.communicator.num_shards} shards: call full_tensor() first, or, where "
+        f"somebody else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
     )

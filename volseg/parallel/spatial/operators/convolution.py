@@ -11,8 +11,8 @@ from torch import Tensor
 from volseg.device.convolution.settings import Settings
 from volseg.device.convolution.stacks import LIMIT
 from volseg.parallel.spatial.contract import rehearsed
-from volseg.parallel.spatial.convolution.slab import Plan, convolve
-from volseg.parallel.spatial.convolution.slab import plan as direct_plan
+from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, plan_convolution
+from volseg.parallel.spatial.convolution.slab import convolve
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
@@ -128,7 +128,7 @@ def _direct(
     dilation: Any,
     groups: int,
     rehearse: Callable[[], None],
-) -> Plan | None:
+) -> ConvolutionPlan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
@@ -136,19 +136,19 @@ def _direct(
     stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
-    def make() -> Plan | None:
+    def make() -> ConvolutionPlan | None:
         rehearse()  # once for a layer: what torch refuses
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
         (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
-        if not can_split(plan.outputs, context.communicator.shards):
+        if not can_split(plan.outputs, context.communicator.num_shards):
             return None
-        return direct_plan(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
+        return plan_convolution(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)
 
     layer = weight, stride, padding, dilation, groups
     key = volume.shape, volume.dims, *layer, context.channels_last, context.frugal
-    found: Plan | None = context.planned(key, make)
+    found: ConvolutionPlan | None = context.planned(key, make)
     return found
 
 

@@ -133,7 +133,7 @@ def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Te
         place = _place(plain.shape, plain.dims[0], target)
         if place is not None:
             return _merged_or_split(plain, target, *place)
-        if context.communicator.shards == 1 and target:
+        if context.communicator.num_shards == 1 and target:
             return ShardedVolume([volume.slabs[0].reshape(target)], [len(target) - 1], target, context)
     say_gathered(volume, f"gives the shape {tuple(target)} to")
     return volume.full_tensor().reshape(target)
@@ -174,7 +174,7 @@ def _merged_or_split(
 ) -> ShardedVolume | Tensor:
     """Reshape where dim ``dim`` of the target runs over ``outer`` dims in front and ``extent`` entries of the cut."""
     context, (cut,), (planes,) = volume.context, volume.dims, volume.sizes
-    shards = context.communicator.shards
+    shards = context.communicator.num_shards
     if extent % planes == 0:
         layout = Merged(outer, extent // planes)
     else:

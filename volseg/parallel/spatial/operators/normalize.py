@@ -1,6 +1,6 @@
 """Batch, instance, group and layer norm with the statistics of the whole volume.
 
-Statistics are computed at once; scale and shift are deferred until the next operator is known (see ``deferred``).
+Statistics are computed at once; scale and shift wait until the next operator is known (see ``pending``).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,25 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.spatial.lazy.norm import Deferred, Pooled, Statistics, settled_in_checkpoint, statistics
+from volseg.parallel.spatial.lazy.norm import (
+    NormStatistics,
+    Pooled,
+    WaitingNorm,
+    compute_statistics,
+    settle_in_checkpoint,
+)
 from volseg.parallel.spatial.operators.arguments import spatial_only
 from volseg.parallel.spatial.operators.pointwise import elementwise
 from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
 
 
 def normalize(
     volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[ShardedVolume, Statistics]:
+) -> tuple[ShardedVolume, NormStatistics]:
     """Return the normalised volume, still to be computed, and the statistics it is normalised with."""
-    found = statistics(volume, pooled, weight, bias, eps)
-    deferred = Deferred(volume.context, volume.dims, list(volume.slabs), pooled, found, weight, bias)
-    result = ShardedVolume(volume.slabs, volume.dims, volume.shape, volume.context, deferred)
-    volume.context.defer(result)
-    return result, found
+    found = compute_statistics(volume, pooled, weight, bias, eps)
+    waiting = WaitingNorm(volume, pooled, found, weight, bias)
+    return defer(waiting, volume.dims, volume.shape, volume.context), found
 
 
 @handles("Normalisation", "F.batch_norm", rehearse=False)
@@ -116,7 +120,7 @@ def _with_running(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
     result, found = normalize(volume, pooled, weight, bias, eps)
     if not pooled.over_batch:  # torch's instance norm changes its running statistics last, its batch norm first
-        settled_in_checkpoint(result)
+        settle_in_checkpoint(result)
     if mean is not None and var is not None:
         with torch.no_grad():
             # Samples that share their statistics have the same ones: no average of them is needed.
@@ -128,7 +132,7 @@ def _with_running(
             mean.lerp_(center.to(mean), momentum)
             # Towards the unbiased variance, count / (count - 1) times the biased one.
             var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
-    return settled_in_checkpoint(result)
+    return settle_in_checkpoint(result)
 
 
 @handles("Normalisation", "F.group_norm", "torch.group_norm")
@@ -144,7 +148,7 @@ def group_norm(
     """Normalise groups of channels of each sample over the volume."""
     if not isinstance(input, ShardedVolume) or not spatial_only(input, input.ndim - 2):
         refuse("the volume must be cut along spatial dims")
-    return settled_in_checkpoint(normalize(input, Pooled(False, num_groups), weight, bias, eps)[0])
+    return settle_in_checkpoint(normalize(input, Pooled(False, num_groups), weight, bias, eps)[0])
 
 
 @handles("Normalisation", "F.rms_norm", "torch.rms_norm")

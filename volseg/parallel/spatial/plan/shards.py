@@ -36,26 +36,26 @@ class Transfer:
     stop: int
 
 
-def bounds(size: int, shards: int) -> tuple[int, ...]:
-    """Return the ``shards + 1`` borders between slabs of ``size`` planes; slabs differ by one plane at most.
+def bounds(size: int, num_shards: int) -> tuple[int, ...]:
+    """Return the ``num_shards + 1`` borders between slabs of ``size`` planes; slabs differ by one plane at most.
 
     Examples
     --------
     >>> bounds(10, 4)
     (0, 2, 5, 7, 10)
     """
-    return tuple(index * size // shards for index in range(shards + 1))
+    return tuple(index * size // num_shards for index in range(num_shards + 1))
 
 
-def spans(size: int, shards: int, unit: int = 1) -> list[Span]:
+def spans(size: int, num_shards: int, unit: int = 1) -> list[Span]:
     """Return the planes that each shard owns; ``unit`` of them stay together."""
-    borders = bounds(size // unit, shards)
+    borders = bounds(size // unit, num_shards)
     return list(pairwise(unit * border for border in borders))
 
 
-def can_split(size: int, shards: int) -> bool:
+def can_split(size: int, num_shards: int) -> bool:
     """Say whether every shard gets a plane; a volume that is too thin is kept whole."""
-    return size >= shards
+    return size >= num_shards
 
 
 def overlap(first: Span, second: Span) -> Span:

@@ -18,6 +18,7 @@ movement       forward               backward
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from volseg.device.peer.values import Mailbox
 from volseg.parallel.spatial.plan.shards import Span, spans
 
-__all__ = ["Communicator", "box", "buckets"]
+__all__ = ["Communicator", "fill_buckets", "narrow_to"]
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
@@ -58,8 +59,8 @@ class Communicator(ABC):
     home: torch.device
     mailbox: Mailbox | None = None
 
-    @property
-    def shards(self) -> int:
+    @cached_property
+    def num_shards(self) -> int:
         """Number of shards in all processes."""
         return prod(self.grid)
 
@@ -94,7 +95,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
-        """Stack one small tensor of every shard, ``(shards, ...)``, in the order of the grid; the result is whole."""
+        """Stack a small tensor of every shard, ``(num_shards, ...)``, in the order of the grid; the result is whole."""
 
     @abstractmethod
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -113,14 +114,14 @@ class Communicator(ABC):
         """Hand a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
 
 
-def box(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
+def narrow_to(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
     """Return a view of the planes in ``owned``, one span for each of ``dims``."""
     for dim, (start, stop) in zip(dims, owned, strict=True):
         whole = whole.narrow(dim, start, stop - start)
     return whole
 
 
-def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
     """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter.
 
     The first is smaller: see ``FIRST_BUCKET_BYTES``.

@@ -24,9 +24,9 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The place of this process: its shards, and the replicas it averages with (None where there are none)."""
+    """The place of this process: its communicator, and the replicas it averages with (None where there are none)."""
 
-    shards: ProcessGroupShards
+    communicator: ProcessGroupShards
     replicas: dist.ProcessGroup | None
 
 
@@ -77,9 +77,9 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     replica_dim = names.index(DATA) if DATA in names else None
     ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
     rows = ranks.reshape(-1, prod(sizes)).tolist()
-    shards = _own_group(rows)
+    group = _own_group(rows)
     replicas = _own_group([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
-    return Processes(ProcessGroupShards(shards, _grid(grid, sizes), device), replicas)
+    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device), replicas)
 
 
 def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:

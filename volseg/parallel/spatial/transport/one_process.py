@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
-from volseg.parallel.spatial.transport.communicator import Communicator, box
+from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 
 __all__ = ["LocalDevices"]
 
@@ -77,7 +77,7 @@ class LocalDevices(Communicator):
         """Copy each slab to its device."""
         owned = self.owned([whole.shape[dim] for dim in dims])
         return [
-            box(whole, dims, spans_).to(device, non_blocking=True)
+            narrow_to(whole, dims, spans_).to(device, non_blocking=True)
             for spans_, device in zip(owned, self.devices, strict=True)
         ]
 

@@ -16,7 +16,7 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.planes import plane_mailbox
 from volseg.device.peer.values import mailbox
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
-from volseg.parallel.spatial.transport.communicator import Communicator, box, buckets
+from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets, narrow_to
 
 __all__ = ["ProcessGroupShards"]
 
@@ -148,11 +148,11 @@ class ProcessGroupShards(Communicator):
         return total
 
     def stack(self, partial: Tensor) -> Tensor:
-        """Return every process's tensor, ``(shards, ...)``, outside autograd."""
+        """Return every process's tensor, ``(num_shards, ...)``, outside autograd."""
         if self.mailbox is not None and self.mailbox.takes(partial):
             return self.mailbox.stack(partial)
         partial = partial.contiguous()
-        stacked = partial.new_empty((self.shards, *partial.shape))
+        stacked = partial.new_empty((self.num_shards, *partial.shape))
         dist.all_gather_into_tensor(stacked.view(-1), partial.view(-1), group=self.group)
         return stacked
 
@@ -192,7 +192,7 @@ class ProcessGroupShards(Communicator):
 def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup) -> list[Tensor]:
     """Return the parameters, marked so that their gradients are averaged over processes with other volumes."""
     shared: list[Tensor] = []
-    for bucket in buckets(parameters):
+    for bucket in fill_buckets(parameters):
         shared += _Average.apply(replicas, *bucket)
     return shared
 
@@ -202,28 +202,28 @@ class _Fetch(torch.autograd.Function):
     def forward(
         ctx: Any,
         slab: Tensor,
-        shards: ProcessGroupShards,
+        communicator: ProcessGroupShards,
         axis: int,
         dim: int,
         size: int,
         wanted: tuple[Span, ...],
         unit: int,
     ) -> Tensor:
-        ctx.plan = shards, axis, dim, size, wanted, unit
-        return shards.exchange(slab, axis, dim, size, wanted, unit)
+        ctx.plan = communicator, axis, dim, size, wanted, unit
+        return communicator.exchange(slab, axis, dim, size, wanted, unit)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shards, *plan = ctx.plan
-        return shards.give_back(gradient, *plan), None, None, None, None, None, None
+        communicator, *plan = ctx.plan
+        return communicator.give_back(gradient, *plan), None, None, None, None, None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, shards: ProcessGroupShards) -> Tensor:
-        ctx.rank = shards.rank
-        return shards.stack(partial)
+    def forward(ctx: Any, partial: Tensor, communicator: ProcessGroupShards) -> Tensor:
+        ctx.rank = communicator.rank
+        return communicator.stack(partial)
 
     @staticmethod
     @first_order
@@ -234,49 +234,49 @@ class _Collect(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, slab: Tensor, shards: ProcessGroupShards, dims: tuple[int, ...], sizes: tuple[int, ...]
+        ctx: Any, slab: Tensor, communicator: ProcessGroupShards, dims: tuple[int, ...], sizes: tuple[int, ...]
     ) -> Tensor:
-        ctx.plan = dims, shards.owned(sizes)[0]
-        return shards.assemble(slab, dims, sizes)
+        ctx.plan = dims, communicator.owned(sizes)[0]
+        return communicator.assemble(slab, dims, sizes)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return box(gradient, *ctx.plan), None, None, None
+        return narrow_to(gradient, *ctx.plan), None, None, None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, shards: ProcessGroupShards) -> Tensor:
-        ctx.shards = shards
+    def forward(ctx: Any, whole: Tensor, communicator: ProcessGroupShards) -> Tensor:
+        ctx.communicator = communicator
         return whole.view_as(whole)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.shards.group)
+        dist.all_reduce(total, group=ctx.communicator.group)
         return total, None
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, shards: ProcessGroupShards, dims: tuple[int, ...]) -> Tensor:
-        ctx.plan = shards, dims, [whole.shape[dim] for dim in dims]
+    def forward(ctx: Any, whole: Tensor, communicator: ProcessGroupShards, dims: tuple[int, ...]) -> Tensor:
+        ctx.plan = communicator, dims, [whole.shape[dim] for dim in dims]
         # A copy: the slab outlives the whole volume, whose memory should go.
-        return box(whole, dims, shards.owned(ctx.plan[2])[0]).clone()
+        return narrow_to(whole, dims, communicator.owned(ctx.plan[2])[0]).clone()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shards, dims, sizes = ctx.plan
-        return shards.assemble(gradient.contiguous(), dims, sizes), None, None
+        communicator, dims, sizes = ctx.plan
+        return communicator.assemble(gradient.contiguous(), dims, sizes), None, None
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shards: ProcessGroupShards, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards = shards
+    def forward(ctx: Any, communicator: ProcessGroupShards, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.communicator = communicator
         # A parameter that no shard used keeps the gradient None, as on one device.
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
@@ -284,7 +284,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *reduce_together(gradients, ctx.shards.group)
+        return None, *reduce_together(gradients, ctx.communicator.group)
 
 
 class _Average(torch.autograd.Function):

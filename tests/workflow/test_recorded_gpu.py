@@ -61,17 +61,17 @@ def trained(network, batches, make_optimizer, **options):
     ],
     ids=["SGD", "AdamW"],
 )
-def test_a_captured_training_equals_the_plain_one(batches, make_optimizer):
+def test_a_recorded_training_equals_the_plain_one(batches, make_optimizer):
     schedule = {"schedule": lambda progress: 1 - progress}
-    captured = trained(net(), batches("device"), make_optimizer, **schedule)
-    plain = trained(net(), batches("device"), make_optimizer, capture=False, **schedule)
-    assert captured._captured.num_recorded == 1
-    assert captured._captured.refused is None
-    assert plain._captured is None
+    recorded = trained(net(), batches("device"), make_optimizer, **schedule)
+    plain = trained(net(), batches("device"), make_optimizer, record=False, **schedule)
+    assert recorded._recorded.num_recorded == 1
+    assert recorded._recorded.refused is None
+    assert plain._recorded is None
     # float32: cuDNN sums with atomics in the backward pass, so two runs of the same step differ in the last bits.
-    for one, other in zip(captured.history, plain.history, strict=True):
+    for one, other in zip(recorded.history, plain.history, strict=True):
         assert one.losses["loss"] == pytest.approx(other.losses["loss"], rel=1e-4)
-    torch.testing.assert_close(captured.network.state_dict(), plain.network.state_dict(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(recorded.network.state_dict(), plain.network.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_recorded_batches_equal_batches_from_memory(batches):
@@ -93,7 +93,7 @@ def test_no_batch_waits_for_the_device(batches):
             training._train_batch(training._on_device(next(source)))
 
     train_on(4)
-    assert training._captured.num_recorded == 2
+    assert training._recorded.num_recorded == 2
     try:
         with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
             torch.cuda.set_sync_debug_mode("error")
@@ -102,7 +102,7 @@ def test_no_batch_waits_for_the_device(batches):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_network_that_looks_at_values_trains_uncaptured_and_says_so(batches, caplog):
+def test_a_network_that_looks_at_values_trains_unrecorded_and_says_so(batches, caplog):
     class Looks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,13 +112,13 @@ def test_a_network_that_looks_at_values_trains_uncaptured_and_says_so(batches, c
             return self.inner(x) * (2.0 if x.mean().item() > 100 else 1.0)
 
     training = trained(Looks().cuda(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
-    assert training._captured.refused
+    assert training._recorded.refused
     assert "cannot be recorded as a CUDA graph" in caplog.text
-    reference = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True), capture=False)
+    reference = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True), record=False)
     assert training.history[-1].losses["loss"] == pytest.approx(reference.history[-1].losses["loss"], rel=1e-3)
 
 
-def test_a_state_taken_from_a_captured_training_loads_on_a_cpu(batches):
+def test_a_state_taken_from_a_recorded_training_loads_on_a_cpu(batches):
     training = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True))
     state = training.state_dict()
     assert isinstance(state["optimizer"]["param_groups"][0]["lr"], float)

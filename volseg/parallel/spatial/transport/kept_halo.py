@@ -11,15 +11,10 @@ from torch import Tensor
 
 from volseg.device.dims import DIM
 
-__all__ = ["copied", "count", "outer", "restore", "uninitialized"]
+__all__ = ["allocate", "copy_planes", "put_back", "view_planes"]
 
 
-def count(own: tuple[int, int]) -> int:
-    """Return the number of tensors for a halo of so many planes before and behind."""
-    return len({planes for planes in own if planes})
-
-
-def outer(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
+def view_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
     """Return views of the halo's planes."""
     before, behind = own
     if before != behind:
@@ -33,20 +28,18 @@ def outer(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
     return [buffer.as_strided(shape, stride, buffer.storage_offset())]
 
 
-def copied(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
+def copy_planes(buffer: Tensor, own: tuple[int, int]) -> list[Tensor]:
     """Copy the halo's planes."""
-    return [planes.clone() for planes in outer(buffer, own)]
+    return [planes.clone() for planes in view_planes(buffer, own)]
 
 
-def restore(buffer: Tensor, own: tuple[int, int], kept: Sequence[Tensor]) -> None:
+def put_back(buffer: Tensor, own: tuple[int, int], kept: Sequence[Tensor]) -> None:
     """Write the planes to where they were."""
-    for planes, edge in zip(outer(buffer, own), kept, strict=True):
-        planes.copy_(edge)
+    for planes, copy in zip(view_planes(buffer, own), kept, strict=True):
+        planes.copy_(copy)
 
 
-def uninitialized(
-    buffer: Tensor, own: tuple[int, int], order: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor | None]]:
+def allocate(buffer: Tensor, own: tuple[int, int], order: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return memory for the planes, and for each side its part: dense once the dims are permuted to ``order``."""
     before, behind = own
     shape = [buffer.shape[dim] for dim in order]

@@ -6,8 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial import SpatialStrategy
-from volseg.workflow.processes import is_distributed
+from volseg.parallel.devices import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 
 __all__ = ["can_be_recorded", "plain_rates"]
@@ -19,8 +18,7 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
     The optimizer must be fused, so that it takes its learning rate from the device.
     """
     if isinstance(network, ModelParallel):
-        strategy = network.strategy
-        one = isinstance(strategy, SpatialStrategy) and len(strategy.communicator.devices) == 1
+        one = network.strategy.is_recordable
     else:
         one = len({parameter.device for parameter in network.parameters()}) == 1
     on_gpus = all(parameter.is_cuda for parameter in network.parameters())

@@ -1,10 +1,11 @@
-"""A group's recorded steps train as its eager ones, and the group ends.
+"""A group's recorded steps train as its eager ones; a Ctrl-C that one process gets ends all of them, all saved.
 
-``python test_captured_group.py FOLDER`` in each process writes what it found.
+``python test_training_group.py FOLDER`` in each process writes what it found.
 """
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torch import nn
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.workflow import Hook, Named, Training
-from volseg.workflow.spatial_group import GroupBatches
+from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation
 
 
 class Batches:
@@ -53,7 +55,7 @@ class RunTheModel(Hook):
             torch.rand(3, device=training.device)
 
 
-def trained(capture, dropout=(), epochs=2):
+def trained(record, dropout=(), epochs=2):
     model = ModelParallel(network(dropout), strategy="spatial")
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=device.type == "cuda")
@@ -68,7 +70,7 @@ def trained(capture, dropout=(), epochs=2):
         clip=1.0,
         schedule=lambda progress: 1 - progress / 2,
         average_decay=0.9,
-        capture=capture,
+        record=record,
         hooks=[RunTheModel()],
     )
     training.run()
@@ -77,24 +79,72 @@ def trained(capture, dropout=(), epochs=2):
 
 def found(training):
     weights = torch.cat([p.detach().flatten() for p in training.network.parameters()]).cpu()
-    captured = training._captured
+    recorded = training._recorded
     return {
         "losses": [record.losses["loss"] for record in training.history],
         "weights": weights.tolist(),
-        "recorded": captured.num_recorded if captured else None,
-        "refused": captured.refused if captured else None,
+        "recorded": recorded.num_recorded if recorded else None,
+        "refused": recorded.refused if recorded else None,
     }
+
+
+class InterruptedValidation:
+    """Three cases; Ctrl-C comes during the second, to the leading process only."""
+
+    examples = ()
+
+    def __init__(self, model):
+        self.model, self.judged = FollowedModel(model), 0
+
+    def __call__(self):
+        with torch.no_grad():
+            for case in range(3):
+                stop_if_requested()
+                self.model(torch.ones(1, 1, 8, 4, 4)).full_tensor()
+                self.judged += 1
+                if case == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Saved(Hook):
+    at = None
+
+    def on_interrupt(self, training):
+        self.at = [training.epoch, training.position, len(training.state().losses)]
+
+
+def interrupted():
+    model = ModelParallel(network(()), strategy="spatial")
+    leads = dist.get_rank() == 0
+    validation = InterruptedValidation(model) if leads else None
+    saved = Saved()
+    training = Training(
+        Named(model, ["image"], ["logits"]),
+        Named(loss, ["logits", "label"], ["loss"]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        GroupBatches(model, Batches() if leads else None, len(Batches())),
+        epochs=3,
+        validation=GroupValidation(model, validation, None),
+        hooks=[saved],
+    )
+    ended = "to its end"
+    try:
+        training.run()
+    except KeyboardInterrupt:
+        ended = "by Ctrl-C"
+    return {"ended": ended, "saved": saved.at, "judged": validation.judged if validation else None}
 
 
 def follow(folder):
     torch.backends.cudnn.allow_tf32 = False
     start_group()
     results = {
-        "eager": found(trained(capture=False)),
-        "recorded": found(trained(capture=True)),
+        "eager": found(trained(record=False)),
+        "recorded": found(trained(record=True)),
         # Masks of recorded steps are others than those of eager ones; what all processes must share is the weights.
-        "dropout": found(trained(capture=True, dropout=[nn.Dropout3d(0.5), nn.Dropout(0.2)])),
+        "dropout": found(trained(record=True, dropout=[nn.Dropout3d(0.5), nn.Dropout(0.2)])),
     }
+    results = {"interrupted": interrupted(), "trained": results}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.ended").touch()
@@ -103,7 +153,15 @@ def follow(folder):
 def launched(folder):
     launch([__file__, str(folder)], 2)
     assert all((folder / f"{rank}.ended").exists() for rank in range(2))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert_ended_together(*(result["interrupted"] for result in results))
+    return [result["trained"] for result in results]
+
+
+def assert_ended_together(first, second):
+    """The follower was not told by the system, and stands where the leader stands."""
+    assert first == {"ended": "by Ctrl-C", "saved": [0, 8, 8], "judged": 2}
+    assert second == {"ended": "by Ctrl-C", "saved": [0, 8, 8], "judged": None}
 
 
 def assert_same_training(first, second):

@@ -1,0 +1,169 @@
+"""Which kernels a training runs with, and that nobody can tell from what it leaves."""
+
+import logging
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from monai.networks.nets import UNet
+
+from volseg import Hook
+from volseg.data.msd import load_task
+from volseg.errors import ConfigError
+from volseg.experiment import kernels, predict, train, validate
+from volseg.experiment.building import build_model
+from volseg.models import FitGrid
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.workflow import load_checkpoint
+
+# float32: the two sum in another order, and six optimizer steps carry that on.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fast_on_the_cpu(monkeypatch):
+    """Let the CPU, on which the same functions run as plain torch, stand for a GPU that has the kernels."""
+    monkeypatch.setattr(kernels, "explain_absence", lambda device: None)
+
+
+@pytest.fixture
+def chosen(configured, task, monkeypatch):
+    """Return what becomes of a network of a config on a GPU, which the CPU stands for."""
+    rehearse = kernels._rehearse
+    monkeypatch.setattr(kernels, "explain_absence", lambda device: None)
+    monkeypatch.setattr(kernels, "_rehearse", lambda *given: rehearse(*given[:-1], CPU))
+
+    def choose(*overrides, trains=True):
+        config = configured("training.precision=bf16", *overrides)
+        network = FitGrid(UNet(3, 1, 3, channels=[4, 8], strides=[2]))
+        return kernels.with_fast_kernels(network, config, 1, torch.device("cuda:0"), trains=trains)
+
+    return choose
+
+
+def latest(outcome):
+    return load_checkpoint(outcome.folder.checkpoints / "latest.pt")
+
+
+def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, caplog):
+    caplog.set_level(logging.INFO)
+    assert type(build_model(configured(), load_task(task), CPU)) is FitGrid
+    assert "kernels" not in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"training\.kernels is fast, but they are for GPUs, and no GPU is used; set it"
+    ):
+        train(configured("training.kernels=fast"))
+    assert not configured().folder.exists()
+
+
+def test_runs_of_either_kind_are_the_same_and_go_on_as_the_other(configured, task, tmp_path, fast_on_the_cpu):
+    def labels(folder, name):
+        (path,) = predict(folder, [task / "imagesTs"], tmp_path / name).values()
+        return np.asarray(nibabel.load(path).dataobj)
+
+    plain = train(configured("training.kernels=torch", f"output={tmp_path / 'plain'}"))
+    fast = train(configured("training.kernels=fast"))
+    for mine, theirs in zip(fast.history, plain.history, strict=True):
+        torch.testing.assert_close(mine.losses, theirs.losses, **TOLERANCE)
+    assert [*latest(fast).model] == [*latest(plain).model]
+    torch.testing.assert_close(latest(fast).model, latest(plain).model, **TOLERANCE)
+    assert (labels(fast.folder, "one") != labels(plain.folder, "other")).mean() < 1e-3
+    longer = train(configured("training.kernels=torch", "training.epochs=3"), resume=True)
+    assert longer.folder.config().training.kernels == "torch"
+    other = train(configured("training.kernels=fast", "training.epochs=3", f"output={tmp_path / 'plain'}"), resume=True)
+    torch.testing.assert_close(latest(longer).model, latest(other).model, **TOLERANCE)
+    # Dice counts voxels: a handful of ties may fall to the other side.
+    assert validate(other.folder).score == pytest.approx(longer.validated.score, abs=2e-3)
+
+
+def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
+    assert type(chosen()) is FastKernels
+    assert type(chosen("training.kernels=fast", "training.accumulate=2")) is FastKernels
+    assert chosen("training.kernels=torch") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["training.precision=fp32"], "pay in bfloat16, and training.precision is another"),
+        (["training.record=false"], "no step is recorded with training.record: false"),
+        (["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
+        (["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
+    ],
+)
+def test_auto_says_why_it_takes_torchs(chosen, caplog, overrides, reason):
+    caplog.set_level(logging.INFO)
+    assert chosen(*overrides) is None
+    (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+    assert told.startswith("training.kernels is auto and takes torch's: ")
+    assert reason in told
+
+
+def test_nothing_is_recorded_of_predictions(chosen, caplog):
+    caplog.set_level(logging.INFO)
+    assert chosen(trains=False) is None
+    assert not caplog.records
+
+
+def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen, caplog, monkeypatch):
+    plain = UNet.forward
+
+    def spectral(self, x):
+        return plain(self, torch.fft.fftn(x.float(), dim=(2, 3, 4)).real)
+
+    monkeypatch.setattr(UNet, "forward", spectral)
+    caplog.set_level(logging.INFO)
+    assert chosen() is None
+    assert "takes torch's: fft_fftn called from" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"training\.kernels is fast, but .*fft_fftn called from .*; set it to auto or"
+    ):
+        chosen("training.kernels=fast")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "strategy", "takes"),
+    [("torch", "spatial", "auto or fast"), ("fast", "pipeline", "auto or torch"), ("fast", "auto", "auto")],
+)
+def test_a_strategy_that_cannot_run_them_is_refused(configured, kernels, strategy, takes):
+    message = rf"training\.kernels is {kernels}, which parallel\.strategy: {strategy} does not run; it takes {takes}"
+    with pytest.raises(ConfigError, match=message):
+        configured(f"training.kernels={kernels}", f"parallel.strategy={strategy}")
+
+
+def test_the_spatial_strategy_on_one_device_still_runs_and_names_the_option(configured, task, tmp_path):
+    config = configured("parallel={strategy: spatial, devices: 1}")
+    with pytest.warns(FutureWarning, match=r"cuts nothing.*training\.kernels: auto takes the fast kernels"):
+        model = build_model(config, load_task(task), CPU)
+    assert type(model) is ModelParallel
+    with pytest.warns(FutureWarning):
+        old = train(config)
+    plain = train(configured(f"output={tmp_path / 'plain'}"))
+    torch.testing.assert_close(latest(old).model, latest(plain).model, **TOLERANCE)
+
+
+def test_one_gpu_asked_for_on_the_command_line_cuts_nothing(configured):
+    spatial = "parallel={strategy: spatial}"
+    assert configured(spatial).on_one_device() == configured("parallel={strategy: none}")
+    recomputed = configured("parallel={strategy: spatial, checkpoint: all}").on_one_device().parallel
+    assert (recomputed.strategy, recomputed.devices, recomputed.checkpoint) == ("spatial", 1, "all")
+    assert configured().on_one_device().parallel.devices == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_auto_trains_with_the_fast_kernels(configured, tmp_path, caplog):
+    class Seen(Hook):
+        def on_training_end(self, training):
+            self.network = type(training.network)
+
+    caplog.set_level(logging.INFO)
+    outcomes = {}
+    for name, kind in (("auto", FastKernels), ("torch", FitGrid)):
+        seen = Seen()
+        outcomes[name] = train(configured(f"training.kernels={name}", f"output={tmp_path / name}"), hooks=[seen])
+        assert seen.network is kind, caplog.text
+    # bfloat16: a loss of three steps differs in the third digit.
+    for mine, theirs in zip(outcomes["auto"].history, outcomes["torch"].history, strict=True):
+        assert mine.losses["loss"] == pytest.approx(theirs.losses["loss"], rel=2e-2)

@@ -1,0 +1,85 @@
+"""One room asks which devices and processes there are; what it answers."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import volseg
+from volseg.errors import ParallelError
+from volseg.parallel import devices
+
+QUESTIONS = re.compile(
+    r"LOCAL_RANK|WORLD_SIZE|\bRANK\b|is_initialized\(|get_world_size|get_rank\(|device_count|cuda\.is_available"
+)
+ROOM = "parallel/devices.py"
+SPARED = {"cli.py": "answers before torch is imported"}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let so many GPUs be visible, of which the last is the current one."""
+
+    def seen(count):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: count - 1)
+
+    return seen
+
+
+def test_nobody_else_asks():
+    package = Path(volseg.__file__).parent
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if QUESTIONS.search(path.read_text())
+    }
+    # What lies below asks about a group or a tensor that it was given.
+    outside = {path for path in found if not path.startswith(("parallel/", "device/"))}
+    assert ROOM in found
+    assert outside == set(SPARED)
+
+
+def test_a_process_alone(monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (devices.count_launched(), devices.count_processes(), devices.find_rank()) == (1, 1, 0)
+    assert devices.is_main_process()
+    assert not any(ask() for ask in (devices.is_launched, devices.is_distributed, devices.has_process_group))
+
+
+def test_a_launched_process_has_the_gpu_of_its_local_rank(monkeypatch, gpus):
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert devices.is_launched()
+    assert devices.count_launched() == 8
+    assert not devices.is_distributed()  # it has not joined the others yet
+    gpus(4)
+    assert devices.find_own_device() == torch.device("cuda:1")
+    gpus(0)
+    assert devices.find_own_device() == torch.device("cpu")
+
+
+def test_named_devices(gpus):
+    gpus(3)
+    assert devices.name_devices(None) == [torch.device("cuda", index) for index in range(3)]
+    named = ["cpu", 1, torch.device("cuda:7"), "cuda", "cpu:1"]
+    expected = ["cpu", "cuda:1", "cuda:7", "cuda:2", "cpu:1"]
+    assert devices.name_devices(named) == [torch.device(name) for name in expected]
+    gpus(0)
+    assert devices.name_devices(None) == [torch.device("cpu")]
+    for wrong in ([], "cuda:0", 2):
+        with pytest.raises(ParallelError, match=r"devices is a sequence of one device or more, such as .*, got"):
+            devices.name_devices(wrong)
+    with pytest.raises(ParallelError, match=r"devices names cuda, and no GPU is visible, got \['cuda'\]; name cpu"):
+        devices.name_devices(["cuda"])
+
+
+def test_devices_that_must_be_there(gpus):
+    gpus(2)
+    assert devices.require_devices(2, "cuda") == ["cuda:0", "cuda:1"]
+    assert devices.require_devices(3, "cpu") == ["cpu", "cpu", "cpu"]
+    assert devices.require_devices(["cuda", "cpu", "cuda:1"], "cuda") == ["cuda", "cpu", "cuda:1"]
+    with pytest.raises(ParallelError, match=r"devices is 3, but 2 GPU\(s\) are visible; set it to that or less"):
+        devices.require_devices(3, "cuda")
+    with pytest.raises(ParallelError, match="names cuda:2, which is not there; there are cpu, cuda, cuda:0, cuda:1"):
+        devices.require_devices(["cuda:2"], "cuda")

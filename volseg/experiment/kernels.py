@@ -1,0 +1,81 @@
+"""With which kernels a network runs on one device: this package's fast ones where they pay, or torch's."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError, ParallelError
+from volseg.models import FitGrid
+from volseg.parallel import FastKernels
+from volseg.parallel.fast_kernels import explain_absence
+from volseg.workflow.components import is_fused_on_gpu
+from volseg.workflow.precision import Precision
+
+__all__ = ["with_fast_kernels"]
+
+logger = logging.getLogger(__name__)
+
+
+def with_fast_kernels(
+    network: FitGrid, config: ExperimentConfig, num_channels: int, device: torch.device, *, trains: bool
+) -> FastKernels | None:
+    """Return the network on its device with the fast kernels, or None where it is to run with torch's.
+
+    Parameters
+    ----------
+    network : FitGrid
+        Any network; it is run once on an empty batch, of which no trace is left.
+    config : ExperimentConfig
+        ``training.kernels`` and what decides whether the fast kernels pay.
+    num_channels : int
+        Of the image.
+    device : torch.device
+        Where the network will run.
+    trains : bool
+        Whether it will be trained. Otherwise nothing is recorded, and ``auto`` takes torch's.
+
+    Raises
+    ------
+    ConfigError
+        If ``training.kernels`` is ``fast`` and they cannot be had.
+    """
+    wanted = config.training.kernels
+    is_open = wanted == "auto"
+    if wanted == "torch" or (is_open and (device.type == "cpu" or not trains)):
+        return None
+    reason = explain_absence(device) or (_explain_slowness(config, device) if is_open else None)
+    if reason is None:
+        shape = (config.patch.batch, num_channels, *network.rule.sides(config.patch.size))
+        try:
+            return _rehearse(network, shape, config, device)
+        except ParallelError as fault:
+            reason = str(fault).partition("\n")[0]
+    if not is_open:
+        raise ConfigError(f"training.kernels is fast, but {reason}; set it to auto or torch")
+    logger.info("training.kernels is auto and takes torch's: %s", reason)
+    return None
+
+
+def _rehearse(network: FitGrid, shape: Sequence[int], config: ExperimentConfig, device: torch.device) -> FastKernels:
+    """Return the network, which has called no function without a form among the fast kernels."""
+    model = FastKernels(network, device)
+    with Precision.choose(config.training.precision, device).autocast():
+        model.rehearse(torch.zeros(*shape, device=device))
+    return model
+
+
+def _explain_slowness(config: ExperimentConfig, device: torch.device) -> str | None:
+    """Return why the fast kernels would not pay in this training; None where they do."""
+    settings = config.training
+    if Precision.choose(settings.precision, device).dtype is not torch.bfloat16:
+        return "the fast kernels pay in bfloat16, and training.precision is another"
+    launched = "launched one by one they take longer than torch's, and no step is recorded"
+    if not settings.record:
+        return f"{launched} with training.record: false"
+    if settings.accumulate > 1:
+        return f"{launched} with training.accumulate: {settings.accumulate}"
+    if not is_fused_on_gpu(config.optimizer.spec()):
+        return f"{launched} with optimizer {config.optimizer.name}, which is not fused"
+    return None

@@ -1,0 +1,141 @@
+"""Which devices there are, which of them is this process's, and which process of how many this is: asked here only.
+
+A *launched* process was started by ``torchrun``, ``launch``, or another program that sets their variables; a
+*distributed* one has also joined a process group with others.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from volseg.errors import ParallelError
+
+__all__ = [
+    "count_gpus",
+    "count_launched",
+    "count_processes",
+    "find_current_device",
+    "find_own_device",
+    "find_rank",
+    "has_process_group",
+    "is_distributed",
+    "is_launched",
+    "is_main_process",
+    "list_devices",
+    "list_gpus",
+    "name_devices",
+    "require_devices",
+]
+
+
+def is_launched() -> bool:
+    """Tell whether a launcher started this process (``torchrun``, or ``launch``) and gave it a device of its own."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def count_launched() -> int:
+    """Return how many processes were started for this job, whether they have joined a group yet or not."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_process_group() -> bool:
+    """Tell whether this process has joined a process group, be it alone there."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def count_processes() -> int:
+    """Return how many processes are in the process group; 1 without one."""
+    return dist.get_world_size() if has_process_group() else 1
+
+
+def is_distributed() -> bool:
+    """Tell whether this process works with others."""
+    return count_processes() > 1
+
+
+def find_rank() -> int:
+    """Return this process's number in the process group; 0 without one."""
+    return dist.get_rank() if has_process_group() else 0
+
+
+def is_main_process() -> bool:
+    """Tell whether this process reads data, writes files and shows progress."""
+    return find_rank() == 0
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
+def list_gpus() -> list[torch.device]:
+    """Return the GPUs that this process sees."""
+    return [torch.device("cuda", index) for index in range(count_gpus())]
+
+
+def list_devices() -> list[torch.device]:
+    """Return the GPUs that this process sees, or the CPU where it sees none."""
+    return list_gpus() or [torch.device("cpu")]
+
+
+def find_own_device() -> torch.device:
+    """Return the device of a launched process: the GPU of its local rank, or the CPU."""
+    devices = list_devices()
+    return devices[int(os.environ.get("LOCAL_RANK", "0")) % len(devices)]
+
+
+def find_current_device() -> torch.device:
+    """Return the GPU that torch uses where none is named, or the CPU; a group that has started chose the own one."""
+    return torch.device("cuda", torch.cuda.current_device()) if count_gpus() else torch.device("cpu")
+
+
+def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+    """Return devices that were named in a call, numbers for GPUs among them; all that are visible by default.
+
+    Whether numbered ones are there is not asked: a placement may be planned on another machine.
+
+    Raises
+    ------
+    ParallelError
+        If that is no sequence, or an empty one, or ``cuda`` without a number where no GPU is visible.
+    """
+    if devices is None:
+        return list_devices()
+    if isinstance(devices, str | int | torch.device) or not len(devices):
+        raise ParallelError(
+            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
+        )
+    named = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
+    if torch.device("cuda") in named and not count_gpus():
+        raise ParallelError(f"devices names cuda, and no GPU is visible, got {devices!r}; name cpu")
+    return [find_current_device() if device == torch.device("cuda") else device for device in named]
+
+
+def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:
+    """Return the names of devices that were asked for by a number or by names, all of which are there.
+
+    Parameters
+    ----------
+    devices
+        A number of GPUs, or names such as ``cuda:1``; ``cpu`` may be named several times.
+    kind
+        ``"cuda"`` or ``"cpu"``, which a number counts. The CPU stands for as many as are asked for.
+
+    Raises
+    ------
+    ParallelError
+        If one is not there; names those that are.
+    """
+    gpus = [str(gpu) for gpu in list_gpus()]
+    if not isinstance(devices, int):
+        known = ["cpu", *(["cuda"] if gpus else []), *gpus]
+        if absent := [name for name in devices if name not in known]:
+            raise ParallelError(f"devices names {absent[0]}, which is not there; there are {', '.join(known)}")
+        return list(devices)
+    if kind == "cpu":
+        return ["cpu"] * devices
+    if devices > len(gpus):
+        raise ParallelError(f"devices is {devices}, but {len(gpus)} GPU(s) are visible; set it to that or less")
+    return gpus[:devices]

@@ -1,0 +1,123 @@
+"""``FastKernels``: the kernels of the spatial strategy for a network on one device, where nothing is cut."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from volseg.device import triton_tiles
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.devices import find_current_device, name_devices
+from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.state.module import remember
+from volseg.parallel.state.random import own_random_numbers
+
+__all__ = ["FastKernels", "explain_absence"]
+
+CAPABILITY = (8, 0)
+"""Of the GPUs whose 16-bit matrix units the kernels are laid out for."""
+
+
+class FastKernels(ModelParallel):
+    """Run a network on one GPU with fewer and faster kernels, equal to torch's up to round-off.
+
+    A norm and the activation behind it are one kernel, joins are never written out, and convolutions that cuDNN is slow
+    at have kernels of their own: those of ``ModelParallel(net, strategy="spatial")``, on one whole volume. Arguments
+    and results are ordinary tensors, so any loss and any loop serve; parameters have the network's own names.
+
+    The kernels pay where the step is recorded: launched one by one from Python, those of small volumes take longer than
+    torch's. `volseg.Training` records by itself; in a loop of your own `volseg.parallel.RecordedStep` does.
+
+    Parameters
+    ----------
+    net
+        Any module. It is moved to the device, laid out with channels last there, and used in place.
+    device
+        By default where the network is, if that is a GPU, else the current GPU. On a CPU the same functions run as
+        plain torch, which is for trying things out.
+
+    Examples
+    --------
+    >>> net = FastKernels(nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2), nn.LeakyReLU()), "cpu")
+    >>> type(net(torch.zeros(1, 1, 8, 8, 8))).__name__
+    'Tensor'
+    """
+
+    def __init__(self, net: nn.Module, device: str | int | torch.device | None = None) -> None:
+        if device is None:
+            held = next((parameter.device for parameter in net.parameters() if parameter.is_cuda), None)
+            device = held or find_current_device()
+        (chosen,) = name_devices([device])
+        super().__init__(net, strategy="spatial", devices=[chosen])
+        self.device = chosen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If the network calls a function that has no form among these kernels.
+        """
+        try:
+            return self._run(*args, **kwargs)
+        except UnsupportedOperatorError as fault:
+            raise UnsupportedOperatorError(
+                f"{fault}; on one device call the plain network instead (in a config training.kernels: torch)"
+            ) from fault
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(_take_whole, super().forward(*args, **kwargs))
+
+    def rehearse(self, *args: Any, **kwargs: Any) -> None:
+        """Run the network once in training and once in evaluation on an example, and leave no trace of it.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If it calls a function that has no form among these kernels.
+        """
+        before = remember(self.module)
+        try:
+            with own_random_numbers([self.device]):
+                self.train()
+                with torch.enable_grad():
+                    self._run(*args, **kwargs)
+                self.eval()
+                with torch.no_grad():
+                    self._run(*args, **kwargs)
+        finally:
+            before.put_back()
+            self.training = self.module.training
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FastKernels":
+        return FastKernels(copy.deepcopy(self.module, memo), self.device)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickle the network and the device."""
+        return FastKernels, (self.module, self.device)
+
+    def extra_repr(self) -> str:
+        """Name the device."""
+        return str(self.device)
+
+
+def explain_absence(device: torch.device) -> str | None:
+    """Return why a device has no fast kernels, as the end of a sentence; None where it has."""
+    if device.type != "cuda":
+        return "they are for GPUs, and no GPU is used"
+    if not triton_tiles.available():
+        return "Triton, in which they are written, is not installed"
+    if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        needed, has = (".".join(map(str, version)) for version in (CAPABILITY, capability))
+        return f"they need a GPU of compute capability {needed} or more, and {device} has {has}"
+    return None
+
+
+def _take_whole(value: Any) -> Any:
+    """Return a volume's one slab, which is the volume, as an ordinary tensor."""
+    return value.to_local() if isinstance(value, ShardedVolume) else value

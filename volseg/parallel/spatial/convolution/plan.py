@@ -1,0 +1,99 @@
+"""Whether and how a convolution takes its halo in place: decided by sizes alone, so that all processes decide alike.
+
+It is possible where each shard needs its whole slab, and planes of its direct neighbours only: for every convolution of
+the usual networks, unless the sizes divide badly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from volseg.device.convolution.settings import Settings
+from volseg.device.dims import DIM
+from volseg.parallel.spatial.plan.halo import plan_halo
+from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.plan.windows import Window
+from volseg.parallel.spatial.transport.halo import Halo
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["ConvolutionPlan", "plan_convolution"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionPlan:
+    """How this process convolves its slab.
+
+    Attributes
+    ----------
+    settings
+        Of the convolution of a slab with its halo.
+    halo
+        None where no shard needs one.
+    outputs
+        Number of output planes of the whole volume.
+    channels_last
+        Whether the result is to lie in memory with channels last.
+    in_parts
+        Whether the gradients of joined inputs are computed one after the other, for less memory.
+    alike
+        Whether outputs and inputs have the same planes on every shard, and the same halo on both sides.
+    """
+
+    settings: Settings
+    halo: Halo | None
+    outputs: int
+    channels_last: bool = False
+    in_parts: bool = False
+    alike: bool = False
+
+
+def plan_convolution(
+    volume: ShardedVolume, window: Window, outputs: int, whole: Settings, along: Settings, reach: int
+) -> ConvolutionPlan | None:
+    """Return the plan, or None where the general exchange is needed.
+
+    Parameters
+    ----------
+    volume
+        The input: how it is cut, and its context.
+    window
+        The convolution along the cut.
+    outputs
+        Number of output planes of the whole volume.
+    whole
+        The convolution's settings on one device.
+    along
+        Those of a slab: without padding along the cut.
+    reach
+        Number of planes from the first to the last that one output plane reads.
+    """
+    context = volume.context
+    communicator = context.communicator
+    if len(volume.dims) != 1 or len(communicator.devices) != 1 or volume.ndim != len(whole.stride) + 2:
+        return None  # one volume without a batch, among others
+    (size,) = volume.sizes
+    if communicator.num_shards == 1:
+        return ConvolutionPlan(whole, None, outputs, context.channels_last, context.frugal)
+    if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
+        return None
+    planes = plan_halo(size, communicator.num_shards, window, outputs)
+    if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
+        return None
+    plain = whole.stride[0] == whole.dilation[0] == 1 and not whole.transposed
+    alike = plain and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
+    halo = Halo(communicator, planes, context.channels_last) if any(map(any, planes)) else None
+    return ConvolutionPlan(along, halo, outputs, context.channels_last, context.frugal, alike)
+
+
+def _count(size: int, num_shards: int) -> list[int]:
+    """Return the number of planes of each shard's slab."""
+    return [stop - start for start, stop in spans(size, num_shards)]
+
+
+def _count_computed(planes: Sequence[tuple[int, int]], size: int, settings: Settings, reach: int) -> list[int]:
+    """Return the number of output planes that each shard computes from its slab and its halo, without padding."""
+    given = [sum(around) + own for around, own in zip(planes, _count(size, len(planes)), strict=True)]
+    stride = settings.stride[0]
+    if settings.transposed:
+        return [(count - 1) * stride + reach for count in given]
+    return [(count - reach) // stride + 1 for count in given]

@@ -1,0 +1,322 @@
+"""What is still to be done with a volume's slabs, or can be done again: one protocol, four states.
+
+A norm or a join is not computed where it is called, but once the next operator is known (*waiting*): an activation is
+taken along, a convolution gets its halo sent while the inner planes are still being written, anything else gets the
+slabs. A slab that was written so has a *recipe*: how to write it again from tensors that are kept anyway. An operator
+that keeps the recipe borrows the slab and gives its memory back (*released*), unless somebody else has seen the slab,
+who may hold it still (*shown*). ::
+
+      activate
+       +---+
+       |   v   settle, lend          show
+      Waiting --------------> Written ----> Shown
+         |                     |   ^         ^ ^
+         |             release |   | lend    | |
+         |                     v   |         | |
+         |                    Released -show-+ |
+         +----------------- show --------------+
+
+============= ======================== =========================== ================ =====================
+event         Waiting                  Written                     Shown            Released
+============= ======================== =========================== ================ =====================
+activate      itself, activation       None                        None             None
+              taken along, or None
+settle        writes; sends the halo   nothing                     nothing          nothing
+lend          writes; the slabs        the slabs                   the slabs        writes again; the slabs
+show          writes; the slabs        the slabs                   the slabs        writes again; the slabs
+release       nothing                  frees, if the recipe holds  nothing          nothing
+find_recipe   writes; as Written [1]_  the recipe, if it holds     as Written       as Written
+============= ======================== =========================== ================ =====================
+
+.. [1] The input of a recomputed block says its recipe, and stays unwritten: a join reads the recipe alone.
+
+What is changed in place
+    An operator that works in place lets everything that waits be written first (``Context.settle``), and then has the
+    slabs shown: it changes what was there when it was called. Everything else shows in the tensors' versions, which
+    ``Unchanged`` alone compares. What a *waiting* slab is written from has changed: refused, now and at every later
+    try. What a *written* or *shown* slab was written from has changed, or the slab itself: the slab is right, and its
+    recipe does not hold any more. What a *released* slab was written from has changed: the slab is lost, and whoever
+    asks for it is refused.
+
+Most volumes never wait: they begin as ``PLAIN``, which is written and has no recipe, and become ``PLAIN_SHOWN``. A
+state holds tensors and no volume, which holds its state: nobody waits for a garbage collector to free a slab.
+
+This is no part of ``lazy``: the volume stands on the protocol, and the operators that wait make volumes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from volseg.device.norm.choice import Activation
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.context import saved_tensors_hooks
+from volseg.parallel.spatial.transport.halo import Halo, Wait
+
+if TYPE_CHECKING:
+    from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["PLAIN", "Moment", "Pending", "Recipe", "Released", "Shown", "Unchanged", "Waiting", "Write", "Written"]
+
+Write = Callable[[Sequence[Tensor], Tensor, int], None]
+"""Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Tensors, and how a slab follows from them."""
+
+    tensors: tuple[Tensor, ...]
+    write: Write
+
+
+class Unchanged:
+    """Tensors that must stay as they are: the one place where versions are compared."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._versions = [tensor._version for tensor in tensors]
+
+    def holds(self) -> bool:
+        """Say whether none of them was changed in place since."""
+        return [tensor._version for tensor in self._tensors] == self._versions
+
+
+class Pending(ABC):
+    """State of a volume's slabs. Every event gets the volume, which holds the slabs and this state.
+
+    Attributes
+    ----------
+    parts
+        The slabs that the one slab joins, if it does: an operator can hand each its own gradient.
+    """
+
+    __slots__ = ()
+    parts: list[Tensor] | None = None
+
+    def activate(self, activation: Activation) -> "Waiting | None":
+        """Return the state with an activation behind it, or None where none can be taken along."""
+        del activation
+        return None
+
+    def settle(self, volume: "ShardedVolume", halo: Halo | None = None) -> Wait | None:
+        """Write what waits; with ``halo``, start its exchange and return the function that waits for it."""
+        del volume, halo
+        return None
+
+    @abstractmethod
+    def lend(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Return the slabs to an operator that calls ``release`` behind, and keeps the recipe instead of the slab."""
+
+    @abstractmethod
+    def show(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Return the slabs to anybody: their memory stays."""
+
+    def release(self, volume: "ShardedVolume") -> None:
+        """Give the slab's memory back where it can be written again and nobody else has seen it.
+
+        The tensor stays: autograd knows it by its identity. A skip that waits for its join, and a join that a frame of
+        the network's ``forward`` still names, take no memory so.
+        """
+        del volume
+
+    @abstractmethod
+    def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return how to write the slab again, unless something was changed in place since."""
+
+
+class Waiting(Pending):
+    """The slabs are still to be written.
+
+    Attributes
+    ----------
+    stand_ins
+        What the volume holds instead of its slabs, of their element type and on their devices.
+    room
+        Planes of room to leave around the slab (see ``transport.room``).
+    unchanged
+        What the slabs are written from.
+    """
+
+    refusal: ClassVar[str] = (
+        "the input of a norm or of a join, or the norm's weight, was changed in place before the result was used; do "
+        "that out of place, or use the result before"
+    )
+    stand_ins: list[Tensor]
+    room: int
+    unchanged: Unchanged
+
+    @abstractmethod
+    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Return the slabs, how to write the one slab again, and the wait for ``halo``, which fits into the room."""
+
+    def check(self) -> None:
+        """Refuse to write from what was changed."""
+        if not self.unchanged.holds():
+            raise UnsupportedOperatorError(self.refusal)
+
+    def settle(self, volume: "ShardedVolume", halo: Halo | None = None) -> Wait | None:
+        """Write the slabs."""
+        self.check()
+        slabs, recipe, wait = self.write(halo if halo is not None and halo.width <= self.room else None)
+        volume._slabs = slabs
+        volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
+        return wait
+
+    def lend(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Write the slabs and return them."""
+        self.settle(volume)
+        return volume._slabs
+
+    def show(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Write the slabs and return them."""
+        self.settle(volume)
+        return volume.pending.show(volume)
+
+    def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
+        """Write the slabs and return the recipe."""
+        self.settle(volume)
+        return volume.pending.find_recipe(volume)
+
+
+@dataclass(slots=True, eq=False)
+class Written(Pending):
+    """The slabs are there, and nobody holds them but operators that borrowed them.
+
+    Attributes
+    ----------
+    recipe, unchanged
+        How to write the one slab again, if that is known, and what must have stayed as it was then.
+    """
+
+    recipe: Recipe | None
+    unchanged: Unchanged
+    parts: list[Tensor] | None = None
+
+    def lend(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Return the slabs."""
+        return volume._slabs
+
+    def show(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Return the slabs."""
+        volume.pending = PLAIN_SHOWN if self.recipe is None else Shown(self.recipe, self.unchanged, self.parts)
+        return volume._slabs
+
+    def release(self, volume: "ShardedVolume") -> None:
+        """Give the memory back where the recipe holds."""
+        if self.find_recipe(volume) is None:
+            return
+        storage = volume._slabs[0].untyped_storage()
+        volume.pending = Released(self, storage.nbytes())
+        storage.resize_(0)
+
+    def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return the recipe if it holds."""
+        del volume
+        return self.recipe if self.recipe is not None and self.unchanged.holds() else None
+
+
+class Shown(Written):
+    """The slabs are there, and whoever has seen them may hold them."""
+
+    __slots__ = ()
+
+    def show(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Return the slabs."""
+        return volume._slabs
+
+    def release(self, volume: "ShardedVolume") -> None:
+        """Leave the memory to whoever has seen it."""
+        del volume
+
+
+@dataclass(slots=True, eq=False)
+class Released(Pending):
+    """The slab's memory was given back; ``written`` is the state that it had and gets again."""
+
+    written: Written
+    bytes: int
+
+    def lend(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Write the slab again and return it."""
+        self._restore(volume)
+        return volume._slabs
+
+    def show(self, volume: "ShardedVolume") -> list[Tensor]:
+        """Write the slab again and return it."""
+        self._restore(volume)
+        return self.written.show(volume)
+
+    def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return the recipe if it holds."""
+        return self.written.find_recipe(volume)
+
+    def _restore(self, volume: "ShardedVolume") -> None:
+        recipe = self.find_recipe(volume)
+        if recipe is None:
+            raise UnsupportedOperatorError(
+                "what a volume was computed from was changed in place before the volume was used again; do that out of "
+                "place"
+            )
+        (slab,) = volume._slabs
+        storage = slab.untyped_storage()
+        storage.resize_(self.bytes)
+        with torch.no_grad():
+            # Through another tensor, so that it does not count as a change in place.
+            out = torch.empty(0, dtype=slab.dtype, device=slab.device)
+            out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
+            recipe.write(recipe.tensors, out, 0)
+        volume.pending = self.written
+
+
+PLAIN = Written(None, Unchanged(()))
+"""Of slabs that an operator has made at once: there is nothing to write them again from."""
+
+PLAIN_SHOWN = Shown(None, Unchanged(()))
+
+
+class Moment:
+    """The modes in which an operator was called, for its slabs to be written in."""
+
+    __slots__ = ("_trained", "grad_enabled", "hooks")
+
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self.grad_enabled = torch.is_grad_enabled()
+        self.hooks = saved_tensors_hooks()
+        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Compute as if then.
+
+        The next operator may run under no_grad, or inside a checkpointed block that must not count this; or a parameter
+        was frozen, or freed, in between.
+        """
+        now = saved_tensors_hooks()
+        own = now is None or now == self.hooks
+        changed = [parameter for parameter, trained in self._trained if parameter.requires_grad != trained]
+        if own and not changed and torch.is_grad_enabled() == self.grad_enabled:
+            return nullcontext()
+        return self._restored(own, changed)
+
+    @contextmanager
+    def _restored(self, own: bool, changed: Sequence[Tensor]) -> Iterator[None]:
+        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+        try:
+            with torch.set_grad_enabled(self.grad_enabled), hooks:
+                yield
+        finally:
+            for parameter in changed:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

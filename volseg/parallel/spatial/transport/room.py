@@ -1,0 +1,69 @@
+"""Slabs in buffers with room for their halo.
+
+A slab cut along D that a norm or a join writes gets ``room`` planes in front and behind. A convolution's halo is
+received straight into them: nothing is concatenated, and in channels-last layout nothing is packed either. ::
+
+    buffer   | room |        slab        | room |
+                 ^-- from the shard before    ^-- from the shard behind; zeros at the volume's border
+"""
+
+import torch
+from torch import Tensor
+
+from volseg.device.dims import DIM
+
+__all__ = ["allocate_with_room", "extend", "find_room", "layout_of", "own_planes"]
+
+
+def layout_of(tensor: Tensor) -> torch.memory_format:
+    """Return the layout of a volume's slab: channels last only where that is told from the other one."""
+    last = tensor.ndim == 5 and tensor.stride(1) == 1 and tensor.shape[1] > 1
+    return torch.channels_last_3d if last else torch.contiguous_format
+
+
+def allocate_with_room(
+    like: Tensor, room: int, channels: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Return an uninitialised slab like ``like`` with ``room`` planes around it."""
+    planes = like.shape[DIM]
+    slab = _alias(_allocate(like, planes + 2 * room, channels, device), room, planes)
+    # On the tensor itself, which autograd hands on as it is; a view or a copy of it has no such attribute.
+    slab._volseg_room = room  # type: ignore[attr-defined]
+    return slab
+
+
+def find_room(slab: Tensor) -> int:
+    """Return the planes of room around a slab: none unless it was allocated so, and no view of it has any."""
+    return getattr(slab, "_volseg_room", 0)
+
+
+def extend(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
+    """Return the slab and the planes around it: its own memory where there is room, else a copy."""
+    before, behind = own
+    planes = before + slab.shape[DIM] + behind
+    if room >= max(own):
+        return _alias(slab, -before, planes)
+    buffer = _allocate(slab, planes)
+    own_planes(buffer, own).copy_(slab)
+    return buffer
+
+
+def own_planes(buffer: Tensor, own: tuple[int, int]) -> Tensor:
+    """Return the slab's own planes, without its halo."""
+    return buffer.narrow(DIM, own[0], buffer.shape[DIM] - sum(own))
+
+
+def _alias(tensor: Tensor, offset: int, planes: int) -> Tensor:
+    """Return planes around ``tensor`` in its own memory: not a view for autograd, which must not see the room."""
+    shape = list(tensor.shape)
+    shape[DIM] = planes
+    start = tensor.storage_offset() + offset * tensor.stride(DIM)
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), start, shape, tensor.stride())
+
+
+def _allocate(like: Tensor, planes: int, channels: int | None = None, device: torch.device | None = None) -> Tensor:
+    shape = list(like.shape)
+    shape[DIM] = planes
+    shape[1] = shape[1] if channels is None else channels
+    return torch.empty(shape, dtype=like.dtype, device=device or like.device, memory_format=layout_of(like))
