@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from volseg.device.record_policy import Recorder
+from volseg.device.record_policy import MOST_KINDS, Kind, Recorder, Recordings
 from volseg.parallel import launch
 
 
@@ -108,6 +108,56 @@ def test_an_interrupt_is_not_taken_for_a_failure(make):
 
     with pytest.raises(KeyboardInterrupt):
         called(make(record), 1, 1, 1)
+
+
+def test_a_recording_that_is_long_idle_gives_way_to_another():
+    recordings = Recordings(Kind, warm_up=1, limit=1, idle=3)
+    first, second = recordings.find_kind("first"), recordings.find_kind("second")
+    for kind in (first, second):
+        assert not recordings.is_warm(kind)
+        recordings.count(kind)
+        assert recordings.is_warm(kind)
+    held = Played("first")
+    recordings.keep(first, held)
+    assert recordings.use(first) is held
+    found = []
+    for _ in range(4):
+        found.append(recordings.make_room())
+        recordings.count(second)
+    assert found == [False, False, True, True]
+    assert held.released
+    assert first.recording is None
+    assert len(recordings) == 0
+
+
+def test_without_a_limit_of_idleness_no_recording_gives_way():
+    recordings = Recordings(Kind, warm_up=0, limit=1)
+    recordings.keep(recordings.find_kind("first"), Played("first"))
+    for _ in range(1000):
+        recordings.count(recordings.find_kind("second"))
+    assert not recordings.make_room()
+
+
+def test_kinds_are_refused_one_by_one_or_all_together():
+    recordings = Recordings(Kind, warm_up=0, limit=2)
+    one, other = recordings.find_kind(1), recordings.find_kind(2)
+    recordings.refuse("looks at values", one)
+    assert (recordings.is_warm(one), recordings.is_warm(other)) == (False, True)
+    recordings.refuse("out of memory")
+    assert not recordings.is_warm(other)
+    assert (one.refused, other.refused, recordings.refused) == ("looks at values", None, "out of memory")
+
+
+def test_kinds_that_are_ever_new_are_forgotten_but_for_those_with_recordings():
+    recordings = Recordings(Kind, warm_up=0, limit=1)
+    kept = recordings.find_kind("kept")
+    recordings.keep(kept, Played("kept"))
+    counted = recordings.find_kind("counted")
+    recordings.count(counted)
+    for number in range(MOST_KINDS):
+        recordings.find_kind(number)
+    assert recordings.find_kind("kept") is kept
+    assert recordings.find_kind("counted").calls == 0
 
 
 def follow(folder: Path) -> None:

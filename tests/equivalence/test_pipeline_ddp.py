@@ -22,14 +22,14 @@ class Net(nn.Module):
         return self.c(torch.relu(self.norm(self.b(first)))) + first
 
 
-def train(rank: int, launch: str) -> None:
+def train(rank: int, record: bool) -> None:
     """Compare this rank's weights after some steps with those of one plain network on the whole batch."""
     from volseg.parallel import ModelParallel
 
     torch.manual_seed(0)
     net = Net().double()
     plain = copy.deepcopy(net)
-    model = ModelParallel(net, devices=["cpu"] * 3, split_size=1, launch=launch)
+    model = ModelParallel(net, devices=["cpu"] * 3, split_size=1, record=record)
     x = torch.randn(4, 2, 4, 4, 4, dtype=torch.float64)
     own = x.tensor_split(WORLD)[rank]
     model.strategy.plan(own)
@@ -63,8 +63,8 @@ def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
-    for launch in ("eager", "graphs"):
-        train(rank, launch)
+    for record in (False, True):
+        train(rank, record)
     torch.distributed.destroy_process_group()
 
 

@@ -81,16 +81,16 @@ def plainly(net: nn.Module, inputs: tuple[Tensor, ...]):
     return step(run, inputs)
 
 
-def compare(name: str, launch: str) -> str:
+def compare(name: str, record: bool) -> str:
     """Take steps plainly and as a pipeline; return ``equal``, ``equal, recorded``, or the refusal."""
     case = NETWORKS[name]
     net = case.build()
     inputs, reference = case.inputs(BATCH), copy.deepcopy(net)
-    model = ModelParallel(net, strategy="pipeline", devices=["cpu", "cpu:1"], split_size=SPLIT, launch=launch)
+    model = ModelParallel(net, strategy="pipeline", devices=["cpu", "cpu:1"], split_size=SPLIT, record=record)
     try:
         model.strategy.plan(*inputs)
         is_large = sum(parameter.numel() for parameter in net.parameters()) > LARGE
-        for batch in range(WARM_UP + 1 if launch == "graphs" else 2 - is_large):
+        for batch in range(WARM_UP + 1 if record else 2 - is_large):
             torch.manual_seed(batch)
             outputs, gradients = step(model, inputs)
             torch.manual_seed(batch)
@@ -116,9 +116,9 @@ def of(net: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
-def check(name: str, launch: str) -> str:
+def check(name: str, record: bool) -> str:
     """Compare; return in one word what came of it."""
-    found = compare(name, launch)
+    found = compare(name, record)
     if name in REFUSED:
         assert REFUSED[name] in found
         return "refused"
@@ -128,14 +128,14 @@ def check(name: str, launch: str) -> str:
 
 @pytest.mark.parametrize("name", FAST)
 def test_network_equals_the_plain_one_or_is_refused(name: str) -> None:
-    check(name, "eager")
+    check(name, record=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_network(name: str, launch: str) -> None:
-    check(name, launch)
+def test_every_network(name: str, record: bool) -> None:
+    check(name, record)
 
 
 def test_count() -> None:

@@ -182,7 +182,7 @@ def test_network_in_eval_mode_equals_the_plain_one(name: str, stages: int) -> No
 def test_network_in_training_mode_equals_the_plain_one_by_micro_batches(name: str, stages: int) -> None:
     net = built(name)
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=["cpu"] * stages, split_size=2, launch="graphs")
+    model = ModelParallel(net, devices=["cpu"] * stages, split_size=2, record=True)
     batches = WARM_UP + 1 if name != "VNet" else 1  # eagerly, then from a recording
     for _ in range(batches):
         assert_same_step(in_micro_batches(reference, 2), model, reference, net, *sample(name, 4))

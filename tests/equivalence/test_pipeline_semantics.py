@@ -31,11 +31,11 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_step(net: nn.Module, x: Tensor, cuts: list[str] | None = None, split_size: int = 2):
-    """Same outputs and gradients as the plain network, batch after batch, launched eagerly and from recordings."""
+    """Same outputs and gradients as the plain network, batch after batch, run eagerly and from recordings."""
     net = net.double()
-    for launch, repeats in (("eager", 2), ("graphs", WARM_UP + 2)):
+    for record, repeats in ((False, 2), (True, WARM_UP + 2)):
         ours, reference = copy.deepcopy(net), copy.deepcopy(net)
-        model = ModelParallel(ours, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts, launch=launch)
+        model = ModelParallel(ours, strategy="pipeline", devices=THREE, split_size=split_size, cuts=cuts, record=record)
         for _ in range(repeats):
             x = x.flip(0)
             mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -158,8 +158,8 @@ def test_dropout_draws_the_same_again_when_checkpointed():
     torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
 
 
-@pytest.mark.parametrize(("momentum", "launch"), [(0.1, "eager"), (None, "eager"), (0.1, "graphs"), (None, "graphs")])
-def test_running_statistics_are_those_of_the_whole_batch(momentum, launch):
+@pytest.mark.parametrize(("momentum", "record"), [(0.1, False), (None, False), (0.1, True), (None, True)])
+def test_running_statistics_are_those_of_the_whole_batch(momentum, record):
     """The first norm sees what the plain network's sees, so its running statistics must be equal; the second,
     called twice on inputs that do not depend on the first, too."""
 
@@ -175,7 +175,7 @@ def test_running_statistics_are_those_of_the_whole_batch(momentum, launch):
 
     net = Normed().double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"], launch=launch)
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["norm", "b"], record=record)
     for _ in range(WARM_UP + 2):
         x = volumes(5) * 2 + 1
         model(x), reference(x)
@@ -183,7 +183,7 @@ def test_running_statistics_are_those_of_the_whole_batch(momentum, launch):
     assert net.norm.num_batches_tracked == WARM_UP + 2
     assert net.twice.num_batches_tracked == 2 * WARM_UP + 4
     # A momentum that counts batches is read by Python each time.
-    assert is_recorded(model) == (launch == "graphs" and momentum is not None)
+    assert is_recorded(model) == (record and momentum is not None)
 
 
 def test_measuring_leaves_no_trace():
@@ -235,11 +235,11 @@ def test_any_batch_size_and_changing_volume_size(batch):
         torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
 
 
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
-def test_gradients_accumulate_and_graphs_interleave(launch):
+@pytest.mark.parametrize("record", [False, True])
+def test_gradients_accumulate_and_graphs_interleave(record):
     net = Skips().double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
+    model = ModelParallel(net, devices=THREE, split_size=2, record=record)
     for _ in range(WARM_UP + 1):
         model(volumes(2))  # a recording exists, and its one set of activations must not be overwritten
     x, y = volumes(4), volumes(4)
@@ -266,12 +266,12 @@ def test_no_grad_then_grad_keeps_no_stale_copy():
     assert_same_step(FirstWithout(), volumes(), ["b", "c"])
 
 
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
-def test_training_a_few_steps_ends_at_the_same_weights(launch):
+@pytest.mark.parametrize("record", [False, True])
+def test_training_a_few_steps_ends_at_the_same_weights(record):
     net = Skips().double()
     reference = copy.deepcopy(net)
     # The optimizer is made before the network has been placed.
-    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
+    model = ModelParallel(net, devices=THREE, split_size=2, record=record)
     for module in (reference, model):
         torch.manual_seed(7)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -470,7 +470,7 @@ def counting(net: Changing, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [dropping, scaling, choosing, counting])
 def test_forward_that_changes_is_never_recorded(how):
     random.seed(0)
-    model = ModelParallel(Changing(how).double(), devices=THREE, split_size=1, cuts=["c"], launch="graphs")
+    model = ModelParallel(Changing(how).double(), devices=THREE, split_size=1, cuts=["c"], record=True)
     for _ in range(WARM_UP + 3):
         model(volumes(6)).sum().backward()
     assert not is_recorded(model)
@@ -479,7 +479,7 @@ def test_forward_that_changes_is_never_recorded(how):
 def test_recording_follows_attributes_modes_and_sizes():
     net = Changing(lambda net, x: F.dropout(net.b(x) * net.factor, 0.0, net.training)).double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "c"], launch="graphs")
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "c"], record=True)
     for factor, batch, mode in [(1.0, 4, True), (3.0, 4, True), (3.0, 5, True), (3.0, 5, False), (1.0, 4, True)]:
         net.factor = reference.factor = factor
         net.train(mode), reference.train(mode)
@@ -493,7 +493,7 @@ def test_recording_follows_attributes_modes_and_sizes():
 
 def test_recorded_dropout_draws_anew():
     net = nn.Sequential(conv(), nn.Dropout(0.5), conv()).double()
-    model = ModelParallel(net, devices=THREE, split_size=2, launch="graphs")
+    model = ModelParallel(net, devices=THREE, split_size=2, record=True)
     x = volumes(4)
     outputs = [model(x) for _ in range(WARM_UP + 3)]
     assert is_recorded(model)
@@ -501,11 +501,11 @@ def test_recorded_dropout_draws_anew():
 
 
 def test_second_backward_through_a_recording_is_refused():
-    model = ModelParallel(Skips().double(), devices=THREE, split_size=2, launch="graphs")
+    model = ModelParallel(Skips().double(), devices=THREE, split_size=2, record=True)
     for _ in range(WARM_UP + 1):
         loss = model(volumes(4)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(ParallelError, match=r"ran a second time.* launch='eager'"):
+    with pytest.raises(ParallelError, match=r"ran a second time.* record=False"):
         loss.backward()
 
 
@@ -528,7 +528,7 @@ def test_several_inputs_and_outputs_from_a_recording():
 
     net = Many().double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "unused_output"], launch="graphs")
+    model = ModelParallel(net, devices=THREE, split_size=2, cuts=["b", "unused_output"], record=True)
     for _ in range(WARM_UP + 2):
         x = volumes(4)
         # One factor per channel: as long as a micro-batch, yet no batch.
@@ -543,11 +543,11 @@ def test_several_inputs_and_outputs_from_a_recording():
     assert is_recorded(model)
 
 
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
-def test_inference_mode_between_training_steps(launch):
+@pytest.mark.parametrize("record", [False, True])
+def test_inference_mode_between_training_steps(record):
     net = nn.Sequential(conv(), nn.BatchNorm3d(2), conv(), nn.ReLU(inplace=True), conv()).double()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=THREE, split_size=2, launch=launch)
+    model = ModelParallel(net, devices=THREE, split_size=2, record=record)
     for _ in range(WARM_UP + 2):
         x = volumes(3)
         net.eval(), reference.eval()
@@ -572,7 +572,7 @@ def test_copies_for_other_stages_end_with_forward():
             made.append(weakref.ref(gate))
             return self.b(x) + gate
 
-    model = ModelParallel(Watched().double(), devices=THREE, split_size=4, cuts=["b"], launch="eager")
+    model = ModelParallel(Watched().double(), devices=THREE, split_size=4, cuts=["b"], record=False)
     output = model(volumes(4))
     assert made[-1]() is None or not hasattr(made[-1](), "_volseg_copies")
     output.sum().backward()

@@ -1,13 +1,14 @@
 """The wrapper is the network to a training loop: names, state, modes, copies."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel import ModelParallel
+from volseg.parallel import ModelParallel, Pipeline, RecordedStep, Spatial, scatter_batch
 
 
 def net() -> nn.Module:
@@ -146,3 +147,66 @@ def test_strategies_say_what_a_training_loop_asks():
     )
     for model, expected in cases:
         assert (model.strategy.is_shared, model.strategy.is_recordable) == expected
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        ({"strategy": "spatial", "checkpoint": "all", "axes": "H"}, Spatial(checkpoint="all", axes=["H"])),
+        ({"strategy": "spatial"}, Spatial()),
+        ({"split_size": 2, "cuts": ["1"]}, Pipeline(split_size=2, cuts=("1",))),
+        ({"strategy": "pipeline", "record": False, "batched": [0]}, Pipeline(record=False, batched=(0,))),
+    ],
+)
+def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
+    """Both forms build the same; copies and pickles keep the options."""
+    by_keywords = ModelParallel(net(), devices=["cpu"] * 2, **keywords)
+    by_options = ModelParallel(net(), options, devices=["cpu"] * 2)
+    for model in (by_keywords, by_options):
+        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert one.strategy.options == options
+            assert one.chosen == options.name
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"strategy": "spatial", "record": True}, r"record=True: .* strategy='pipeline'.* strategy=Pipeline\(...\)"),
+        ({"cuts": ["1"]}, r"cuts=\['1'\]: .* leave them out for the spatial split \(no split_size was given\)"),
+        (
+            {"split_size": 2, "axes": "D"},
+            r"axes='D': options that belong to strategy='spatial'.* or pass strategy=Spatial\(...\)",
+        ),
+        ({"strategy": Spatial(), "checkpoint": "all"}, r"checkpoint and .* options go into Spatial\(...\)"),
+        ({"strategy": Pipeline(), "split_size": 2}, r"split_size and .* options go into Pipeline\(...\)"),
+        ({"strategy": 3}, r"must be one of auto, spatial, pipeline, got 3; or Spatial\(...\), Pipeline\(...\)"),
+        ({"split_size": 2, "record": "graphs"}, "record must be 'auto', True or False, got 'graphs'"),
+        ({"split_size": 2, "record": 1}, "record must be 'auto', True or False, got 1"),
+        ({"split_size": 2, "launch": "quickly"}, "launch='quickly' is the old name of record"),
+    ],
+)
+def test_an_option_that_a_strategy_does_not_have_is_refused_with_the_name_of_the_one_that_has(keywords, message):
+    with pytest.raises(ParallelError, match=message):
+        ModelParallel(net(), devices=["cpu"] * 2, **keywords)
+    if keywords.get("strategy") == "spatial":
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+            ModelParallel(net(), strategy="spatial", nothing=1)
+
+
+@pytest.mark.parametrize(("launch", "record"), [("auto", "auto"), ("eager", False), ("graphs", True)])
+def test_the_old_name_of_record_works_and_warns_once(launch, record):
+    with pytest.warns(FutureWarning, match=rf"launch='{launch}'\) is record={record!r} now") as heard:
+        model = ModelParallel(net(), split_size=2, devices=["cpu"] * 2, launch=launch)
+    assert len(heard) == 1
+    assert heard[0].filename == __file__
+    assert copy.deepcopy(model).strategy.options.record == record  # and without another warning
+
+
+def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():
+    model = ModelParallel(net(), split_size=2, devices=["cpu"] * 2)
+    with pytest.raises(ParallelError, match="batches scattered for strategy='spatial', and this model runs as a pipe"):
+        scatter_batch(model, {})
+    with pytest.raises(ParallelError, match="recorded for strategy='spatial', not for a pipeline, which records its"):
+        RecordedStep(model, lambda x: x)
+    with pytest.raises(ParallelError, match=r"one GPU per process, and this model is on \['cpu'\]"):
+        RecordedStep(parallel(net()), lambda x: x)

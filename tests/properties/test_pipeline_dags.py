@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.pipeline.observe.costs import observe
-from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.pipeline.observe.costs import observe_copy
+from volseg.parallel.pipeline.observe.trace import find_segments
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
 
@@ -149,8 +149,8 @@ def in_micro_batches(net: nn.Module, size: int):
 
 
 def cut_somewhere(net: nn.Module, x: Tensor, y: Tensor, data) -> list[str]:
-    _, trace, _ = observe(net, (x, y), {}, torch.device("cpu"))
-    starts = list(dict.fromkeys(segment.calls[0].path for segment in segments(trace)))[1:]
+    _, trace, _ = observe_copy(net, (x, y), {}, torch.device("cpu"))
+    starts = list(dict.fromkeys(segment.calls[0].path for segment in find_segments(trace)))[1:]
     chosen = data.draw(st.sets(st.sampled_from(starts), max_size=4)) if starts else set()
     return [path for path in starts if path in chosen]
 
@@ -194,7 +194,7 @@ def test_any_network_cut_anywhere_equals_the_plain_one(net, batch, split_size, d
     net, batches = net.double(), pairs(batch, WARM_UP + 2)
     cuts = cut_somewhere(net, *batches[0], data)
     modes = [True] * len(batches)
-    assert_same_steps(net, split_size, batches, modes, cuts=cuts, launch="graphs")
+    assert_same_steps(net, split_size, batches, modes, cuts=cuts, record=True)
 
 
 @settings(max_examples=20)
@@ -202,11 +202,11 @@ def test_any_network_cut_anywhere_equals_the_plain_one(net, batch, split_size, d
     net=dags((*UNARY, *BINARY, *STATEFUL, *STATEFUL)),
     batch=st.integers(1, 5),
     split_size=st.integers(1, 4),
-    launch=st.sampled_from(["eager", "graphs"]),
+    record=st.sampled_from([False, True]),
     data=st.data(),
 )
-def test_state_that_forward_changes_is_that_of_the_micro_batches_in_order(net, batch, split_size, launch, data):
+def test_state_that_forward_changes_is_that_of_the_micro_batches_in_order(net, batch, split_size, record, data):
     net, batches = net.double(), pairs(batch, WARM_UP + 3)
     cuts = cut_somewhere(net, *batches[0], data)
     modes = [True] * (WARM_UP + 1) + data.draw(st.sampled_from([[True, False], [False, True], [True, True]]))
-    assert_same_steps(net, split_size, batches, modes, cuts=cuts, launch=launch)
+    assert_same_steps(net, split_size, batches, modes, cuts=cuts, record=record)

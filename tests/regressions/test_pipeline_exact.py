@@ -18,7 +18,7 @@ from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
 TWO = ["cpu", "cpu:1"]
-LAUNCHES = ["eager", "graphs"]
+RECORDS = [False, True]
 # Sums over samples are taken in another order.
 ROUND_OFF = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -48,9 +48,9 @@ def volumes(batch: int = 4, channels: int = 2) -> Tensor:
     return torch.randn(batch, channels, 4, 4, 4, dtype=torch.float64)
 
 
-def pipeline(net: nn.Module, split_size: int = 2, launch: str = "eager", **options: object) -> ModelParallel:
+def pipeline(net: nn.Module, split_size: int = 2, record: bool = False, **options: object) -> ModelParallel:
     options = {"cuts": ["b"], **options}
-    return ModelParallel(net, strategy="pipeline", devices=TWO, split_size=split_size, launch=launch, **options)
+    return ModelParallel(net, strategy="pipeline", devices=TWO, split_size=split_size, record=record, **options)
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
@@ -110,40 +110,40 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_buffers_that_forward_changes(kind, launch):
+def test_buffers_that_forward_changes(kind, record):
     """The attempt to record ran forward twice more and left buffers changed; a copy of a changed buffer on another
     stage kept the value of the first micro-batch. Refused before it is tried, and copied anew."""
     how, buffers = STATEFUL[kind]
     net = chain(how)
     for name, value in buffers.items():
         net.register_buffer(name, value.double())
-    assert not assert_same_steps(net, launch=launch).strategy.is_replaying
+    assert not assert_same_steps(net, record=record).strategy.is_replaying
 
 
 def test_codebook_that_is_a_parameter():
     """MONAI's quantiser writes its codes through ``.data`` of a parameter, which has no versions and is no buffer."""
     net = chain(moving_codebook, book=nn.Parameter(torch.ones(2), requires_grad=False))
     reference = copy.deepcopy(net)
-    assert not assert_same_steps(net, launch="graphs").strategy.is_replaying
+    assert not assert_same_steps(net, record=True).strategy.is_replaying
     assert not torch.equal(net.book, reference.book)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_embedding_that_renormalises_itself(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_embedding_that_renormalises_itself(record):
     """``max_norm`` changes the parameter in forward; runs that do not count must not."""
     table = nn.Embedding(2, 1, max_norm=0.5)
     net = chain(lambda net, x: net.b(net.a(x)) + net.table(torch.tensor([0, 1])).view(1, 2, 1, 1, 1), table=table)
-    assert not assert_same_steps(net, launch=launch).strategy.is_replaying
+    assert not assert_same_steps(net, record=record).strategy.is_replaying
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_spectral_norm(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_spectral_norm(record):
     """Its power iteration was taken twice more by the attempt to record."""
     net = chain(lambda net, x: net.b(net.a(x)))
     spectral_norm(net.a)
-    assert_same_steps(net, launch=launch)
+    assert_same_steps(net, record=record)
 
 
 def test_attempt_leaves_no_trace():
@@ -151,7 +151,7 @@ def test_attempt_leaves_no_trace():
     net = chain(lambda net, x: (net.seen.append(1), net.b(net.a(x)) * float(x.new_ones(1)))[1])
     net.seen, called = [], []
     net.a.weight.register_hook(lambda gradient: called.append(1))
-    model = pipeline(net, launch="graphs")
+    model = pipeline(net, record=True)
     x = volumes(3)
     for _ in range(WARM_UP):
         model(x).sum().backward()
@@ -167,18 +167,18 @@ def test_attempt_leaves_no_trace():
 def test_forward_that_keeps_something_is_not_replayed():
     """A network that keeps its features for the caller kept those of the recording."""
     net = chain(lambda net, x: (setattr(net, "features", net.a(x).detach()), net.b(net.a(x)))[1])
-    model = pipeline(net, split_size=4, launch="graphs")
+    model = pipeline(net, split_size=4, record=True)
     for _ in range(WARM_UP + 2):
         x = volumes()
         model(x)
         torch.testing.assert_close(net.features, net.a(x))
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_forward_that_changes_its_argument(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_forward_that_changes_its_argument(record):
     """A replay changed its own copy of the argument; the caller's stayed."""
     net = chain(lambda net, x: net.b(net.a(x.mul_(2))))
-    model = pipeline(net, launch=launch)
+    model = pipeline(net, record=record)
     for _ in range(WARM_UP + 2):
         x = volumes()
         doubled = x * 2
@@ -243,7 +243,7 @@ def test_recording_notices_what_forward_reads(kind):
     net.scale, net.tensor = closing_over(net.cell), torch.tensor(1.0).double()
     reference = copy.deepcopy(net)
     reference.scale = closing_over(reference.cell)
-    model = pipeline(net, launch="graphs")
+    model = pipeline(net, record=True)
     replayed = []
     for batch in range(2 * WARM_UP + 5):
         change(net, batch), change(reference, batch)
@@ -253,12 +253,12 @@ def test_recording_notices_what_forward_reads(kind):
     assert replayed[WARM_UP] or kind == "tensor"  # a new tensor each time
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_forward_that_asks_for_values_is_not_replayed(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_forward_that_asks_for_values_is_not_replayed(record):
     """A branch on a value was recorded as it went once (on hosts, and for tensors of the host beside a GPU)."""
     net = chain(lambda net, x: net.b(net.a(x)) * (2 if x.mean() > 0 else 3))
     reference = copy.deepcopy(net)
-    model = pipeline(net, launch=launch)
+    model = pipeline(net, record=record)
     for batch in range(WARM_UP + 4):
         x = volumes().abs() * (-1 if batch > WARM_UP else 1)
         torch.testing.assert_close(model(x), reference(x), **ROUND_OFF)
@@ -291,13 +291,13 @@ def test_kept_features_do_not_ask_again():
     assert LENGTHS[-4:] == [2] * 4
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("split_size", [1, 2])
-def test_output_as_long_as_a_micro_batch_by_accident(split_size, launch):
+def test_output_as_long_as_a_micro_batch_by_accident(split_size, record):
     """The mean over a micro-batch of one, kept as ``(1, ...)``, was joined as if it were a sample."""
     net = chain(lambda net, x: (net.b(net.a(x)), net.a.weight[:split_size].mean((3, 4))))
     with pytest.raises(ParallelError, match=r"output 1 of the network has shape .* for a micro-batch of 3"):
-        pipeline(net, split_size, launch)(volumes())
+        pipeline(net, split_size, record)(volumes())
 
 
 def test_output_that_counts_its_micro_batch():
@@ -315,12 +315,12 @@ def test_output_of_another_mode_is_looked_at_again():
         model.eval()(volumes())
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_argument_as_long_as_the_batch_by_accident(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_argument_as_long_as_the_batch_by_accident(record):
     """A factor per channel, as many as samples, was cut with them; labels and steps per sample still are."""
     net = chain(lambda net, x, gain, bias: net.b(net.a(x) * gain) + bias.view(-1, 1, 1, 1, 1))
     reference = copy.deepcopy(net)
-    model = pipeline(net, split_size=1, launch=launch)
+    model = pipeline(net, split_size=1, record=record)
     for _ in range(WARM_UP + 2):
         given = volumes(2), torch.randn(2, 1, 1, 1).double(), torch.randn(2).double()
         mine = [value.clone().requires_grad_() for value in given]
@@ -329,7 +329,7 @@ def test_argument_as_long_as_the_batch_by_accident(launch):
         torch.testing.assert_close(actual, expected, **ROUND_OFF)
         actual.square().sum().backward(), expected.square().sum().backward()
         torch.testing.assert_close([x.grad for x in mine], [x.grad for x in theirs], **ROUND_OFF)
-    assert model.strategy.is_replaying == (launch == "graphs")
+    assert model.strategy.is_replaying == record
 
 
 def test_argument_that_could_be_either_is_refused_until_it_is_declared():
@@ -358,8 +358,8 @@ def test_nothing_from_one_micro_batch_only():
         pipeline(net)(x)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_batch_norm_without_its_module(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_batch_norm_without_its_module(record):
     """``torch.batch_norm``, called directly, updated its running statistics once per micro-batch."""
 
     def how(net: Net, x: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def test_batch_norm_without_its_module(launch):
     for name in ("mean", "var", "mean2", "var2"):
         net.register_buffer(name, torch.ones(2).double())
     reference = copy.deepcopy(net)
-    model = pipeline(net, launch=launch)
+    model = pipeline(net, record=record)
     for _ in range(WARM_UP + 2):
         x = volumes() * 3
         model(x), reference(x)
@@ -379,13 +379,13 @@ def test_batch_norm_without_its_module(launch):
     torch.testing.assert_close(net.mean, net.mean2, **ROUND_OFF)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("options", [{}, {"cuts": None}])
-def test_first_layer_in_place_on_a_result(options, launch):
+def test_first_layer_in_place_on_a_result(options, record):
     """An activation in place, first of all, on a result that needs a gradient was taken for one on a parameter."""
     net, before = chain(lambda net, x: net.b(net.a(F.relu(x, inplace=True)))), conv().double()
     nets, stems = (net, copy.deepcopy(net)), (before, copy.deepcopy(before))
-    model = pipeline(net, launch=launch, **options)
+    model = pipeline(net, record=record, **options)
     for _ in range(WARM_UP + 2):
         x = volumes()
         features = [stem(x) for stem in stems]
@@ -435,13 +435,13 @@ def test_modules_that_hide_what_they_do_are_refused(make, message):
         ModelParallel(make(), strategy="pipeline", devices=TWO, split_size=1)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_hook_that_changes_shapes(launch):
+@pytest.mark.parametrize("record", RECORDS)
+def test_hook_that_changes_shapes(record):
     """The network was measured without the hooks that it cannot run without."""
     net = Net(lambda net, x: net.b(net.a(x)), a=conv(4, 2), b=conv()).double()
     net.a.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0] * 2], 1),))
-    assert_same_steps(net, launch=launch)
-    assert_same_steps(copy.deepcopy(net), batches=2, launch=launch, cuts=None)
+    assert_same_steps(net, record=record)
+    assert_same_steps(copy.deepcopy(net), batches=2, record=record, cuts=None)
 
 
 def steepest(net: Net, x: Tensor) -> Tensor:
@@ -459,25 +459,25 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("cuts", [None, ["b"], ["c"]])
 @pytest.mark.parametrize("kind", INSIDE)
-def test_derivatives_and_maps_inside(kind, cuts, launch):
+def test_derivatives_and_maps_inside(kind, cuts, record):
     """Measuring dropped what they need, or asked a wrapped tensor for its memory."""
     net = chain(INSIDE[kind], c=conv())
     try:
-        model = assert_same_steps(net, launch=launch, cuts=cuts)
+        model = assert_same_steps(net, record=record, cuts=cuts)
     except PartitionError as refusal:
         assert "no stage can begin at 'b'" in str(refusal)  # noqa: PT017 (what lies inside a derivative stays together)
         assert (kind, cuts) in (("autograd.grad", ["b"]), ("func.grad", ["b"]))
         return
-    assert not model.strategy.is_replaying or launch == "graphs"
+    assert not model.strategy.is_replaying or record
 
 
 def test_pickled_and_copied_after_a_step():
     """A placement holds parameters by identity, which a file does not keep: it is found anew."""
     net = nn.Sequential(conv(), nn.BatchNorm3d(2), conv()).double()
-    model = ModelParallel(net, strategy="pipeline", devices=TWO, split_size=2, launch="graphs")
+    model = ModelParallel(net, strategy="pipeline", devices=TWO, split_size=2, record=True)
     x = volumes()
     for _ in range(WARM_UP + 1):
         model(x).sum().backward()
@@ -529,7 +529,7 @@ def test_array_that_is_drawn_is_not_recorded():
     """No function shows what NumPy drew, so every batch did the same to look at, and a replay kept the first factor."""
     net = chain(array_drawn)
     reference = copy.deepcopy(net)
-    model = pipeline(net, split_size=4, launch="graphs")
+    model = pipeline(net, split_size=4, record=True)
     inputs, found = [volumes() for _ in range(WARM_UP + 3)], []
     for each in (model, reference):
         np.random.seed(1)  # noqa: NPY002

@@ -29,7 +29,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise UnsupportedOperatorError(
                 "ModelParallel and volseg's DiceCELoss compute no second derivatives (create_graph=True); for them use "
-                "the plain network with monai.losses.DiceCELoss, or a pipeline with launch='eager'"
+                "the plain network with monai.losses.DiceCELoss, or a pipeline with record=False"
             )
         return backward(ctx, *gradients)
 

@@ -1,11 +1,16 @@
-"""Record a function's kernels once and launch them all together: a CUDA graph around any function of tensors.
+"""Record kernels once and replay them all together: one CUDA graph around code, or around any function of tensors.
 
-A training step on small volumes is hundreds of kernels of microseconds each; launching them one by one from Python
-takes longer than they run. A recorded function must do the same on every call: no branch on a value, no wait for the
-device, the same shapes. Its collectives (NCCL) are recorded with it.
+A training step on small volumes is hundreds of kernels of microseconds each; Python takes longer to start them one by
+one than they run. A recorded function must do the same on every call: no branch on a value, no wait for the device, the
+same shapes. Its collectives (NCCL) are recorded with it.
+
+Every CUDA graph of volseg is a ``Graph``, recorded inside of ``undisturbed``. What a recording depends on besides the
+state of a network is here as well: ``signature`` of its inputs, and the ``modes`` of torch.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, Protocol, Self, TypeGuard
 
@@ -15,7 +20,16 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from volseg.errors import ParallelError
 
-__all__ = ["Composed", "RecordedFunction", "modes", "signature"]
+__all__ = [
+    "PLAIN",
+    "Composed",
+    "Graph",
+    "RecordedFunction",
+    "describe_inputs",
+    "read_modes",
+    "undisturbed",
+    "without_cached_casts",
+]
 
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -41,17 +55,24 @@ def is_composed(leaf: Any) -> TypeGuard[Composed]:
     return hasattr(type(leaf), "with_pieces")
 
 
-def signature(inputs: Any) -> tuple[Any, ...] | None:
+def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None:
     """Return what must be the same for a recording to serve: structure, shapes, types, devices, plain values.
 
     Of a composed tensor the whole shape counts, so that all processes that share it come to the same answer. None where
     an argument is of another type, which may hold something else in the next call.
+
+    Parameters
+    ----------
+    inputs
+        Nested as you like.
+    with_strides
+        Whether it counts how a tensor lies in memory: for code that gets the tensors themselves, or views of them.
     """
     leaves, structure = tree_flatten(inputs)
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            made = leaf.arrangement if is_composed(leaf) else None
+            made = leaf.arrangement if is_composed(leaf) else leaf.stride() if with_strides else None
             found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, made))
         elif isinstance(leaf, PLAIN):
             found.append((type(leaf), leaf))  # True == 1 == 1.0
@@ -60,16 +81,117 @@ def signature(inputs: Any) -> tuple[Any, ...] | None:
     return str(structure), *found
 
 
-def modes() -> tuple[Any, ...]:
+def read_modes() -> tuple[Any, ...]:
     """Return the modes of torch under which a function would be recorded."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.are_deterministic_algorithms_enabled(),
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts),
+        *(torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), _read_precision()),
     )
+
+
+def _read_precision() -> tuple[Any, ...]:
+    """Return how exactly float32 is computed; ``allow_tf32`` raises where convolutions and recurrent layers differ."""
+    own: Any = torch.backends
+    if hasattr(own.cudnn, "conv"):  # torch 2.9
+        return tuple(
+            part.fp32_precision for part in (own.cudnn.conv, own.cudnn.rnn, own.cuda.matmul, own.mkldnn.matmul)
+        )
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+@contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """Keep autocast, but let nobody use a cast again.
+
+    A cached one belongs to the graph that made it, or was made before and keeps the values of then.
+    """
+    with ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Record in here: nothing is collected meanwhile, since releasing old graphs and events breaks a recording."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with without_cached_casts():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Graph:
+    """One CUDA graph: what a device is given between ``begin`` and ``end``.
+
+    Memory allocated while one is recorded is its own from its first kernel to its last use in a recording, and no
+    longer: before, it may be another allocation's. So nothing that is filled before a graph is replayed may be
+    allocated while it is recorded.
+
+    Parameters
+    ----------
+    stream : torch.cuda.Stream
+        Where to record. A replay runs on the stream that is current then.
+    pool : tuple, optional
+        Memory that it shares with other graphs, which must be replayed in the order of recording.
+    generators : iterable of torch.Generator
+        Generators to draw from, beside the device's default one.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> None:
+        self._stream, self._pool = stream, pool
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        self._before: tuple[int, torch.cuda.Stream] | None = None
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, for graphs that share it."""
+        return self._graph.pool()
+
+    def begin(self) -> None:
+        """Record on the graph's own stream: ``torch.cuda.graph``'s default one belongs to one device only."""
+        self._before = torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+        try:
+            # thread_local: backward is recorded from autograd's threads, loaders' threads may allocate meanwhile, and
+            # NCCL's watchdog thread asks about its events.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._go_back()
+            raise
+
+    def end(self) -> None:
+        """Record no more; nothing where ``begin`` failed."""
+        if self._before is None:
+            return
+        try:
+            self._graph.capture_end()
+        finally:
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Work where the caller worked."""
+        assert self._before is not None
+        (device, stream), self._before = self._before, None
+        torch.cuda.set_stream(stream)
+        torch.cuda.set_device(device)
+
+    def replay(self) -> None:
+        """Run what was recorded, on the device's current stream."""
+        self._graph.replay()
+
+    def release(self) -> None:
+        """Free it; NCCL ends a group only once no graph holds its collectives."""
+        self._graph.reset()
 
 
 class RecordedFunction:
@@ -102,19 +224,23 @@ class RecordedFunction:
         stream: torch.cuda.Stream | None = None,
         shares: "RecordedFunction | None" = None,
     ) -> None:
-        self.signature = signature(inputs)
-        if any(tensor.requires_grad for tensor in _tensors(dict(inputs))):
+        self.signature = describe_inputs(inputs)
+        if any(tensor.requires_grad for tensor in _list_tensors(dict(inputs))):
             raise ParallelError("an input needs a gradient, which a replay would not give it; pass input.detach()")
-        self._inputs = tree_map(_cloned, dict(inputs))
-        versions = _versions(self._inputs)
-        self._graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self._graph.register_generator_state(generator)
-        pool = None if shares is None else shares._graph.pool()
-        # thread_local: NCCL's watchdog thread asks about its events while this thread records.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._outputs = function(**self._inputs)
-        if _versions(self._inputs) != versions:
+        self._inputs = tree_map(_clone, dict(inputs))
+        versions = _read_versions(self._inputs)
+        stream = torch.cuda.Stream() if stream is None else stream
+        self._graph: Graph = Graph(stream, None if shares is None else shares._graph.pool, generators)
+        with undisturbed():
+            # A recording has memory of its own; what calls before have left behind is wanted there.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self._graph.begin()
+            try:
+                self._outputs = function(**self._inputs)
+            finally:
+                self._graph.end()
+        if _read_versions(self._inputs) != versions:
             self.release()
             raise ParallelError(
                 "the function changes its input in place, and a replay would change its own copy; pass a clone, or let "
@@ -123,29 +249,29 @@ class RecordedFunction:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run on new inputs of the recorded signature; the next call overwrites the tensors that are returned."""
-        for recorded, given in zip(_tensors(self._inputs), _tensors(dict(inputs)), strict=True):
+        for recorded, given in zip(_list_tensors(self._inputs), _list_tensors(dict(inputs)), strict=True):
             recorded.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._outputs
 
     def release(self) -> None:
-        """Free the recording; NCCL ends a group only once no recording holds its collectives."""
-        self._graph.reset()
+        """Free the recording."""
+        self._graph.release()
         self._inputs, self._outputs = {}, None
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def _list_tensors(inputs: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in tree_flatten(inputs)[0]:
         found += leaf.pieces() if is_composed(leaf) else [leaf] if isinstance(leaf, Tensor) else []
     return found
 
 
-def _versions(inputs: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(inputs) if not tensor.is_inference()]
+def _read_versions(inputs: Any) -> list[int]:
+    return [tensor._version for tensor in _list_tensors(inputs) if not tensor.is_inference()]
 
 
-def _cloned(leaf: Any) -> Any:
+def _clone(leaf: Any) -> Any:
     if is_composed(leaf):
         return leaf.with_pieces([piece.clone() for piece in leaf.pieces()])
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,32 +1,56 @@
-"""When to record a function of repeated signature, and what to do when it cannot be recorded.
+"""When a kind of call is recorded, which recordings are kept, and what ends them: one policy for all of them.
 
-Apart from CUDA: the three effects (run, record, agree) are passed in. Processes that work together must decide alike,
-since one that replays and one that computes would wait for each other's collectives for ever. So everything here
-follows from the sequence of signatures, which all of them see, and from one vote after each attempt.
+Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline, by
+stage and micro-batch (``volseg.parallel.pipeline.record``). Both go through the same questions::
+
+    which kind of call is it?     graph.signature of the inputs, graph.modes, and what the network is besides
+    is it time?                   Recordings.is_warm: after some calls that ran as they are, and not refused
+    is there room?                Recordings.make_room: few are kept; one that is long idle may give way
+    how is it recorded?           graph.Graph inside of graph.undisturbed
+    did anything else happen?     volseg.parallel.state: noted before an attempt, put back after it, watched from then
+    what if it fails?             Recordings.refuse: said once, and the calls run as they are
+
+``Recordings`` answers the second, third and last of them. It knows neither CUDA nor networks, and everything in it
+follows from the sequence of kinds, which all processes that work together see alike.
+
+Three things stay apart, because the other way would make one of the two worse:
+
+- *What a change of the network does.* A step's recordings end with it (``Recorder`` and its ``State``): it trains, its
+  optimizer belongs to it, and there is room for two. A batch's stay, since the network's condition is part of its kind
+  (``state.conditions``): training and validation take turns, and each finds its own again.
+- *Who may say no.* A step's processes vote after each attempt, since one that replays and one that computes would wait
+  for each other's collectives for ever; a failure ends all recording. A pipeline is one process, whose kinds of batches
+  are refused one by one, and whose lanes are tried and timed (``pipeline.record.trial``).
+- *When an attempt is undone.* A step that is recorded has run no kernel, and what Python did in it counts: it is undone
+  only if given up. A batch is rehearsed, really, and compared: that is undone always.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from volseg.device.graph import modes, signature
+from volseg.device.graph import describe_inputs, read_modes
 
-__all__ = ["Recorder", "Recording"]
+__all__ = ["Kind", "Recorder", "Recording", "Recordings"]
 
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 20
 """Times that recordings are made anew because something has changed: each takes some steps kernel by kernel."""
 
+MOST_KINDS = 64
+"""Kinds of calls that are counted at a time; where there are more, something changes in every call."""
+
 
 class Recording(Protocol):
     """A recorded function."""
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Run it on inputs of the recorded signature."""
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run it on inputs of the recorded kind."""
 
     def release(self) -> None:
-        """Free what it holds."""
+        """Free what it holds, once nobody needs it any more."""
 
 
 class State(Protocol):
@@ -44,7 +68,7 @@ class State(Protocol):
     def done(self) -> None:
         """Forget what an attempt would be undone with."""
 
-    def change(self) -> str | None:
+    def find_change(self) -> str | None:
         """Name what is not as it was when the function was recorded, or None."""
 
 
@@ -56,12 +80,133 @@ class Stateless:
 
     keep = put_back = done = begin
 
-    def change(self) -> None:
+    def find_change(self) -> None:
         """Find nothing changed."""
 
 
+R = TypeVar("R", bound=Recording)
+
+
+@dataclass(eq=False)
+class Kind(Generic[R]):
+    """Calls that do the same, and their recording."""
+
+    calls: int = 0
+    """Those that ran as they are."""
+    recording: R | None = None
+    last_used: int = 0
+    """The number of the call, of all kinds, that the recording served last."""
+    refused: str | None = None
+    """Why calls of this kind are not recorded."""
+
+
+K = TypeVar("K", bound=Kind[Any])
+
+
+class Recordings(Generic[K]):
+    """Which kinds of calls there are, and the recordings of some of them.
+
+    Parameters
+    ----------
+    new : callable
+        Makes a `Kind`.
+    warm_up : int
+        Calls of each kind that run as they are.
+    limit : int
+        Recordings kept at a time: each holds the memory of a call.
+    idle : int, optional
+        Calls after which a recording that was not used gives way to another; by default it never does.
+
+    Attributes
+    ----------
+    refused : str or None
+        Why nothing is recorded any more.
+    num_recorded : int
+        Recordings made so far.
+    """
+
+    def __init__(self, new: Callable[[], K], *, warm_up: int, limit: int, idle: int | None = None) -> None:
+        self._new, self.warm_up, self.limit, self._idle = new, warm_up, limit, idle
+        self.refused: str | None = None
+        self.num_recorded = 0
+        self._calls = 0
+        self._kinds: dict[Hashable, K] = {}
+        self._kept: list[K] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def kept(self) -> list[K]:
+        """The kinds that have recordings."""
+        return list(self._kept)
+
+    def find_kind(self, key: Hashable) -> K:
+        """Return the kind of call that ``key`` describes."""
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds = {known: kind for known, kind in self._kinds.items() if kind.recording is not None}
+            kind = self._kinds[key] = self._new()
+        return kind
+
+    def count(self, kind: K) -> None:
+        """Note a call that runs as it is."""
+        self._calls += 1
+        kind.calls += 1
+
+    def use(self, kind: K) -> Any:
+        """Return the recording of a kind that has one, for a call that it serves."""
+        self._calls += 1
+        kind.last_used = self._calls
+        return kind.recording
+
+    def is_warm(self, kind: K) -> bool:
+        """Say whether calls of this kind came often enough, and may be recorded."""
+        return kind.calls >= self.warm_up and kind.refused is None and self.refused is None
+
+    def make_room(self) -> bool:
+        """Say whether another recording may be kept; one that has long been idle is let go for it."""
+        if len(self._kept) < self.limit:
+            return True
+        if self._idle is None:
+            return False
+        oldest = min(self._kept, key=lambda kind: kind.last_used)
+        if self._calls + 1 - oldest.last_used < self._idle:
+            return False
+        self.drop(oldest)
+        return True
+
+    def keep(self, kind: K, recording: Any) -> None:
+        """Give a kind its recording."""
+        kind.recording = recording
+        kind.last_used = self._calls + 1
+        self._kept.append(kind)
+        self.num_recorded += 1
+
+    def drop(self, kind: K) -> None:
+        """Free the recording of a kind."""
+        if kind.recording is not None:
+            kind.recording.release()
+            kind.recording = None
+            self._kept.remove(kind)
+
+    def refuse(self, reason: str, kind: K | None = None) -> None:
+        """Record calls of this kind no more, or nothing at all; recordings that there are serve on."""
+        if kind is None:
+            self.refused = reason
+        else:
+            kind.refused = reason
+
+    def release(self) -> None:
+        """Free all recordings; later calls begin anew."""
+        for kind in self.kept:
+            self.drop(kind)
+        self._kinds.clear()
+
+
 class Recorder:
-    """Run a function as it is some times per signature, then record it, then replay the recording.
+    """Run a function as it is some times per kind of inputs, then record it, then replay the recording.
 
     Parameters
     ----------
@@ -72,19 +217,12 @@ class Recorder:
     agree : callable
         Whether all processes say yes; called by all of them after each attempt to record.
     warm_up : int
-        Calls per signature that run as they are.
+        Calls per kind that run as they are.
     limit : int
-        Signatures to record; calls with further ones run as they are.
+        Kinds to record; calls of further ones run as they are.
     state : State, optional
         What else the function depends on. Where it changes, recordings are freed and made anew; it must change in all
         processes alike.
-
-    Attributes
-    ----------
-    refused : str or None
-        Why nothing is recorded any more, where recording failed: here, or in another process.
-    num_recorded : int
-        Recordings made so far.
     """
 
     def __init__(
@@ -99,53 +237,58 @@ class Recorder:
     ) -> None:
         self._state: State = Stateless() if state is None else state
         self._run, self._record, self._agree = run, record, agree
-        self.warm_up, self.limit = warm_up, limit
-        self.refused: str | None = None
-        self.num_recorded = 0
+        self._recordings: Recordings[Kind[Recording]] = Recordings(Kind, warm_up=warm_up, limit=limit)
         self._changes = 0
-        self._calls: dict[Any, int] = {}
-        self._recordings: dict[Any, Recording] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the function on ``inputs``, in the way that is due."""
-        key = signature(inputs)
+        key = describe_inputs(inputs)
         if key is None:
             return self._run(*inputs)
-        key = *key, *modes()
-        if self._recordings and (changed := self._state.change()) is not None:
+        if self.is_replaying and (changed := self._state.find_change()) is not None:
             self._begin_anew(changed)
-        if key not in self._recordings and self._is_due(key):
-            self._try_to_record(key, inputs)
-        if key in self._recordings:
-            return self._recordings[key](*inputs)
+        kind = self._recordings.find_kind((*key, *read_modes()))
+        if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
+            self._try_to_record(kind, inputs)
+        if kind.recording is not None:
+            return self._recordings.use(kind)(*inputs)
+        self._recordings.count(kind)
         return self._run(*inputs)
+
+    @property
+    def warm_up(self) -> int:
+        """Calls per kind that run as they are."""
+        return self._recordings.warm_up
 
     @property
     def is_replaying(self) -> bool:
         """Whether there are recordings by now."""
-        return bool(self._recordings)
+        return len(self._recordings) > 0
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is recorded any more, where recording failed: here, or in another process."""
+        return self._recordings.refused
+
+    @property
+    def num_recorded(self) -> int:
+        """Recordings made so far."""
+        return self._recordings.num_recorded
 
     def release(self) -> None:
         """Free all recordings; later calls begin anew."""
-        for recording in self._recordings.values():
-            recording.release()
-        self._recordings.clear()
-        self._calls.clear()
+        self._recordings.release()
 
     def _begin_anew(self, changed: str) -> None:
         self.release()
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self.refused = f"{changed} changes again and again"
+            self._recordings.refuse(f"{changed} changes again and again")
             logger.warning("the training step runs kernel by kernel from now on: %s", self.refused)
         else:
             logger.info("%s has changed since the training step was recorded as a CUDA graph: recording anew", changed)
 
-    def _is_due(self, key: Any) -> bool:
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        return calls > self.warm_up and len(self._recordings) < self.limit and self.refused is None
-
-    def _try_to_record(self, key: Any, inputs: tuple[Any, ...]) -> None:
+    def _try_to_record(self, kind: Kind[Recording], inputs: tuple[Any, ...]) -> None:
         recording, reason, kept = None, "in another process", False
         self._state.begin()
         try:
@@ -156,16 +299,15 @@ class Recorder:
             reason = str(fault).partition("\n")[0] or type(fault).__name__
         if self._agree(kept):
             assert recording is not None
-            self._recordings[key] = recording
-            self.num_recorded += 1
+            self._recordings.keep(kind, recording)
             self._state.done()
             return
         if recording is not None:
             recording.release()
         self._state.put_back()
-        self.refused = reason
+        self._recordings.refuse(reason)
         logger.warning(
             "the training step cannot be recorded as a CUDA graph and runs kernel by kernel (%s); to skip the attempt, "
-            "set training.capture to false, or call the step without RecordedStep",
+            "set training.record to false, or call the step without RecordedStep",
             reason,
         )

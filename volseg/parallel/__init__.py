@@ -10,16 +10,19 @@ from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, sla
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.recorded_step import RecordedStep
-from volseg.parallel.spatial import ShardedVolume, pointwise_function, whole
+from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, whole
 from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
     "FastKernels",
     "ModelParallel",
+    "Pipeline",
     "RecordedStep",
     "Report",
     "ShardedVolume",
+    "Spatial",
     "from_slab",
     "is_worker",
     "launch",

@@ -17,19 +17,14 @@ from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.spatial.transport.communicator import narrow_to
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
 
-_headers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""A gloo group of the same processes for each spatial group."""
-
 
 def loads_batches(model: ModelParallel) -> bool:
     """Say whether this process is the one of its spatial group that loads."""
-    communicator = _strategy(model).communicator
-    return not isinstance(communicator, ProcessGroupShards) or communicator.rank == 0
+    return model.strategy.volumes.group_rank == 0
 
 
 def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -54,19 +49,17 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
     ParallelError
         If the loading process passes no batch, another passes one, or a value can be neither cut nor sent.
     """
-    strategy = _strategy(model)
-    communicator = strategy.communicator
-    if not isinstance(communicator, ProcessGroupShards):
-        return {name: strategy.cut(value) for name, value in _given(batch).items()}
-    source = communicator.rank == 0
+    strategy = model.strategy.volumes
+    if not strategy.is_shared:
+        return {name: strategy.cut(value) for name, value in _require_batch(batch).items()}
+    source = strategy.group_rank == 0
     if not source and batch is not None:
         raise ParallelError(
-            f"process {communicator.rank} of the spatial group passed a batch; only process 0 loads: pass None"
+            f"process {strategy.group_rank} of the spatial group passed a batch; only process 0 loads: pass None"
         )
-    fields = _share_header(communicator, _describe(_given(batch)) if source else None)
+    fields = _share_header(strategy, _describe(_require_batch(batch)) if source else None)
     return {
-        name: _receive(strategy, communicator, field, batch[name] if batch is not None else None)
-        for name, field in fields.items()
+        name: _receive(strategy, field, batch[name] if batch is not None else None) for name, field in fields.items()
     }
 
 
@@ -78,7 +71,7 @@ def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
     ParallelError
         If the volume is too thin to be cut.
     """
-    strategy = _strategy(model)
+    strategy = model.strategy.volumes
     dims = strategy.dims_of(torch.Size(shape))
     if dims is None:
         raise ParallelError(
@@ -103,7 +96,7 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
         raise ParallelError(
             f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}"
         )
-    strategy = _strategy(model)
+    strategy = model.strategy.volumes
     if len(strategy.communicator.devices) != 1:
         raise ParallelError(
             f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one"
@@ -111,15 +104,7 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
 
-def _strategy(model: ModelParallel) -> SpatialStrategy:
-    if not isinstance(model.strategy, SpatialStrategy):
-        raise ParallelError(
-            f"batches are scattered for strategy='spatial', this model has {type(model.strategy).__name__}"
-        )
-    return model.strategy
-
-
-def _given(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _require_batch(batch: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if batch is None:
         raise ParallelError("the process that loads must pass a batch, got None")
     return batch
@@ -135,13 +120,8 @@ def _describe(batch: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _share_header(communicator: ProcessGroupShards, fields: dict[str, Any] | None) -> dict[str, Any]:
-    group = communicator.group
-    if group not in _headers:
-        ranks = dist.get_process_group_ranks(group)
-        gloo = dist.get_backend(group) == "gloo"
-        _headers[group] = group if gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    first = dist.get_global_rank(group, 0)
+def _share_header(strategy: SpatialStrategy, fields: dict[str, Any] | None) -> dict[str, Any]:
+    group, first = strategy.message_group(), strategy.first_process
     try:
         text = b"" if fields is None else json.dumps(fields).encode()
     except TypeError as error:
@@ -149,36 +129,47 @@ def _share_header(communicator: ProcessGroupShards, fields: dict[str, Any] | Non
             f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering"
         ) from None
     length = torch.tensor([len(text)])
-    dist.broadcast(length, first, group=_headers[group])
+    dist.broadcast(length, first, group=group)
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     if fields is None:
         message = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.broadcast(message, first, group=_headers[group])
+    dist.broadcast(message, first, group=group)
     shared: dict[str, Any] = json.loads(bytes(message.tolist()))
     return shared
 
 
-def _receive(strategy: SpatialStrategy, communicator: ProcessGroupShards, field: dict[str, Any], value: Any) -> Any:
+def _receive(strategy: SpatialStrategy, field: dict[str, Any], value: Any) -> Any:
     if "value" in field:
         return field["value"]
     shape, dtype = torch.Size(field["shape"]), getattr(torch, field["dtype"])
-    home = communicator.home
+    home = strategy.communicator.home
     dims = strategy.dims_of(shape) if len(shape) in (4, 5) else None
     if value is not None:
         value = value.as_subclass(Tensor).detach().to(home)
     if dims is None:
         whole = value.contiguous() if value is not None else torch.empty(shape, dtype=dtype, device=home)
-        dist.broadcast(whole, dist.get_global_rank(communicator.group, 0), group=communicator.group)
+        dist.broadcast(whole, strategy.first_process, group=strategy.group)
         return whole
-    slab = _send_slabs(communicator, value, dims, shape, dtype)
+    slab = _send_slabs(strategy, value, dims, shape, dtype)
     return ShardedVolume([slab], dims, shape, strategy.context)
 
 
 def _send_slabs(
-    communicator: ProcessGroupShards, value: Tensor | None, dims: list[int], shape: torch.Size, dtype: torch.dtype
+    strategy: SpatialStrategy, value: Tensor | None, dims: list[int], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Send each slab to its owner; return one's own."""
-    group = communicator.group
+    """Send each slab of ``value``, or None where another process has it, to its owner; return one's own.
+
+    Parameters
+    ----------
+    strategy
+        Says who the processes are, and what they own.
+    value
+        The whole tensor on the process that loads, None on the others.
+    dims, shape, dtype
+        The dims that are cut, and what the whole tensor is.
+    """
+    communicator, group = strategy.communicator, strategy.group
+    assert group is not None
     layouts = [spans(shape[dim], count) for dim, count in zip(dims, communicator.grid, strict=True)]
     own = communicator.owned([shape[dim] for dim in dims])[0]
     if value is None:
@@ -186,8 +177,7 @@ def _send_slabs(
         for dim, (start, stop) in zip(dims, own, strict=True):
             size[dim] = stop - start
         slab = torch.empty(size, dtype=dtype, device=communicator.home)
-        source = dist.get_global_rank(group, 0)
-        for request in dist.batch_isend_irecv([dist.P2POp(dist.irecv, slab, source, group)]):
+        for request in dist.batch_isend_irecv([dist.P2POp(dist.irecv, slab, strategy.first_process, group)]):
             request.wait()
         return slab
     operations = []

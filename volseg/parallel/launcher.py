@@ -64,7 +64,7 @@ def launch(command: Sequence[str], processes: int) -> None:
     )
     os.environ.update(threads)
     try:
-        with _handlers_put_back():
+        with _put_handlers_back():
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
@@ -78,7 +78,7 @@ def launch(command: Sequence[str], processes: int) -> None:
 
 
 @contextmanager
-def _handlers_put_back() -> Iterator[None]:
+def _put_handlers_back() -> Iterator[None]:
     """Undo that the elastic launcher leaves its own signal handlers, which end this process at the next Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield

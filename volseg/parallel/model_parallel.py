@@ -1,7 +1,7 @@
 """``ModelParallel``: one ``nn.Module`` that runs a plain network over several devices.
 
-The wrapper is a thin dispatcher. A *strategy* object places the network and runs it: ``SpatialStrategy`` cuts the
-volume into slabs, ``PipelineStrategy`` cuts the network into stages. Everything that a training loop does to
+The wrapper is a thin dispatcher. A *strategy* object places the network and runs it: that of ``Spatial`` cuts the
+volume into slabs, that of ``Pipeline`` cuts the network into stages. Everything that a training loop does to
 a module (parameters, state, modes) reaches the plain network under the plain network's names.
 
 ``strategy="auto"`` takes the spatial split, and the layers where the first volume meets an operator without a sharded
@@ -13,45 +13,29 @@ It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.pipeline import PipelineStrategy
-from volseg.parallel.spatial import SpatialStrategy
-from volseg.parallel.spatial.transport.one_process import LocalDevices
-from volseg.parallel.state.module import remember
-from volseg.parallel.state.random import RandomState
+from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.spatial import Spatial
+from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel", "Strategy"]
+__all__ = ["ModelParallel", "take_new_names"]
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = ("auto", "spatial", "pipeline")
+STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
 
-
-class Strategy(Protocol):
-    """What ``ModelParallel`` asks of a way to parallelise."""
-
-    @property
-    def partition(self) -> Any:
-        """Describe which device does what; printable."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether volumes lie on several processes, all of which run the network together."""
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network's own ``forward``."""
+LAUNCH = {"auto": "auto", "eager": False, "graphs": True}
+"""What ``record`` is for the values of its old name."""
 
 
 class ModelParallel(nn.Module):
@@ -62,24 +46,22 @@ class ModelParallel(nn.Module):
     net
         Any module. It is used in place (not copied) and stays reachable as ``.module``.
     strategy
-        ``"spatial"`` cuts volumes into slabs, ``"pipeline"`` cuts the layers into stages. ``"auto"`` takes the pipeline
-        where ``split_size`` is given, else the spatial split, which also divides a batch of one; in one process, and
-        without options of the spatial split, it takes the pipeline after all where the first volume meets an operator
-        without a sharded form.
+        ``Spatial(...)`` cuts volumes into slabs, ``Pipeline(...)`` cuts the layers into stages; ``"spatial"`` and
+        ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline where ``split_size`` is given,
+        else the spatial split, which also divides a batch of one; in one process, and without options of the spatial
+        split, it takes the pipeline after all where the first volume meets an operator without a sharded form.
     devices
         Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named
         several times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
     split_size
-        Samples per micro-batch, or ``"auto"``: pipeline only.
+        See ``Pipeline``.
     mesh
         A ``torch.distributed.device_mesh.DeviceMesh``. A dimension named ``"data"`` holds replicas, whose gradients are
         averaged; each other dimension cuts one axis of the volume. By default all processes share each volume.
-    on_unsupported
-        ``"raise"`` for an operator without a sharded form, or ``"gather"`` to run it on whole tensors and say so once.
-    checkpoint
-        Activations to recompute instead of keep: ``None``, ``"all"``, or the number of finest levels (spatial only).
+    on_unsupported, checkpoint
+        See ``Spatial``.
     options
-        Passed on to the strategy, see ``SpatialStrategy`` and ``PipelineStrategy``.
+        Further options of the strategy, see ``Spatial`` and ``Pipeline``.
 
     Attributes
     ----------
@@ -89,13 +71,13 @@ class ModelParallel(nn.Module):
     Raises
     ------
     ParallelError
-        If the strategy is unknown or the devices do not fit it.
+        If the strategy is unknown, an option is not one of its own, or the devices do not fit it.
 
     Examples
     --------
     >>> import torch
     >>> net = torch.nn.Conv3d(1, 2, 3, padding=1)
-    >>> model = ModelParallel(net, strategy="spatial", devices=["cpu", "cpu"])
+    >>> model = ModelParallel(net, strategy=Spatial(axes="D"), devices=["cpu", "cpu"])
     >>> sorted(model.state_dict())
     ['bias', 'weight']
     >>> model(torch.zeros(1, 1, 8, 8, 8)).full_tensor().shape
@@ -108,8 +90,8 @@ class ModelParallel(nn.Module):
     def __init__(
         self,
         net: nn.Module,
-        strategy: str = "auto",
-        devices: Sequence[str | int | torch.device] | None = None,
+        strategy: str | Options = "auto",
+        devices: Devices = None,
         split_size: int | str | None = None,
         mesh: Any = None,
         on_unsupported: Literal["raise", "gather"] = "raise",
@@ -117,39 +99,22 @@ class ModelParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        replicated = options.pop("replicated", True)
         _check_not_lazy(net)
-        chosen, self.why = _choose(strategy, split_size)
-        self.chosen = chosen
+        replicated = options.pop("replicated", True)
+        named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
+        defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
+        given = take_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
+        found, self.why = _choose(strategy, given)
+        self.chosen = found.name
         if strategy == "auto":
-            logger.info("ModelParallel(strategy='auto') takes %s: %s", chosen, self.why)
-        self._arguments = dict(
-            strategy=strategy,
-            devices=devices,
-            split_size=split_size,
-            mesh=mesh,
-            on_unsupported=on_unsupported,
-            checkpoint=checkpoint,
-            **options,
-        )
+            logger.info("ModelParallel(strategy='auto') takes %s: %s", self.chosen, self.why)
+        self._arguments = dict(strategy=strategy, devices=devices, mesh=mesh, **given)
         # Registered nowhere: a registered child would put "module." before every key.
         object.__setattr__(self, "module", net)
         object.__setattr__(self, "strategy", None)
-        common = {"devices": devices, "mesh": mesh, **options}
-        if chosen == "spatial":
-            common |= {"on_unsupported": on_unsupported, "checkpoint": checkpoint, "replicated": replicated}
-            built: Strategy = SpatialStrategy(net, **common)
-        else:
-            if on_unsupported != "raise" or checkpoint is not None:
-                raise ParallelError(
-                    f"on_unsupported={on_unsupported!r} and checkpoint={checkpoint!r} belong to strategy='spatial'; "
-                    "leave them out for a pipeline, which runs every operator as it is"
-                )
-
-            built = PipelineStrategy(net, split_size=split_size, **common)
-        object.__setattr__(self, "strategy", built)
-        may_change = strategy == "auto" and chosen == "spatial" and on_unsupported == "raise" and checkpoint is None
-        self._tries = may_change and mesh is None and not options and _is_in_one_process(built)
+        object.__setattr__(self, "strategy", found.build(net, devices, mesh, replicated=replicated))
+        may_change = strategy == "auto" and self.chosen == "spatial" and not given and mesh is None
+        self._tries = may_change and not self.strategy.is_shared
         self._share_registries()
         self.training = net.training
 
@@ -166,7 +131,8 @@ class ModelParallel(nn.Module):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the spatial split, or the pipeline if it cannot; the choice is made then."""
-        attempt = _Attempt(self.module, args, kwargs)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        attempt = Attempt(self.module, [torch.device("cuda", index) for index in devices], inputs=(args, kwargs))
         try:
             result = self.strategy(*args, **kwargs)
         except UnsupportedOperatorError as fault:
@@ -178,8 +144,7 @@ class ModelParallel(nn.Module):
         return result
 
     def _take_layers(self, reason: str) -> None:
-        pipeline = PipelineStrategy(self.module, devices=self._arguments["devices"])
-        object.__setattr__(self, "strategy", pipeline)
+        object.__setattr__(self, "strategy", Pipeline().build(self.module, self._arguments["devices"]))
         self._tries, self.chosen = False, "pipeline"
         self.why = f"an operator of the network has no sharded form: {reason}"
         logger.warning("ModelParallel(strategy='auto') takes the pipeline: %s", self.why)
@@ -225,31 +190,76 @@ class ModelParallel(nn.Module):
                 "a ModelParallel on a mesh cannot be pickled, as process groups belong to the running processes; save "
                 "model.state_dict(), or pickle model.module, and wrap that again"
             )
-        return _rebuilt, (self.module, self._arguments)
+        return _rebuild, (self.module, self._arguments)
 
     def extra_repr(self) -> str:
         """Name the strategy."""
         return type(self.strategy).__name__
 
 
-def _choose(strategy: str, split_size: int | str | None) -> tuple[str, str]:
-    """Return the strategy to begin with, and why."""
-    if strategy not in STRATEGIES:
-        raise ParallelError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if strategy == "auto":
-        if split_size is None:
-            return "spatial", "no split_size was given"
-        return "pipeline", f"split_size={split_size!r} was given"
-    if strategy == "spatial" and split_size is not None:
+def take_new_names(given: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+    """Take the old name of an option for its new one, with a warning.
+
+    Parameters
+    ----------
+    given
+        Options by name.
+    stacklevel
+        Whose call the warning names: two for the caller's, three for its caller's.
+
+    Raises
+    ------
+    ParallelError
+        If both names were given, or a value that the option never had.
+    """
+    if "launch" not in given:
+        return dict(given)
+    launch = given["launch"]
+    if launch not in LAUNCH or "record" in given:
         raise ParallelError(
-            f"split_size={split_size!r} is the micro-batch of strategy='pipeline'; the spatial split has none: leave "
-            f"it out"
+            f"launch={launch!r} is the old name of record: pass record='auto', True (recorded) or False (eager) instead"
         )
-    return strategy, "it was asked for"
+    warnings.warn(
+        f"ModelParallel(launch={launch!r}) is record={LAUNCH[launch]!r} now; the old name goes with the next release",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
+    return {**{name: value for name, value in given.items() if name != "launch"}, "record": LAUNCH[launch]}
 
 
-def _is_in_one_process(strategy: Strategy) -> bool:
-    return isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, LocalDevices)
+def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:
+    """Return the options of the strategy to begin with, and why."""
+    if isinstance(strategy, Spatial | Pipeline):
+        if given:
+            raise ParallelError(
+                f"{', '.join(given)} and strategy={type(strategy).__name__}(...) were given: options go into "
+                f"{type(strategy).__name__}(...)"
+            )
+        return strategy, "it was asked for"
+    if strategy not in ("auto", *STRATEGIES):
+        raise ParallelError(
+            f"strategy must be one of auto, {', '.join(STRATEGIES)}, got {strategy!r}; or Spatial(...), Pipeline(...)"
+        )
+    name, why = str(strategy), "it was asked for"
+    if strategy == "auto":
+        is_cut = "split_size" in given
+        name = "pipeline" if is_cut else "spatial"
+        why = f"split_size={given['split_size']!r} was given" if is_cut else "no split_size was given"
+    options = STRATEGIES[name]
+    for other in STRATEGIES.values():
+        foreign = (_list_names(other) - _list_names(options)) & given.keys()
+        if foreign:
+            shown = " and ".join(f"{key}={value!r}" for key, value in given.items() if key in foreign)
+            whose = "" if other is Spatial else "the stages or the micro-batch of "
+            raise ParallelError(
+                f"{shown}: options that belong to {whose}strategy={other.name!r}; leave them out for {options.noun} "
+                f"({why}), or pass strategy={other.__name__}(...)"
+            )
+    return options(**given), why
+
+
+def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
+    return {field.name for field in fields(options)}
 
 
 def _check_not_lazy(net: nn.Module) -> None:
@@ -262,32 +272,5 @@ def _check_not_lazy(net: nn.Module) -> None:
         )
 
 
-def _rebuilt(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
+def _rebuild(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
     return ModelParallel(net, **arguments)
-
-
-class _Attempt:
-    """What a forward pass that may be given up could change: the network, random numbers, and its own input."""
-
-    def __init__(self, net: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._net = remember(net)
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        self._random = RandomState([torch.device("cuda", index) for index in devices])
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Tensor and not leaf.is_inference()]
-        self._inputs = [(leaf, leaf._version, leaf.detach().clone()) for leaf in given]
-
-    def put_back(self) -> None:
-        """Undo the attempt."""
-        self._net.put_back()
-        self._random.put_back()
-        for tensor, version, value in self._inputs:
-            if tensor._version == version:
-                continue
-            if tensor.requires_grad:
-                raise ParallelError(
-                    f"the network changes its input of shape {tuple(tensor.shape)} in place, which needs a gradient, "
-                    "and has operators without a sharded form, before which the change cannot be undone; choose "
-                    "strategy='pipeline', or pass input.clone()"
-                )
-            with torch.no_grad():
-                tensor.copy_(value)

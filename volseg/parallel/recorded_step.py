@@ -1,7 +1,7 @@
 """Replay a training step of repeated shape as one CUDA graph, with its collectives.
 
-At 128^3 per GPU the Python of a step takes as long as its kernels. A captured step has none: one launch replays
-forward, loss, backward and, if the step does it, the optimizer.
+At 128^3 per GPU the Python of a step takes as long as its kernels. A recorded step has none: one replay is forward,
+loss, backward and, if the step does it, the optimizer.
 
 The first calls run as they are, on the stream that records later: libraries choose kernels then, and optimizers make
 their state. What cannot be recorded (a network that looks at values) goes on as it is, in all processes, and says so
@@ -9,11 +9,11 @@ once.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,14 +22,13 @@ from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.spatial.strategy import SpatialStrategy
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.state.recorded import RecordedState
 
 __all__ = ["RecordedStep"]
 
 
 class RecordedStep:
-    """A step function that is captured per input shape and then replayed.
+    """A step function that is recorded per input shape and then replayed.
 
     Drop or ``release`` it before ``destroy_process_group()``, which waits for recordings that are alive.
 
@@ -37,15 +36,15 @@ class RecordedStep:
     ----------
     model
         A network on one GPU, or a spatial ``ModelParallel`` with one process per GPU. Its parameters' gradients are
-        those of the last call, captured or not.
+        those of the last call, recorded or not.
     step
         From inputs (tensors and volumes, nested as you like) to tensors. It must do the same on every call: no
         ``.item()``, no branch on values, ``zero_grad(set_to_none=True)`` inside.
     warm_up
-        Calls per shape that run as they are, before one is captured: the optimizer's state and cuDNN's choices come
+        Calls per shape that run as they are, before one is recorded: the optimizer's state and cuDNN's choices come
         into being.
     limit
-        Number of shapes to capture; calls with further shapes run as they are.
+        Number of shapes to record; calls with further shapes run as they are.
     optimizer
         Whose step is part of ``step``, fused. Its learning rates move to the device, where the recording reads them:
         change them in place (``group["lr"].fill_(rate)``).
@@ -59,7 +58,7 @@ class RecordedStep:
         limit: int = 2,
         optimizer: Optimizer | None = None,
     ) -> None:
-        self.device = _one_gpu(model)
+        self.device = _find_gpu(model)
         self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
         self._first: RecordedFunction | None = None
@@ -93,7 +92,7 @@ class RecordedStep:
         self._recorder.release()
 
     def _run(self, *inputs: Any) -> Any:
-        """Run the step on the capture's stream: autograd and NCCL remember the stream of what they first did."""
+        """Run the step on the recording's stream: autograd and NCCL remember the stream of what they first did."""
         # Each stream waits for the other, here and at the next call, so blocks that change hands need no
         # record_stream.
         current = torch.cuda.current_stream(self.device)
@@ -104,24 +103,17 @@ class RecordedStep:
         return outputs
 
     def _record(self, *inputs: Any) -> "_RecordedStep":
-        _one_gpu(self.model)  # strategy='auto' may have taken a pipeline since
+        _find_gpu(self.model)  # strategy='auto' may have taken a pipeline since
         if not self._recorder.is_replaying:  # they were freed to be made anew, with the memory that they shared
             self._first = None
         recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=self._first)
-        self._first = self._first or recorded.captured
+        self._first = self._first or recorded.function
         return recorded
 
     def _all_agree(self, agrees: bool) -> bool:
-        """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
-        strategy = _group_strategy(self.model)
-        if strategy is not None:
-            assert isinstance(strategy.communicator, ProcessGroupShards)
-            vote = torch.tensor([int(agrees)], device=self.device)
-            for group in (strategy.communicator.group, strategy.replicas):
-                if group is not None:
-                    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-            agrees = bool(vote.item())
-        return agrees
+        """Ask the processes that run the step together."""
+        group = _find_group(self.model)
+        return agrees if group is None else group.agree(agrees)
 
 
 class _RecordedStep:
@@ -138,28 +130,16 @@ class _RecordedStep:
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             parameter.grad = None
-        self._group = _group_strategy(model)
-        self._own: torch.Generator | None = None
-        if self._group is not None:
-            # Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
-            self._own = torch.Generator(self._group.communicator.home)
-            self._group.context.graph_generator = self._own
-            if isinstance(self._group.communicator, ProcessGroupShards) and self._group.communicator.plane_mailbox:
-                self._group.communicator.plane_mailbox.settle()
-        own = [] if self._own is None else [self._own]
-        self.captured = RecordedFunction(
-            lambda inputs: step(*inputs), {"inputs": inputs}, generators=own, stream=stream, shares=shares
+        self._group = _find_group(model)
+        self._own = [] if self._group is None else [self._group.prepare_recording()]
+        self.function = RecordedFunction(
+            lambda inputs: step(*inputs), {"inputs": inputs}, generators=self._own, stream=stream, shares=shares
         )
         self._gradients = [parameter.grad for parameter in self._parameters]
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._group is None or self._own is None:
-            outputs = self.captured({"inputs": inputs})
-        else:
-            # A seed of its own for every step, the same on all processes, whatever each has drawn in between.
-            with self._group._same_randomness():
-                self._own.manual_seed((torch.initial_seed() + 1 + self._group.communicator.indices[0]) % 2**63)
-                outputs = self.captured({"inputs": inputs})
+        with nullcontext() if self._group is None else self._group.replaying(*self._own):
+            outputs = self.function({"inputs": inputs})
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return outputs
@@ -170,7 +150,7 @@ class _RecordedStep:
             if gradient is not None and parameter.grad is gradient:
                 parameter.grad = None
         self._gradients = []
-        self.captured.release()
+        self.function.release()
 
 
 def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
@@ -181,24 +161,20 @@ def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
             group["capturable"] = True
 
 
-def _group_strategy(model: nn.Module) -> SpatialStrategy | None:
+def _find_group(model: nn.Module) -> SpatialStrategy | None:
     """Return the strategy of a model whose volumes lie on several processes."""
-    strategy = model.strategy if isinstance(model, ModelParallel) else None
-    if isinstance(strategy, SpatialStrategy) and isinstance(strategy.communicator, ProcessGroupShards):
-        return strategy
-    return None
+    return model.strategy.volumes if isinstance(model, ModelParallel) and model.strategy.is_shared else None
 
 
-def _one_gpu(model: nn.Module) -> torch.device:
-    if not isinstance(model, ModelParallel):
-        devices = {parameter.device for parameter in model.parameters()}
-    elif isinstance(model.strategy, SpatialStrategy):
-        devices = set(model.strategy.communicator.devices)
+def _find_gpu(model: nn.Module) -> torch.device:
+    """Return the one device of a model, on which its step can be recorded."""
+    if isinstance(model, ModelParallel):
+        devices = set(model.strategy.step_devices)
     else:
-        raise ParallelError("a step is captured for strategy='spatial', not for a pipeline, which records its stages")
+        devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise ParallelError(
-            f"a step is captured on one GPU per process, and this model is on {sorted(map(str, devices))}; start one "
+            f"a step is recorded on one GPU per process, and this model is on {sorted(map(str, devices))}; start one "
             "process per GPU"
         )
     return next(iter(devices))

@@ -33,10 +33,10 @@ def devices(count: int) -> list[str]:
     return [f"cuda:{index % torch.cuda.device_count()}" for index in range(count)]
 
 
-def compare(stages: list[str], launch: str, batches: int) -> ModelParallel:
+def compare(stages: list[str], record: bool, batches: int) -> ModelParallel:
     net = Net().double().cuda()
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, devices=stages, split_size=2, cuts=["b", "c", "d"][: len(stages) - 1], launch=launch)
+    model = ModelParallel(net, devices=stages, split_size=2, cuts=["b", "c", "d"][: len(stages) - 1], record=record)
     ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.01) for module in (model, reference))
     for _ in range(batches):
         x = torch.randn(6, 2, 8, 8, 8, dtype=torch.float64, device="cuda:0")
@@ -56,24 +56,24 @@ def compare(stages: list[str], launch: str, batches: int) -> ModelParallel:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
-def test_stages_on_one_gpu(launch):
-    model = compare(["cuda:0"] * 3, launch, WARM_UP + 3)
-    assert model.strategy.is_replaying == (launch == "graphs")
+@pytest.mark.parametrize("record", [False, True])
+def test_stages_on_one_gpu(record):
+    model = compare(["cuda:0"] * 3, record, WARM_UP + 3)
+    assert model.strategy.is_replaying == record
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("launch", ["eager", "graphs"])
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stages_on_several_gpus(launch, stages):
-    model = compare(devices(stages), launch, WARM_UP + 3)
-    assert model.strategy.is_replaying == (launch == "graphs")
+def test_stages_on_several_gpus(record, stages):
+    model = compare(devices(stages), record, WARM_UP + 3)
+    assert model.strategy.is_replaying == record
 
 
 @pytest.mark.gpu
 def test_autocast_and_scaler_from_a_recording():
     net = Net().cuda()
-    model = ModelParallel(net, devices=devices(2), split_size=2, launch="graphs")
+    model = ModelParallel(net, devices=devices(2), split_size=2, record=True)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
     x, losses = torch.randn(6, 2, 16, 16, 16, device="cuda:0"), []
     for _ in range(WARM_UP + 8):
@@ -91,7 +91,7 @@ def test_autocast_and_scaler_from_a_recording():
 @pytest.mark.gpu
 def test_measured_partition_and_recorded_dropout():
     net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv3d(4, 1, 3, padding=1)).cuda()
-    model = ModelParallel(net, devices=devices(2), split_size=1, launch="graphs")
+    model = ModelParallel(net, devices=devices(2), split_size=1, record=True)
     x = torch.randn(3, 1, 8, 8, 8, device="cuda:0")
     outputs = [model(x) for _ in range(WARM_UP + 3)]
     assert model.partition.total_ms > 0

@@ -8,14 +8,14 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.plan.balance import (
     EVEN,
     balance,
-    most_even,
-    pipeline_ms,
-    quickest,
-    spans,
-    sums,
-    unevenness,
+    choose_quickest,
+    find_most_even,
+    list_held,
+    measure_unevenness,
+    predict_ms,
+    sum_stages,
 )
-from volseg.parallel.pipeline.plan.memory import Activation, held_bytes, sums_of_runs
+from volseg.parallel.pipeline.plan.memory import Activation, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
 
 
@@ -30,7 +30,7 @@ LAYERS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=7)
 
 def phases(forward, backward, lengths):
     """Slowest forward and slowest backward stage."""
-    return max(sums(forward, lengths)), max(sums(backward, lengths))
+    return max(sum_stages(forward, lengths)), max(sum_stages(backward, lengths))
 
 
 @given(layers=LAYERS, data=st.data())
@@ -72,7 +72,7 @@ def within(activations, layers):
 @given(ACTIVATIONS, st.integers(1, 7), st.booleans())
 def test_a_stage_holds_what_it_keeps_and_in_a_recording_what_crosses_its_ends_twice(activations, layers, is_recorded):
     activations = within(activations, layers)
-    held = held_bytes(activations, layers, is_recorded)
+    held = compute_held_bytes(activations, layers, is_recorded)
     for start, end in combinations(range(layers + 1), 2):
         inside, expected = range(start, end), 0
         for each in activations:
@@ -88,15 +88,15 @@ def test_a_stage_holds_what_it_keeps_and_in_a_recording_what_crosses_its_ends_tw
 @given(layers=LAYERS, activations=ACTIVATIONS, data=st.data())
 def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, activations, data):
     forward, backward, fixed = zip(*layers, strict=True)
-    kept = held_bytes(within(activations, len(layers)), len(layers), is_recorded=data.draw(st.booleans()))
-    held = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(sums_of_runs(fixed), kept, strict=True)]
+    kept = compute_held_bytes(within(activations, len(layers)), len(layers), is_recorded=data.draw(st.booleans()))
+    held = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(sum_runs(fixed), kept, strict=True)]
     stages = data.draw(st.integers(1, len(layers)))
     limits = data.draw(st.lists(st.integers(0, 600), min_size=stages, max_size=stages))
     tolerance, price = data.draw(st.sampled_from([(0.0, 0.0), (0.05, 0.2), (0.0, 0.5)]))
     fitting = [
         lengths
         for lengths in every_split(len(layers), stages)
-        if all(of_stage <= limit for of_stage, limit in zip(spans(held, lengths), limits, strict=True))
+        if all(of_stage <= limit for of_stage, limit in zip(list_held(held, lengths), limits, strict=True))
     ]
     if not fitting:
         with pytest.raises(PartitionError, match="no cut into"):
@@ -116,7 +116,7 @@ def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, activatio
         ]
 
     def peak(lengths):
-        return max(spans(held, lengths))
+        return max(list_held(held, lengths))
 
     chosen = balance(forward, stages, backward, held, limits, tolerance, price)
     if chosen in quick(tolerance) and peak(chosen) == min(map(peak, quick(tolerance))):
@@ -124,22 +124,22 @@ def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, activatio
     # Slower, then, and for a reason.
     assert chosen in quick(price)
     assert peak(chosen) == min(map(peak, quick(price)))
-    assert unevenness(held, chosen) <= EVEN
+    assert measure_unevenness(held, chosen) <= EVEN
 
 
 @given(layers=LAYERS, data=st.data())
 def test_most_even_is_the_least_of_all_cuts(layers, data):
-    held = sums_of_runs([memory for _, _, memory in layers])
+    held = sum_runs([memory for _, _, memory in layers])
     stages = data.draw(st.integers(1, len(layers)))
-    assert max(spans(held, most_even(held, stages))) == min(
-        max(spans(held, lengths)) for lengths in every_split(len(layers), stages)
+    assert max(list_held(held, find_most_even(held, stages))) == min(
+        max(list_held(held, lengths)) for lengths in every_split(len(layers), stages)
     )
 
 
 def test_time_is_spent_where_it_evens_memory_out():
     # The fastest leaves one device 1.5 times the mean. 5 % more time mends it and is spent, 20 % are too much.
-    held = sums_of_runs([10, 10, 20, 40])
-    assert unevenness(held, [2, 2]) == 1.5
+    held = sum_runs([10, 10, 20, 40])
+    assert measure_unevenness(held, [2, 2]) == 1.5
     assert balance([10, 10, 1, 19], 2, None, held) == [3, 1]
     assert balance([10, 10, 4, 16], 2, None, held) == [2, 2]
 
@@ -153,7 +153,7 @@ def test_impossible_memory_says_what_is_needed_and_had():
     with pytest.raises(
         PartitionError, match=r"even the most even one needs 3\.000 GiB .* have 1\.000, 1\.000 GiB; use more"
     ):
-        balance([1, 1], 2, None, sums_of_runs([3 * 2**30, 2**30]), [2**30, 2**30])
+        balance([1, 1], 2, None, sum_runs([3 * 2**30, 2**30]), [2**30, 2**30])
 
 
 def layer(name, ms, activations=0):
@@ -185,8 +185,8 @@ def test_predicted_time_is_that_of_a_simulated_flow(stages, micro_batches):
             for stage, ms in enumerate(phase):
                 ready = free[stage] = max(ready, free[stage]) + ms
         now = free[-1]
-    assert pipeline_ms(forward, backward, micro_batches) == now
+    assert predict_ms(forward, backward, micro_batches) == now
 
 
 def test_of_equal_times_the_largest_is_taken():
-    assert quickest({2: 10.0, 1: 12.0, 4: 10.1}) == 4
+    assert choose_quickest({2: 10.0, 1: 12.0, 4: 10.1}) == 4

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.flow import transfer
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement, place
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
-from volseg.parallel.pipeline.observe.costs import observe
-from volseg.parallel.pipeline.observe.trace import segments
-from volseg.parallel.pipeline.strategy import PipelineStrategy
+from volseg.parallel.pipeline.observe.costs import observe_copy
+from volseg.parallel.pipeline.observe.trace import find_segments
 
 
 class Net(nn.Module):
@@ -55,8 +55,8 @@ def on_fake_devices(net: nn.Module, placement: Placement, fake: FakeTensorMode) 
 def test_every_function_finds_its_tensors_on_its_stage(monkeypatch):
     net = Net()
     x, weight = torch.randn(2, 2, 4, 4, 4), torch.randn(())
-    _, trace, _ = observe(net, (x, weight), {}, torch.device("cpu"))
-    found = segments(trace)
+    _, trace, _ = observe_copy(net, (x, weight), {}, torch.device("cpu"))
+    found = find_segments(trace)
     placement = place(net, trace, [1] * len(found), [torch.device("cpu")] * len(found))
     # Selecting a device and its streams needs a driver.
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -93,7 +93,7 @@ def test_each_tensor_is_sent_once_to_each_stage_that_uses_it():
             return self.c(second) + first * second
 
     net = Skips()
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 3, cuts=["b", "c"], launch="eager")
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b", "c"], record=False), devices=["cpu"] * 3)
     output = strategy(torch.randn(4, 2, 2, 2, 2))
     # To stage 1: first. To stage 2: first and second. For each of two micro-batches.
     names = [node.name() for node in nodes_behind(output)]

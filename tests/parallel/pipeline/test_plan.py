@@ -7,57 +7,57 @@ from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.observe.trace import Trace
 from volseg.parallel.pipeline.plan.memory import Activation
 from volseg.parallel.pipeline.plan.partition import LayerCost
-from volseg.parallel.pipeline.plan.stages import make_plan
+from volseg.parallel.pipeline.plan.stages import plan_stages
 
 SIZES = [3 * 2**30, 2 * 2**30, 2**30, 2**30]
 GPUS = [torch.device("cuda", index) for index in range(4)]
 
 
-def measured(*times: float, activation_bytes: int = 0, launch_ms: float = 0.0) -> Measured:
+def measured(*times: float, activation_bytes: int = 0, host_ms: float = 0.0) -> Measured:
     layers = tuple(
         LayerCost(modules=(str(n),), forward_ms=ms / 3, backward_ms=2 * ms / 3, activation_bytes=activation_bytes)
         for n, ms in enumerate(times)
     )
     kept = tuple(Activation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
-    return Measured(Trace(()), (), layers, kept, launch_ms)
+    return Measured(Trace(()), (), layers, kept, host_ms)
 
 
 def test_many_micro_batches_use_all_devices():
-    plan = make_plan(measured(*[1.0] * 8), GPUS, 16, None, is_recorded=True)
+    plan = plan_stages(measured(*[1.0] * 8), GPUS, 16, None, is_recorded=True)
     assert plan.lengths == (2, 2, 2, 2)
     assert plan.note == ""
 
 
 def test_devices_that_would_not_help_stay_idle_and_it_is_said():
-    plan = make_plan(measured(0.001, 0.001, 0.001, 0.001), GPUS, 2, None, is_recorded=True)
+    plan = plan_stages(measured(0.001, 0.001, 0.001, 0.001), GPUS, 2, None, is_recorded=True)
     assert plan.lengths == (4,)
     assert plan.note.startswith("3 of 4 devices idle: a batch should take 0.3")
     assert plan.ms == min(plan.predicted_ms.values())
 
 
 def test_few_layers_are_told_from_slow_stages():
-    plan = make_plan(measured(5.0, 5.0), GPUS, 16, None, is_recorded=True)
+    plan = plan_stages(measured(5.0, 5.0), GPUS, 16, None, is_recorded=True)
     assert plan.lengths == (1, 1)
     assert plan.note == "2 of 4 devices idle: only 2 layers separate"
 
 
 def test_memory_that_fewer_devices_lack_is_spread():
     slow_copies = measured(0.001, 0.001, 0.001, 0.001, activation_bytes=100)
-    plan = make_plan(slow_copies, GPUS, 2, [500.0] * 4, is_recorded=True)
+    plan = plan_stages(slow_copies, GPUS, 2, [500.0] * 4, is_recorded=True)
     assert plan.lengths == (2, 2)
     assert sorted(plan.predicted_ms) == [2, 3, 4]
 
 
 def test_what_seems_too_large_is_cut_for_even_memory(caplog):
-    plan = make_plan(measured(9.0, 1.0, 1.0, 1.0, activation_bytes=100), GPUS[:2], 2, [100.0] * 2, is_recorded=True)
+    plan = plan_stages(measured(9.0, 1.0, 1.0, 1.0, activation_bytes=100), GPUS[:2], 2, [100.0] * 2, is_recorded=True)
     assert plan.lengths == (2, 2)
     assert plan.ms == float("inf")
     assert "cutting for even memory" in caplog.text
 
 
-def test_launching_bounds_what_is_not_recorded():
-    times = measured(1.0, 1.0, launch_ms=10.0)
-    recorded, eager = (make_plan(times, GPUS[:2], 8, None, is_recorded=mode) for mode in (True, False))
+def test_the_host_bounds_what_is_not_recorded():
+    times = measured(1.0, 1.0, host_ms=10.0)
+    recorded, eager = (plan_stages(times, GPUS[:2], 8, None, is_recorded=mode) for mode in (True, False))
     assert eager.ms > recorded.ms + 2 * 7 * 9
     assert recorded.ms == pytest.approx(2 + 7 * 1 + 2 * 0.05)
 
@@ -65,7 +65,7 @@ def test_launching_bounds_what_is_not_recorded():
 def test_a_full_device_is_named_with_the_price_of_evenness():
     layers = measured(1.0, 1.0, 1.0, 1.0)
     uneven = replace(layers, activations=tuple(Activation(size, made=n, kept=(n,)) for n, size in enumerate(SIZES)))
-    plan = make_plan(uneven, GPUS[:2], 16, None, is_recorded=True)
+    plan = plan_stages(uneven, GPUS[:2], 16, None, is_recorded=True)
     assert plan.lengths == (2, 2)
     assert plan.held == [5 * 2**30, 2 * 2**30]
     assert plan.memory_note == (

@@ -1,9 +1,14 @@
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from volseg.parallel.pipeline import PipelineStrategy
-from volseg.parallel.pipeline.fingerprint import Fingerprint
-from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Watch, situation
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
+from volseg.parallel.pipeline.observe.run import has_foreign_hooks
+from volseg.parallel.pipeline.record import choice
+from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Behaviour, identify_batch
+from volseg.parallel.pipeline.record.trial import EAGER
+from volseg.parallel.state.conditions import Conditions
 
 
 class Net(nn.Module):
@@ -15,8 +20,12 @@ class Net(nn.Module):
         return self.b(self.a(x) * self.gain)
 
 
+def is_hooked(net: nn.Module) -> bool:
+    return any(map(has_foreign_hooks, net.modules()))
+
+
 def pipeline(net: nn.Module) -> PipelineStrategy:
-    return PipelineStrategy(net, split_size=1, devices=["cpu"] * 2, cuts=["b"], launch="graphs")
+    return PipelineStrategy(net, Pipeline(split_size=1, cuts=["b"], record=True), devices=["cpu"] * 2)
 
 
 def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
@@ -24,53 +33,106 @@ def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
     for batch in range(1, MOST_RECORDINGS + 3):
         for _ in range(WARM_UP + 1):
             strategy(torch.zeros(batch, 2))
-    assert len(strategy._recordings) == MOST_RECORDINGS
+    assert len(strategy._recorder) == MOST_RECORDINGS
     newest = torch.zeros(MOST_RECORDINGS + 2, 2)
     assert type(strategy(newest).grad_fn).__name__ == "CatBackward0"
     for _ in range(LONG):
         strategy(newest)
     assert type(strategy(newest).grad_fn).__name__ == "_ReplayedBackward"
-    assert len(strategy._recordings) == MOST_RECORDINGS
+    assert len(strategy._recorder) == MOST_RECORDINGS
 
 
-def test_watch_tells_a_forward_that_changes_from_sizes_that_differ():
-    watch = Watch()
-    watch.note(2, 11)
-    watch.note(1, 12)
-    assert watch.is_steady
-    watch.note(2, 13)
-    assert not watch.is_steady
+def test_behaviour_tells_a_forward_that_changes_from_sizes_that_differ():
+    behaviour = Behaviour()
+    behaviour.note(2, 11)
+    behaviour.note(1, 12)
+    assert behaviour.is_steady
+    behaviour.note(2, 13)
+    assert not behaviour.is_steady
+    assert behaviour.objection == "forward does not do the same for each"
+
+
+def test_precision_that_differs_by_layer_can_be_asked():
+    """``allow_tf32`` raises where convolutions and recurrent layers differ, and so did every batch of a pipeline."""
+    x, cpu, cudnn = torch.zeros(2, 2), torch.device("cpu"), torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        pytest.skip("this torch has one setting for both")
+    default, before = identify_batch(1, ((x,), {}), cpu), (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    try:
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "ieee", "tf32"
+        assert identify_batch(1, ((x,), {}), cpu) != default
+    finally:
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
+    assert identify_batch(1, ((x,), {}), cpu) == default
+
+
+def test_a_call_under_a_dispatch_mode_is_never_recorded():
+    """The mode sees functions, and a replay calls none."""
+    with FlopCounterMode(display=False):
+        assert identify_batch(1, ((torch.zeros(2, 2),), {}), torch.device("cpu")) is None
 
 
 def test_kind_follows_everything_plain_that_forward_could_read():
     net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
     pipeline(net)(x)
-    look = Fingerprint(net)
-    kinds = [situation(look(), ((x,), {}), cpu)]
-    assert situation(look(), ((x.clone(),), {}), cpu) == kinds[0]
-    kinds.append(situation(look(), ((torch.zeros(3, 2),), {}), cpu))
-    kinds.append(situation(look(), ((x.double(),), {}), cpu))
-    kinds.append(situation(look(), ((x,), {"mode": "other"}), cpu))
-    kinds.append(situation(look(), ((x.clone().requires_grad_(),), {}), cpu))
+    look = Conditions(net, is_hooked)
+    kinds = [identify_batch(look(), ((x,), {}), cpu)]
+    assert identify_batch(look(), ((x.clone(),), {}), cpu) == kinds[0]
+    kinds.append(identify_batch(look(), ((torch.zeros(3, 2),), {}), cpu))
+    kinds.append(identify_batch(look(), ((x.double(),), {}), cpu))
+    kinds.append(identify_batch(look(), ((x,), {"mode": "other"}), cpu))
+    kinds.append(identify_batch(look(), ((x.clone().requires_grad_(),), {}), cpu))
     with torch.no_grad():
-        kinds.append(situation(look(), ((x,), {}), cpu))
+        kinds.append(identify_batch(look(), ((x,), {}), cpu))
     with torch.autocast("cpu"):
-        kinds.append(situation(look(), ((x,), {}), cpu))
+        kinds.append(identify_batch(look(), ((x,), {}), cpu))
     net.gain = 2.0
-    kinds.append(situation(look(), ((x,), {}), cpu))
+    kinds.append(identify_batch(look(), ((x,), {}), cpu))
     net.b.eval()
-    kinds.append(situation(look(), ((x,), {}), cpu))
+    kinds.append(identify_batch(look(), ((x,), {}), cpu))
     net.a.weight.requires_grad_(False)
-    kinds.append(situation(look(), ((x,), {}), cpu))
+    kinds.append(identify_batch(look(), ((x,), {}), cpu))
     net.a.weight.data = net.a.weight.data.clone()
-    kinds.append(situation(look(), ((x,), {}), cpu))
+    kinds.append(identify_batch(look(), ((x,), {}), cpu))
     assert len(set(kinds)) == len(kinds)
 
 
 def test_hooks_and_arguments_that_are_not_plain_are_never_recorded():
     net, x, cpu = Net(), torch.zeros(2, 2), torch.device("cpu")
     pipeline(net)(x)
-    look = Fingerprint(net)
-    assert situation(look(), ((x, object()), {}), cpu) is None
+    look = Conditions(net, is_hooked)
+    assert identify_batch(look(), ((x, object()), {}), cpu) is None
     net.b.register_forward_hook(lambda module, args, output: None)
-    assert situation(look(), ((x,), {}), cpu) is None
+    assert identify_batch(look(), ((x,), {}), cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"), [({0: 5, 1: 3, 2: 1}, 2), ({0: 5, 1: 3, 2: 3}, 1), ({0: 1, 1: 3, 2: 3}, 0)]
+)
+def test_each_way_is_timed_and_the_quickest_stays(seconds, best, monkeypatch):
+    """Steps of a played clock: the first of a recording, which makes it, does not count."""
+    now = 0
+    monkeypatch.setattr(choice, "make_clock", lambda devices: lambda: now)
+    strategy = pipeline(Net())
+    strategy._recorder._ways = (EAGER, 1, 2)
+    x, ways = torch.randn(8, 2), []
+    for _ in range(WARM_UP + 12):
+        output = strategy(x)
+        output.sum().backward()
+        replayed = type(output.grad_fn).__name__ == "_ReplayedBackward"
+        ways.append(strategy.lanes[0] if replayed else EAGER)
+        now += seconds[ways[-1]]
+    timed = [EAGER] * (WARM_UP + 2) + [1] * 3 + [2] * 3
+    assert ways == timed + [best] * (len(ways) - len(timed))
+    assert strategy.lanes == ([best] if best else [])
+
+
+def test_a_batch_whose_predecessor_waits_for_its_backward_runs_eagerly():
+    strategy = pipeline(Net())
+    for _ in range(WARM_UP):
+        strategy(torch.randn(2, 2))
+    waiting = strategy(torch.randn(2, 2))
+    assert type(waiting.grad_fn).__name__ == "_ReplayedBackward"
+    assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "CatBackward0"
+    waiting.sum().backward()
+    assert type(strategy(torch.randn(2, 2)).grad_fn).__name__ == "_ReplayedBackward"

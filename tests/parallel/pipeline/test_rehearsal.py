@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.micro_batch import split
-from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.rehearsal import rehearse
 from volseg.parallel.pipeline.record.replay import Replay
 
@@ -22,11 +22,11 @@ class Net(nn.Module):
 
 def recorded(net: nn.Module, x: Tensor, lanes: int = 1):
     """A rehearsal, and a recording of the same batch."""
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["b"])
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b"]), devices=["cpu"] * 2)
     strategy.plan(x)
     calls = split((x,), {}, 2)
     rehearsal = rehearse(net, strategy.placement, calls, [2, 2])
-    return rehearsal, Replay(capture(net, strategy.placement, calls, lanes), [2, 2], CPU, [True])
+    return rehearsal, Replay(record_batch(net, strategy.placement, calls, lanes), [2, 2], CPU, [True])
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -34,24 +34,24 @@ def test_right_recording_passes_and_nothing_is_changed(lanes):
     net, x = Net().double(), torch.randn(4, 1, 6, 6, dtype=torch.float64)
     before = {name: state.clone() for name, state in net.state_dict().items()}
     rehearsal, replay = recorded(net, x, lanes)
-    assert rehearsal.disagreement(replay, [x]) is None
+    assert rehearsal.find_disagreement(replay, [x]) is None
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in net.parameters())
     assert replay.is_free
 
 
 def spoil_output(replay: Replay) -> None:
-    replay.captured.slots[1].parts[1].edges[0].source = torch.zeros_like(
-        replay.captured.slots[1].parts[1].edges[0].source
+    replay.recorded.slots[1].parts[1].edges[0].source = torch.zeros_like(
+        replay.recorded.slots[1].parts[1].edges[0].source
     )
 
 
 def spoil_gradient(replay: Replay) -> None:
-    replay.captured.slots[0].parts[0].sends.clear()
+    replay.recorded.slots[0].parts[0].sends.clear()
 
 
 def spoil_reach(replay: Replay) -> None:
-    for slot in replay.captured.slots:
+    for slot in replay.recorded.slots:
         slot.outputs[0].reaches = frozenset()
 
 
@@ -67,7 +67,7 @@ def test_wrong_recording_is_found(spoil, message):
     x = torch.randn(4, 1, 6, 6, dtype=torch.float64)
     rehearsal, replay = recorded(Net().double(), x)
     spoil(replay)
-    assert message in rehearsal.disagreement(replay, [x])
+    assert message in rehearsal.find_disagreement(replay, [x])
 
 
 def test_random_networks_are_let_through_and_the_generator_is_put_back():
@@ -75,7 +75,7 @@ def test_random_networks_are_let_through_and_the_generator_is_put_back():
     rehearsal, _ = recorded(Net(p=0.5).eval().double(), torch.ones(4, 1, 6, 6, dtype=torch.float64))
     assert rehearsal is not None
     net, x = Net(p=0.5).double(), torch.ones(4, 1, 6, 6, dtype=torch.float64)
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["b"])
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["b"]), devices=["cpu"] * 2)
     strategy.plan(x)
     state = torch.get_rng_state()
     assert rehearse(net, strategy.placement, split((x,), {}, 2), [2, 2]) is None

@@ -1,9 +1,9 @@
 import torch
 from torch import Tensor, nn
 
-from volseg.parallel.pipeline import PipelineStrategy
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.micro_batch import split
-from volseg.parallel.pipeline.record.record import capture
+from volseg.parallel.pipeline.record.record import record_batch
 from volseg.parallel.pipeline.record.replay import Replay
 
 CPU = torch.device("cpu")
@@ -15,18 +15,18 @@ def test_all_gradients_leave_before_any_backward_begins():
     On two H200 the stages took turns in backward (459 ms where 290 were possible) while everything was equal.
     """
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(6, 2)
-    strategy = PipelineStrategy(net, split_size=2, devices=["cpu"] * 2, cuts=["1"])
+    strategy = PipelineStrategy(net, Pipeline(split_size=2, cuts=["1"]), devices=["cpu"] * 2)
     strategy.plan(x)
-    replay = Replay(capture(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU, [True])
-    landings = [slot.outputs[0].landing for slot in replay.captured.slots]
+    replay = Replay(record_batch(net, strategy.placement, split((x,), {}, 2), lanes=2), [2, 2, 2], CPU, [True])
+    landings = [slot.outputs[0].landing for slot in replay.recorded.slots]
     seen: list[list[Tensor]] = []
-    for slot in replay.captured.slots:
+    for slot in replay.recorded.slots:
         for part in slot.parts:
-            launch = part.backward.replay
+            replay_part = part.backward.replay
 
-            def watched(launch=launch):
+            def watched(replay_part=replay_part):
                 seen.append([landing.clone() for landing in landings])
-                launch()
+                replay_part()
 
             part.backward.replay = watched
     gradient = torch.randn(6, 2)

@@ -4,7 +4,7 @@ from volseg.parallel.pipeline.record.trial import EAGER, Trial
 
 
 def tried(*steps: tuple[int | None, float], ways: tuple[int, ...]) -> Trial:
-    """A trial of steps of so many seconds, launched in a way or (``None``) not timed."""
+    """A trial of steps of so many seconds, run in a way or (``None``) not timed."""
     now = 0.0
     trial = Trial(lambda: now, ways)
     for way, seconds in steps:

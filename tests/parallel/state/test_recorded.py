@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from volseg.device.graph import RecordedFunction, signature
+from volseg.device.graph import RecordedFunction, describe_inputs
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.state.recorded import RecordedState
@@ -292,9 +292,9 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
         (x.clone().requires_grad_(), 1),
         (nn.Parameter(x), 1),
     ]
-    assert len({signature(inputs) for inputs in given}) == len(given)
-    assert signature((x, object())) is None
-    assert signature((x, SimpleNamespace(alpha=1))) is None
+    assert len({describe_inputs(inputs) for inputs in given}) == len(given)
+    assert describe_inputs((x, object())) is None
+    assert describe_inputs((x, SimpleNamespace(alpha=1))) is None
 
 
 def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:

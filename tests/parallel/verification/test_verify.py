@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from volseg.errors import GridError, ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel, Report, verify
-from volseg.parallel.verification.comparison import compare, differences
+from volseg.parallel.verification.comparison import compare, find_differences
 
 SHAPE = (2, 1, 8, 4, 4)
 CPU = ["cpu"] * 2
@@ -292,6 +292,16 @@ def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
     assert any("a pipeline takes those of the whole batch" in note for note in report.notes)
 
 
+def test_the_old_name_of_record_is_taken_for_the_new_one() -> None:
+    """Each mode chooses itself whether it is recorded: it overrode the option, under its old name."""
+    with pytest.warns(FutureWarning, match="launch='eager'") as heard:
+        report = verify(nn.Sequential(conv(), conv()), SHAPE, CPU, strategy="pipeline", launch="eager")
+    assert heard[0].filename == __file__
+    assert len(heard) == 1
+    assert report.ok
+    assert any("recorded" in mode.name and not mode.outcome for mode in report.modes)
+
+
 def test_one_sample_makes_no_micro_batches():
     report = verify(nn.Sequential(conv(), conv()), (1, *SHAPE[1:]), CPU, strategy="pipeline")
     assert report.ok
@@ -468,13 +478,13 @@ def test_a_fault_of_the_plain_network_in_the_backward_pass_is_its_own():
 
 def test_nan_on_one_side_differs_and_on_both_does_not():
     nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])
-    assert differences({"output 0": nan}, {"output 0": nan.clone()}).both_nan == ("output 0",)
-    assert not differences({"output 0": nan}, {"output 0": nan.clone()}).wrong
-    assert differences({"output 0": nan}, {"output 0": one}).wrong
-    assert differences({"output 0": one}, {"output 0": nan}).wrong
+    assert find_differences({"output 0": nan}, {"output 0": nan.clone()}).both_nan == ("output 0",)
+    assert not find_differences({"output 0": nan}, {"output 0": nan.clone()}).wrong
+    assert find_differences({"output 0": nan}, {"output 0": one}).wrong
+    assert find_differences({"output 0": one}, {"output 0": nan}).wrong
     inf = torch.tensor([1.0, float("inf")])
-    assert not differences({"output 0": inf}, {"output 0": inf.clone()}).wrong
-    assert differences({"output 0": inf}, {"output 0": -inf}).wrong
+    assert not find_differences({"output 0": inf}, {"output 0": inf.clone()}).wrong
+    assert find_differences({"output 0": inf}, {"output 0": -inf}).wrong
 
 
 def test_compare_leaves_alone_what_differed_from_the_start():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,45 +13,37 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
 from volseg.parallel.pipeline.flow.transfer import Passage, send
-from volseg.parallel.pipeline.micro_batch import Call, copies_of, join, with_pieces
+from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.costs import copy_of, moved
-from volseg.parallel.pipeline.record.choice import Watch, WatchedRun
-from volseg.parallel.state.module import remember
+from volseg.parallel.pipeline.observe.costs import copy_network, move_call
+from volseg.parallel.pipeline.record.choice import Behaviour, ObservedRun
+from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["run_batch", "untraced"]
+__all__ = ["lend_untraced", "run_batch"]
 
 
-def run_batch(
-    net: nn.Module,
-    placement: Placement,
-    call: Call,
-    calls: Sequence[Call],
-    is_batch: Sequence[bool],
-    sizes: Sequence[int],
-    target: torch.device,
-    watch: Watch | None = None,
-) -> Any:
+def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None = None) -> Any:
     """Run the micro-batches; give back to the caller's tensors what forward changes in them.
 
     Pieces of one tensor share its versions: one that is changed in place would spoil what autograd has saved of
-    another. So where a tensor has a history, and forward was seen to change it, each micro-batch has a copy.
+    another. So where a tensor has a history, and forward was seen to change it, each micro-batch has a copy. What they
+    do is noted in ``behaviour``.
     """
-    leaves = pytree.tree_leaves(call)
-    open_to_change = len(calls) > 1 and torch.is_grad_enabled()
+    leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
+    open_to_change = len(batch.calls) > 1 and torch.is_grad_enabled()
     results = [
         number
-        for number, is_cut in enumerate(is_batch)
+        for number, is_cut in enumerate(batch.is_batch)
         if open_to_change and is_cut and leaves[number].requires_grad and not leaves[number].is_leaf
     ]
     if not results:
-        return join(_flow(net, placement, calls, sizes, target, watch), sizes)
+        return join(_flow(net, placement, batch, behaviour), sizes)
     versions = [leaves[number]._version for number in results]
-    pieces = copies_of(leaves, results, sizes) if placement.changes_arguments else {}
+    pieces = copy_pieces(leaves, results, sizes) if placement.changes_arguments else {}
     if pieces:
-        calls = with_pieces(calls, pieces)
-    output = join(_flow(net, placement, calls, sizes, target, watch), sizes)
+        batch = replace(batch, calls=with_pieces(batch.calls, pieces))
+    output = join(_flow(net, placement, batch, behaviour), sizes)
     for number, rows in pieces.items():
         if any(piece._version for piece in rows):
             leaves[number].copy_(torch.cat(rows))
@@ -62,30 +55,23 @@ def run_batch(
     return output
 
 
-def _flow(
-    net: nn.Module,
-    placement: Placement,
-    calls: Sequence[Call],
-    sizes: Sequence[int],
-    target: torch.device,
-    watch: Watch | None = None,
-) -> list[Any]:
-    """Launch the micro-batches one after another.
+def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None) -> list[Any]:
+    """Start the micro-batches one after another.
 
-    Launching is asynchronous: while the second stage computes the first micro-batch, the first stage has been
+    Kernels run behind the host: while the second stage computes the first micro-batch, the first stage has been
     given the second. Every device works through its own queue in the order of the micro-batches.
     """
-    statistics = WholeBatchStatistics(len(calls))
+    statistics = WholeBatchStatistics(len(batch.calls))
     borrowed: dict[Any, Tensor] = {}
     outputs, passages = [], []
-    for index, (args, kwargs) in enumerate(calls):
+    for index, (args, kwargs) in enumerate(batch.calls):
         statistics.begin(index)
-        run = (PlacedRun if watch is None else WatchedRun)(placement, statistics, borrowed)
+        run = (PlacedRun if behaviour is None else ObservedRun)(placement, statistics, borrowed)
         with run:
             output = net(*args, **kwargs)
-        if isinstance(run, WatchedRun) and watch is not None:
-            watch.note(sizes[index], run.signature, run.changed)
-        output, sent = _send_home(output, target)
+        if isinstance(run, ObservedRun) and behaviour is not None:
+            behaviour.note(batch.sizes[index], run.summary, run.changed)
+        output, sent = _send_home(output, batch.target)
         outputs.append(output)
         passages += sent
     # Only now: a wait in between would keep the target from its next micro-batch.
@@ -110,16 +96,16 @@ def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tenso
 
 
 @contextlib.contextmanager
-def untraced(
+def lend_untraced(
     net: nn.Module, placement: Placement | None, devices: Sequence[torch.device], with_hooks: bool
 ) -> Iterator[Callable[[Call], Any]]:
     """Lend a function that runs the network, on a copy or where it is placed, of which nothing remains."""
     if placement is None:
         first = devices[0]
-        probe = copy_of(net, first, with_hooks)
+        probe = copy_network(net, first, with_hooks)
 
         def run(call: Call) -> Any:
-            args, kwargs = moved(call, first)
+            args, kwargs = move_call(call, first)
             return probe(*args, **kwargs)
 
         selected = torch.cuda.device(first) if first.type == "cuda" else contextlib.nullcontext()
@@ -131,9 +117,6 @@ def untraced(
         with PlacedRun(placement, FrozenStatistics()):
             return net(*call[0], **call[1])
 
-    known = remember(net, placement.written)
-    try:
-        with own_random_numbers(devices), contextlib.nullcontext() if with_hooks else runs.hooks_aside(net):
-            yield run_placed
-    finally:
-        known.put_back()
+    hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)
+    with Attempt(net, devices, written=placement.written), hooks:
+        yield run_placed

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.micro_batch import PLAIN, Call, candidates, check_length, private, resized
+from volseg.parallel.pipeline.micro_batch import PLAIN, Call, check_length, copy_call, find_candidates, resize_call
 
 __all__ = ["Batching", "Runner"]
 
@@ -44,7 +44,7 @@ class _Returned:
     @classmethod
     def of(cls, output: Any) -> "_Returned":
         leaves, structure = pytree.tree_flatten(output)
-        return cls(str(structure), tuple(map(_described, leaves)))
+        return cls(str(structure), tuple(map(_describe_leaf, leaves)))
 
     def covers(self, other: "_Returned") -> bool:
         """Whether ``other`` returns nothing that was not seen here; nothing is nothing, whoever looks."""
@@ -54,7 +54,7 @@ class _Returned:
         )
 
 
-def _described(leaf: Any) -> Hashable:
+def _describe_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dim()
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else (type(leaf), "another object")
@@ -74,7 +74,7 @@ class Batching:
         self._arguments: dict[Hashable, list[bool]] = {}
         self._returned: dict[Hashable, list[_Returned]] = {}
 
-    def arguments(self, call: Call, runner: Runner) -> list[bool]:
+    def find_arguments(self, call: Call, runner: Runner) -> list[bool]:
         """Return which leaves of ``call`` are to be cut.
 
         Raises
@@ -83,18 +83,18 @@ class Batching:
             If that cannot be told, or is not as declared.
         """
         if self._declared is not None:
-            return _declared_leaves(call, self._declared)
-        possible = candidates(*call)
+            return _find_declared(call, self._declared)
+        possible = find_candidates(*call)
         if sum(possible) == 1:
             return possible
-        key = _form(call), tuple(possible)
+        key = _describe_form(call), tuple(possible)
         if key not in self._arguments:
             self._arguments[key] = self._find(call, possible, runner)
         return self._arguments[key]
 
     def _find(self, call: Call, possible: list[bool], runner: Runner) -> list[bool]:
         places = [place for place, is_candidate in enumerate(possible) if is_candidate]
-        names = _names(call)
+        names = _name_leaves(call)
         asked = ", ".join(names[place] for place in places)
         if len(places) > MOST_CANDIDATES:
             raise ParallelError(
@@ -106,7 +106,7 @@ class Batching:
             for count in range(len(places), 0, -1)
             for chosen in combinations(places, count)
         ]
-        samples = _unusual_number(call, 0)
+        samples = _choose_unusual_number(call, 0)
         found, failures = _try_all(call, choices, samples, runner)
         if len(found) != 1:
             told = (
@@ -139,7 +139,7 @@ class Batching:
         ParallelError
             If an output has not as many rows as there are samples.
         """
-        key = condition, _form(call), tuple(is_batch), size
+        key = condition, _describe_form(call), tuple(is_batch), size
         if key not in self._returned:
             if len(self._returned) >= MOST_KNOWN:
                 self._returned.clear()
@@ -148,6 +148,15 @@ class Batching:
 
     def confirm(self, key: Hashable, output: Any, call: Call, is_batch: Sequence[bool], runner: Runner) -> None:
         """Make sure that ``output`` is of a kind that was looked at.
+
+        Parameters
+        ----------
+        key
+            From ``check``.
+        output
+            Of one micro-batch, or of the batch.
+        call, is_batch, runner
+            As for ``check``.
 
         Raises
         ------
@@ -167,7 +176,7 @@ class Batching:
         self._returned[key].append(again)
 
     def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> _Returned:
-        samples = _unusual_number(call, size)
+        samples = _choose_unusual_number(call, size)
         found, failures = _try_all(call, [list(is_batch)], samples, runner)
         if found:
             return _Returned.of(found[0][1])
@@ -185,12 +194,12 @@ def _try_all(
     Without gradients and hooks if that will do: a network may differentiate inside, or need a hook that changes shapes.
     """
     failures: list[Exception] = []
-    for with_grad, with_hooks in _ways():
+    for with_grad, with_hooks in _list_ways():
         found = []
         with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
             for choice in choices:
                 try:
-                    output = run(private(resized(call, choice, samples)))
+                    output = run(copy_call(resize_call(call, choice, samples)))
                     for number, leaf in enumerate(pytree.tree_leaves(output)):
                         if isinstance(leaf, Tensor):
                             check_length(leaf, samples, number)
@@ -204,10 +213,10 @@ def _try_all(
     if unlike and len(choices) == 1:
         raise unlike[0]
     # A network that cannot run the batch itself has an error of its own to tell.
-    for with_grad, with_hooks in _ways():
+    for with_grad, with_hooks in _list_ways():
         with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
             try:
-                run(private(call))
+                run(copy_call(call))
             except Exception as failure:  # told below, if the last way fails as well
                 last: Exception | None = failure
             else:
@@ -218,26 +227,26 @@ def _try_all(
     return [], failures
 
 
-def _ways() -> Iterator[tuple[bool, bool]]:
+def _list_ways() -> Iterator[tuple[bool, bool]]:
     yield False, False
     if torch.is_grad_enabled():
         yield True, False
     yield torch.is_grad_enabled(), True
 
 
-def _unusual_number(call: Call, size: int) -> int:
+def _choose_unusual_number(call: Call, size: int) -> int:
     """Return a number of samples that is no length of the call's tensors, and not ``size``."""
     lengths = {size, *(n for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) for n in leaf.shape)}
     return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
 
 
-def _form(call: Call) -> Hashable:
+def _describe_form(call: Call) -> Hashable:
     """Describe a call but for its sizes."""
     leaves, structure = pytree.tree_flatten(call)
-    return str(structure), tuple(map(_described, leaves))
+    return str(structure), tuple(map(_describe_leaf, leaves))
 
 
-def _declared_leaves(call: Call, declared: Sequence[int | str]) -> list[bool]:
+def _find_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:
     args, kwargs = call
     chosen: list[bool] = []
     for name, value in (*enumerate(args), *kwargs.items()):
@@ -253,7 +262,7 @@ def _declared_leaves(call: Call, declared: Sequence[int | str]) -> list[bool]:
     return chosen
 
 
-def _names(call: Call) -> list[str]:
+def _name_leaves(call: Call) -> list[str]:
     """Return what to call each leaf in a message."""
     args, kwargs = call
     return [

@@ -7,7 +7,7 @@ from torch import nn
 
 from volseg.errors import ParallelError, PartitionError
 
-__all__ = ["chosen_devices", "refuse_hidden", "start_of"]
+__all__ = ["choose_devices", "find_start", "refuse_hidden"]
 
 
 def refuse_hidden(net: nn.Module) -> None:
@@ -31,7 +31,7 @@ def refuse_hidden(net: nn.Module) -> None:
         )
 
 
-def chosen_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
     """Return the devices of the stages; all GPUs by default.
 
     Raises
@@ -55,7 +55,7 @@ def chosen_devices(devices: Sequence[str | int | torch.device] | None) -> list[t
     ]
 
 
-def start_of(cut: str, starts: Sequence[str]) -> int:
+def find_start(cut: str, starts: Sequence[str]) -> int:
     """Return the segment that begins with module ``cut`` or inside it.
 
     Raises

@@ -7,6 +7,7 @@ changing its meaning, and is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from volseg.errors import ParallelError
 
 __all__ = [
     "Call",
-    "batch_size",
-    "candidates",
+    "CutBatch",
     "check_length",
-    "copies_of",
+    "compute_split_sizes",
+    "copy_call",
+    "copy_pieces",
+    "find_batch_size",
+    "find_candidates",
     "join",
-    "private",
-    "resized",
+    "resize_call",
     "split",
-    "split_sizes",
     "with_pieces",
 ]
 
@@ -36,7 +38,23 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """One batch, and the micro-batches it was cut into."""
+
+    call: Call
+    """All of it."""
+    is_batch: Sequence[bool]
+    """Which of its leaves were cut."""
+    calls: Sequence[Call]
+    """The micro-batches."""
+    sizes: Sequence[int]
+    """Their numbers of samples."""
+    target: torch.device
+    """Where outputs go."""
+
+
+def find_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the length of dimension 0 of the first tensor argument that has dimensions.
 
     Raises
@@ -55,20 +73,20 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return size
 
 
-def split_sizes(batch: int, split_size: int) -> list[int]:
+def compute_split_sizes(batch: int, split_size: int) -> list[int]:
     """Return the sizes of the micro-batches; the last one may be smaller.
 
     Examples
     --------
-    >>> split_sizes(7, 3)
+    >>> compute_split_sizes(7, 3)
     [3, 3, 1]
     """
     return [min(split_size, batch - start) for start in range(0, batch, split_size)]
 
 
-def candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+def find_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
     """Return which leaves of a call are as long as the batch, and so may hold one row per sample."""
-    batch = batch_size(args, kwargs)
+    batch = find_batch_size(args, kwargs)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
 
@@ -81,9 +99,9 @@ def split(
     ``is_batch`` says which these are; by default all that are as long as the batch.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    is_batch = candidates(args, kwargs) if is_batch is None else is_batch
+    is_batch = find_candidates(args, kwargs) if is_batch is None else is_batch
     batch = len(leaves[list(is_batch).index(True)])
-    sizes = split_sizes(batch, split_size)
+    sizes = compute_split_sizes(batch, split_size)
     starts = range(0, batch, split_size)
     pieces: list[Sequence[Any]] = []
     for leaf, is_cut in zip(leaves, is_batch, strict=True):
@@ -97,7 +115,7 @@ def split(
     return [pytree.tree_unflatten(list(row), structure) for row in zip(*pieces, strict=True)]
 
 
-def copies_of(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
+def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
     """Return copies of the micro-batches' pieces of some leaves, one set for a tensor that is given twice.
 
     Raises
@@ -128,7 +146,7 @@ def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -
     return found
 
 
-def resized(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
+def resize_call(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
     """Return a call of ``samples`` samples, the first ones of ``call``, over and over if it has fewer."""
     leaves, structure = pytree.tree_flatten(call)
     with torch.no_grad():
@@ -139,19 +157,19 @@ def resized(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
     return pytree.tree_unflatten(chosen, structure)
 
 
-def private(call: Call) -> Call:
+def copy_call(call: Call) -> Call:
     """Copy the tensors of a call: a network may change its input in place, and a trial must not show.
 
     The copy of a result is a result, which may be changed in place though it needs a gradient.
     """
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy_tensor(tensor: Tensor) -> Tensor:
         own = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if tensor.is_leaf or not torch.is_grad_enabled():
             return own
         return own.clone()
 
-    return pytree.tree_map_only(Tensor, copied, call)
+    return pytree.tree_map_only(Tensor, copy_tensor, call)
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

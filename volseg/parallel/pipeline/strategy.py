@@ -2,37 +2,119 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.pipeline.batch import run_batch, untraced
+from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
-from volseg.parallel.pipeline.boundary import chosen_devices, refuse_hidden, start_of
-from volseg.parallel.pipeline.fingerprint import Fingerprint
+from volseg.parallel.pipeline.boundary import choose_devices, find_start, refuse_hidden
 from volseg.parallel.pipeline.flow.placement import Placement, place
-from volseg.parallel.pipeline.micro_batch import Call, batch_size, candidates, split, split_sizes
-from volseg.parallel.pipeline.observe.costs import activations_of, measure, observe
-from volseg.parallel.pipeline.observe.trace import Trace, segments
-from volseg.parallel.pipeline.plan.balance import quickest, spans
-from volseg.parallel.pipeline.plan.memory import held_bytes
+from volseg.parallel.pipeline.micro_batch import (
+    Call,
+    CutBatch,
+    compute_split_sizes,
+    find_batch_size,
+    find_candidates,
+    split,
+)
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.observe.costs import find_activations, measure, observe_copy
+from volseg.parallel.pipeline.observe.trace import Trace, find_segments
+from volseg.parallel.pipeline.plan.balance import choose_quickest, list_held
+from volseg.parallel.pipeline.plan.memory import compute_held_bytes
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
-from volseg.parallel.pipeline.plan.stages import Plan, make_plan, memory_limits
-from volseg.parallel.pipeline.record.choice import Recordings, situation
+from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_memory_limits
+from volseg.parallel.pipeline.record.choice import BatchRecorder
+from volseg.parallel.state.conditions import Conditions
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["PipelineStrategy"]
+__all__ = ["Pipeline", "PipelineStrategy"]
 
 logger = logging.getLogger(__name__)
 
+Devices: TypeAlias = Sequence[str | int | torch.device] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Cut the layers of the network into stages, and let micro-batches flow through them.
+
+    Attributes
+    ----------
+    split_size : int or "auto"
+        Samples per micro-batch; ``"auto"`` measures powers of two and takes the quickest.
+    cuts : sequence of str, optional
+        Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
+    record : "auto" or bool
+        False runs Python for every micro-batch. True records what a batch gives its devices, as one CUDA graph per
+        stage and micro-batch, and replays it for batches of the same kind, after three eager ones and where ``forward``
+        is found to do the same each time; it keeps the activations of one batch allocated for each kind. Micro-batches
+        share a device by twos or fours where that is quicker in the steps that follow. ``"auto"`` does all this on
+        GPUs, times eager steps as well, and keeps the quickest.
+    batched : sequence of int or str, optional
+        Positions and names of the arguments that hold one row per sample; others go whole to each micro-batch. Found
+        out by default, by running the network with another number of samples; needed where that leaves a choice.
+
+    Raises
+    ------
+    ParallelError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> Pipeline(split_size=2).record
+    'auto'
+    """
+
+    name: ClassVar[str] = "pipeline"
+    noun: ClassVar[str] = "a pipeline"
+
+    split_size: int | Literal["auto"] = "auto"
+    cuts: Sequence[str] | None = None
+    record: bool | Literal["auto"] = "auto"
+    batched: Sequence[int | str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.record != "auto" and not isinstance(self.record, bool):
+            raise ParallelError(f"record must be 'auto', True or False, got {self.record!r}")
+        if self.split_size != "auto" and (not isinstance(self.split_size, int) or self.split_size < 1):
+            raise ParallelError(f"split_size is a number of samples (1 or more) or 'auto', got {self.split_size!r}")
+        for name in ("cuts", "batched"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def build(
+        self,
+        net: nn.Module,
+        devices: Devices = None,
+        mesh: Any = None,
+        *,
+        replicated: bool = True,  # noqa: ARG002 (one process has one copy)
+    ) -> "PipelineStrategy":
+        """Return the strategy for a network on devices of this process; see ``Options``.
+
+        Raises
+        ------
+        ParallelError
+            For a mesh: replicas of a pipeline are made by ``DistributedDataParallel``.
+        """
+        if mesh is not None:
+            raise ParallelError(
+                "strategy='pipeline' runs in one process and takes no mesh; for replicas wrap it: "
+                "DistributedDataParallel(ModelParallel(net, split_size=...)), one process per pipeline"
+            )
+        return PipelineStrategy(net, self, devices)
+
 
 class PipelineStrategy:
-    """Cut a network into stages and let micro-batches flow through them.
+    """A network as stages, and how a batch flows through them.
 
     On the first call the network is measured, cut, and its parameters are moved to their devices; they stay
     there, since an optimizer keeps its state beside them. Later batches may have other sizes.
@@ -41,29 +123,16 @@ class PipelineStrategy:
     ----------
     net
         Any module; its own ``forward`` runs.
-    split_size
-        Samples per micro-batch; ``"auto"`` (and ``None``) measures powers of two and takes the quickest.
+    options
+        See ``Pipeline``.
     devices
         One per stage at most; all visible GPUs by default. Fewer, the first ones, are used where the network has fewer
         separable layers or more stages would be slower; ``partition`` says so.
-    cuts
-        Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
-    launch
-        ``"eager"`` runs Python for every micro-batch. ``"graphs"`` records what a batch launches, as one CUDA
-        graph per stage and micro-batch, and replays it for batches of the same kind, after three eager ones
-        and where ``forward`` is found to do the same each time; it keeps the activations of one batch
-        allocated for each kind. Micro-batches share a device by twos or fours where that is quicker in the steps that
-        follow. ``"auto"`` does all this on GPUs, times eager steps as well, and keeps the quickest.
-    batched
-        Positions and names of the arguments that hold one row per sample; others go whole to each micro-batch. Found
-        out by default, by running the network with another number of samples; needed where that leaves a choice.
-    mesh
-        Refused: replicas of a pipeline are made by ``DistributedDataParallel``.
 
     Raises
     ------
     ParallelError
-        If an argument is out of range.
+        If there are more cuts than devices allow, or the devices are not.
 
     Notes
     -----
@@ -72,42 +141,21 @@ class PipelineStrategy:
     state that ``forward`` changes is changed once per micro-batch, and forward hooks see micro-batches.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        split_size: int | str | None = None,
-        devices: Sequence[str | int | torch.device] | None = None,
-        cuts: Sequence[str] | None = None,
-        launch: str = "auto",
-        batched: Sequence[int | str] | None = None,
-        mesh: Any = None,
-    ) -> None:
-        if launch not in ("auto", "eager", "graphs"):
-            raise ParallelError(f"launch must be one of auto, eager, graphs, got {launch!r}")
-        if mesh is not None:
-            raise ParallelError(
-                "strategy='pipeline' runs in one process and takes no mesh; for replicas wrap it: "
-                "DistributedDataParallel(ModelParallel(net, split_size=...)), one process per pipeline"
-            )
-        split_size = "auto" if split_size is None else split_size
-        if split_size != "auto" and (not isinstance(split_size, int) or split_size < 1):
-            raise ParallelError(f"split_size is a number of samples (1 or more) or 'auto', got {split_size!r}")
+    def __init__(self, net: nn.Module, options: Pipeline | None = None, devices: Devices = None) -> None:
+        self.options = Pipeline() if options is None else options
         refuse_hidden(net)
         self.net = net
-        self._launch = launch
-        self._batched = batched
-        self.split_size: int | str = split_size
-        self.devices = chosen_devices(devices)
-        if cuts is not None and len(cuts) >= len(self.devices):
+        self.split_size, self.cuts = self.options.split_size, self.options.cuts
+        self.devices = choose_devices(devices)
+        if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(self.devices)} devices"
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
-        self.cuts = None if cuts is None else tuple(cuts)
-        self._recordings = Recordings(net, launch, self.devices)
-        self._fingerprint = Fingerprint(net)
+        self._recorder = BatchRecorder(net, self.options.record, self.devices)
+        self._conditions = Conditions(net, _is_hooked)
         # Whether outputs hold a sample per row does not depend on the features that a network keeps of its last batch.
-        self._kind = Fingerprint(net, sees_tensors=False)
-        self._batching = Batching(batched)
+        self._form = Conditions(net, _is_hooked, sees_tensors=False)
+        self._batching = Batching(self.options.batched)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
@@ -121,6 +169,31 @@ class PipelineStrategy:
     def is_recordable(self) -> bool:
         """Whether a whole step can be one CUDA graph: no, a pipeline records its stages by itself."""
         return False
+
+    @property
+    def step_devices(self) -> NoReturn:
+        """Devices that a whole step works on.
+
+        Raises
+        ------
+        ParallelError
+            Always: a pipeline records its stages, one by one.
+        """
+        raise ParallelError("a step is recorded for strategy='spatial', not for a pipeline, which records its stages")
+
+    @property
+    def volumes(self) -> NoReturn:
+        """How volumes are cut.
+
+        Raises
+        ------
+        ParallelError
+            Always: a pipeline cuts none.
+        """
+        raise ParallelError(
+            "volumes are cut and batches scattered for strategy='spatial', and this model runs as a pipeline, which "
+            "takes whole batches"
+        )
 
     @property
     def partition(self) -> Partition:
@@ -140,64 +213,64 @@ class PipelineStrategy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
-        target = self._output_device((args, kwargs))
-        args, kwargs = self._on_first_stage((args, kwargs))
-        batch, is_batch = self._batch((args, kwargs))
+        target = self._find_output_device((args, kwargs))
+        args, kwargs = self._bring_to_first_stage((args, kwargs))
+        batch, is_batch = self._find_batch((args, kwargs))
         placement, split_size = self._prepare(args, kwargs, batch, is_batch)
-        calls, sizes = split(args, kwargs, split_size, is_batch), split_sizes(batch, split_size)
+        calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
         # Sizes that differ show by themselves whether outputs go with them, and a batch that is not cut asks nothing.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
-        if not is_open and not self._recordings.are_made:
-            return run_batch(self.net, placement, (args, kwargs), calls, is_batch, sizes, target)
+        cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
+        if not is_open and not self._recorder.is_active:
+            return run_batch(self.net, placement, cut)
         proof = None
         if is_open:
-            self._kind()
-            condition = self._kind.number, self.net.training
+            self._form()
+            condition = self._form.number, self.net.training
             proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
-        key = situation(self._fingerprint(), (args, kwargs), target) if self._recordings.are_made else None
-        watch = None
-        if key is not None:
-            replay = self._recordings.find(key, placement, (args, kwargs), calls, sizes, target, is_batch)
+        kind = self._recorder.find_kind(self._conditions(), cut.call, target) if self._recorder.is_active else None
+        behaviour = None
+        if kind is not None:
+            replay = self._recorder.find(kind, placement, cut)
             if replay is not None:
-                return replay((args, kwargs))
-            watch = self._recordings.watch(key)
-        output = run_batch(self.net, placement, (args, kwargs), calls, is_batch, sizes, target, watch)
+                return replay(cut.call)
+            behaviour = self._recorder.observe(kind)
+        output = run_batch(self.net, placement, cut, behaviour)
         if proof is not None:
             self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A placement holds by identity what is another object after loading; it is measured anew.
-        return (
-            PipelineStrategy,
-            (self.net, self.split_size, self.devices, self.cuts, self._launch, self._batched),
-        )
+        return PipelineStrategy, (self.net, self.options, self.devices)
 
-    def _batch(self, call: Call) -> tuple[int, list[bool]]:
+    def _find_batch(self, call: Call) -> tuple[int, list[bool]]:
         """Return the number of samples, and which leaves of the call hold one row for each."""
-        if self._batched is None and batch_size(*call) <= (self.split_size if isinstance(self.split_size, int) else 1):
-            return batch_size(*call), candidates(*call)
-        is_batch = self._batching.arguments(call, self._runner)
+        if self.options.batched is None and find_batch_size(*call) <= (
+            self.split_size if isinstance(self.split_size, int) else 1
+        ):
+            return find_batch_size(*call), find_candidates(*call)
+        is_batch = self._batching.find_arguments(call, self._runner)
         return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
 
     @property
     def _runner(self) -> Runner:
-        return partial(untraced, self.net, self.placement, self.devices)
+        return partial(lend_untraced, self.net, self.placement, self.devices)
 
     @property
     def is_replaying(self) -> bool:
-        """Whether some kind of batch is launched from a recording by now."""
-        return len(self._recordings) > 0
+        """Whether some kind of batch is replayed by now."""
+        return len(self._recorder) > 0
 
     @property
     def lanes(self) -> list[int]:
         """For each kind of batch that is replayed, how many micro-batches share a device."""
-        return self._recordings.lanes
+        return self._recorder.lanes
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
-        args, kwargs = self._on_first_stage((args, kwargs))
-        self._prepare(args, kwargs, *self._batch((args, kwargs)))
+        args, kwargs = self._bring_to_first_stage((args, kwargs))
+        self._prepare(args, kwargs, *self._find_batch((args, kwargs)))
         return self.partition
 
     def _prepare(
@@ -229,19 +302,21 @@ class PipelineStrategy:
         sizes = [size for size in (2**power for power in range(batch.bit_length())) if size < batch] + [batch]
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
         predicted = {size: plan.ms for size, plan in plans.items()}
-        chosen = quickest(predicted)
+        chosen = choose_quickest(predicted)
         logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
         if self.placement is None:
             self._place_planned(plans[chosen], chosen)
         return chosen
 
-    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> Plan:
+    def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
         """Measure a micro-batch and choose a cut, of those that are still free."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
-        micro_batches = len(split_sizes(batch, split_size))
-        return make_plan(measured, self.devices, micro_batches, memory_limits(self.devices), self._recordings.are_made)
+        micro_batches = len(compute_split_sizes(batch, split_size))
+        return plan_stages(
+            measured, self.devices, micro_batches, read_memory_limits(self.devices), self._recorder.is_active
+        )
 
-    def _place_planned(self, plan: Plan, samples: int) -> None:
+    def _place_planned(self, plan: StagePlan, samples: int) -> None:
         if plan.note:
             logger.warning("%s: %s", type(self.net).__name__, plan.note)
         notes = [note for note in (plan.note, plan.memory_note) if note]
@@ -252,9 +327,9 @@ class PipelineStrategy:
         assert self.cuts is not None
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
-            _, trace, recording = observe(self.net, *micro_batch(samples), self.devices[0])
-        found = segments(trace)
-        activations = activations_of(recording, found)
+            _, trace, observer = observe_copy(self.net, *micro_batch(samples), self.devices[0])
+        found = find_segments(trace)
+        activations = find_activations(observer, found)
         sizes = {name: p.nbytes for name, p in self.net.named_parameters(remove_duplicate=False)}
         layers = [
             LayerCost(
@@ -265,14 +340,14 @@ class PipelineStrategy:
             )
             for number, segment in enumerate(found)
         ]
-        starts = [start_of(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
+        starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
         ends = [0, *starts, len(found)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        held = spans(held_bytes(activations, len(found), self._recordings.are_made), lengths)
+        held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
         self._place(trace, layers, lengths, samples, held)
 
     def _place(
@@ -284,11 +359,12 @@ class PipelineStrategy:
         held: Sequence[float],
         notes: Sequence[str] = (),
     ) -> None:
+        """Move the layers to their devices; see ``place`` and ``Partition.from_lengths``."""
         self.placement = place(self.net, trace, lengths, self.devices)
         self._partition = Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held, notes)
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 
-    def _on_first_stage(self, call: Call) -> Call:
+    def _bring_to_first_stage(self, call: Call) -> Call:
         """Bring tensors that are on none of the devices to the first one."""
 
         def bring(tensor: Tensor) -> Tensor:
@@ -296,7 +372,12 @@ class PipelineStrategy:
 
         return pytree.tree_map_only(Tensor, bring, call)
 
-    def _output_device(self, call: Call) -> torch.device:
+    def _find_output_device(self, call: Call) -> torch.device:
         """Return the device of the first tensor argument, or the first stage's where that is none of ours."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]
+
+
+def _is_hooked(net: nn.Module) -> bool:
+    """Say whether a network that is followed has hooks of the user's."""
+    return any(map(runs.has_foreign_hooks, net.modules()))

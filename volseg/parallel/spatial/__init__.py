@@ -38,12 +38,13 @@ backward pass is torch's own. Why not tracing: shapes and control flow stay the 
 """
 
 from volseg.parallel.spatial.custom_function import pointwise_function
-from volseg.parallel.spatial.strategy import SpatialStrategy
+from volseg.parallel.spatial.strategy import Spatial, SpatialStrategy
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.spatial.whole import whole
 
 __all__ = [
     "ShardedVolume",
+    "Spatial",
     "SpatialStrategy",
     "pointwise_function",
     "whole",

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, 
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 from volseg.parallel.state.random import seeded
 
-__all__ = ["SpatialStrategy"]
+__all__ = ["Spatial", "SpatialStrategy"]
+
+Devices: TypeAlias = Sequence[str | int | torch.device] | None
 
 AXES = {"D": -3, "H": -2, "W": -1}
 
@@ -41,29 +44,77 @@ THICK = 16
 in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, where 64 x 256 x 256 take 25 on one."""
 
 
-class SpatialStrategy:
+@dataclass(frozen=True, kw_only=True)
+class Spatial:
     """Cut every volume into slabs, one per shard; see ``volseg.parallel.spatial``.
+
+    Attributes
+    ----------
+    axes : str or sequence of str, optional
+        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest of each
+        volume where that leaves a shard fewer than ``THICK`` planes.
+    grid : sequence of int, optional
+        Shards along each of ``axes``; by default one axis holds all.
+    on_unsupported : "raise" or "gather"
+        What becomes of an operator without a sharded form: refused, or run on whole tensors, which is said once.
+    checkpoint : str or int, optional
+        Activations to recompute instead of keep: None, ``"all"``, or the number of finest levels.
+    channels_last : bool, optional
+        Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
+        faster.
+    offload : bool
+        Whether activations of a megabyte and more wait in host memory for the backward pass.
+
+    Raises
+    ------
+    ParallelError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> Spatial(axes="D").axes
+    ('D',)
+    """
+
+    name: ClassVar[str] = "spatial"
+    noun: ClassVar[str] = "the spatial split"
+
+    axes: Sequence[str] | str | None = None
+    grid: Sequence[int] | None = None
+    on_unsupported: Literal["raise", "gather"] = "raise"
+    checkpoint: str | int | None = None
+    channels_last: bool | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_unsupported not in ("raise", "gather"):
+            raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {self.on_unsupported!r}")
+        if isinstance(self.axes, str):
+            object.__setattr__(self, "axes", (self.axes,))
+        for name in ("axes", "grid"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def build(
+        self, net: nn.Module, devices: Devices = None, mesh: Any = None, *, replicated: bool = True
+    ) -> "SpatialStrategy":
+        """Return the strategy for a network on devices or processes; see ``Options``."""
+        return SpatialStrategy(net, self, devices, mesh, replicated=replicated)
+
+
+class SpatialStrategy:
+    """A network whose volumes are cut into slabs, one per shard.
 
     Parameters
     ----------
     net
         The network, moved to the first device.
+    options
+        See ``Spatial``.
     devices
         Devices of this process, one shard each.
     mesh
         Processes instead of devices; see ``ModelParallel``.
-    axes
-        Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest of each
-        volume where that leaves a shard fewer than ``THICK`` planes.
-    grid
-        Shards along each of ``axes``; by default one axis holds all.
-    on_unsupported, checkpoint
-        See ``ModelParallel``.
-    offload
-        Whether activations of a megabyte and more wait in host memory for the backward pass.
-    channels_last
-        Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
-        faster.
     replicated
         Whether the network gets the values of the first process; not needed for a copy of one that has them.
     """
@@ -71,34 +122,29 @@ class SpatialStrategy:
     def __init__(
         self,
         net: nn.Module,
-        *,
-        devices: Sequence[str | int | torch.device] | None = None,
+        options: Spatial | None = None,
+        devices: Devices = None,
         mesh: Any = None,
-        axes: Sequence[str] | str | None = None,
-        grid: Sequence[int] | None = None,
-        on_unsupported: Literal["raise", "gather"] = "raise",
-        checkpoint: str | int | None = None,
-        channels_last: bool | None = None,
-        offload: bool = False,
+        *,
         replicated: bool = True,
     ) -> None:
-        if on_unsupported not in ("raise", "gather"):
-            raise ParallelError(f"on_unsupported must be 'raise' or 'gather', got {on_unsupported!r}")
+        self.options = options = Spatial() if options is None else options
         self.net = net
-        placed = _placed(devices, mesh, grid)
+        placed = _find_place(devices, mesh, options.grid)
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
-        self.axes = _checked_axes(axes, self.communicator.grid)
-        self.context = Context(self.communicator, on_unsupported, net)
-        self.context.room = _room(net)
+        self.axes = _check_axes(options.axes, self.communicator.grid)
+        self.context = Context(self.communicator, options.on_unsupported, net)
+        self.context.room = _count_room(net)
         self.context.has_replicas = self.replicas is not None
-        self.recomputation = Recomputation(net, checkpoint, self.context)
-        self.context.frugal = checkpoint is not None
-        self.offload = offload
+        self.recomputation = Recomputation(net, options.checkpoint, self.context)
+        self.context.frugal = options.checkpoint is not None
         self._checked = False
         self._checked_weights = not self._groups
         self._generator: torch.Generator | None = None
-        self.context.channels_last = _channels_last(self.communicator.home) if channels_last is None else channels_last
+        self._messages: dist.ProcessGroup | None = None
+        wanted = options.channels_last
+        self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
         if self.context.channels_last:
             _put_channels_last(net)
@@ -110,7 +156,7 @@ class SpatialStrategy:
         if torch.is_inference_mode_enabled():
             # There torch does not count changes in place, by which a deferred norm notices that it came too late.
             with torch.inference_mode(False), torch.no_grad():
-                args, kwargs = tree_map(_ordinary, (args, kwargs))
+                args, kwargs = tree_map(_make_ordinary, (args, kwargs))
                 return self(*args, **kwargs)
         if not self._checked_weights:
             self._checked_weights = True
@@ -124,9 +170,9 @@ class SpatialStrategy:
             averaged = average_gradients(list(trained.values()), self.replicas)
             trained = dict(zip(trained, averaged, strict=True))
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
-        away = offloaded() if self.offload and torch.is_grad_enabled() else nullcontext()
+        away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(list(trained.values()))
-        with self._same_randomness(), away, copies, self.recomputation.active(finest), no_script():
+        with self.same_randomness(), away, copies, self.recomputation.active(finest), no_script():
             if self.replicas is not None:
                 result = functional_call(self.net, trained, args, kwargs)
             else:
@@ -137,7 +183,7 @@ class SpatialStrategy:
             volume.settle()
         result = tree_map(plain, result)
         # Losses mix the few channels of the output with labels, which are contiguous.
-        return tree_map(_contiguous, result) if self.context.channels_last else result
+        return tree_map(_make_contiguous, result) if self.context.channels_last else result
 
     @property
     def is_shared(self) -> bool:
@@ -150,10 +196,72 @@ class SpatialStrategy:
         return self._one_device
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether it runs recordings of its own: no, whole steps are recorded around it."""
+        return False
+
+    @property
+    def step_devices(self) -> list[torch.device]:
+        """Devices of this process that a whole step works on."""
+        return self.communicator.devices
+
+    @property
+    def volumes(self) -> "SpatialStrategy":
+        """How volumes are cut: by this."""
+        return self
+
+    def agree(self, yes: bool) -> bool:
+        """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
+        vote = torch.tensor([int(yes)], device=self.communicator.home)
+        for group in self._groups:
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+        return bool(vote.item())
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes that share a volume; None where this one holds all of it."""
+        return self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
+
+    @property
+    def group_rank(self) -> int:
+        """Which of them this process is."""
+        return self.communicator.rank if isinstance(self.communicator, ProcessGroupShards) else 0
+
+    @property
+    def first_process(self) -> int:
+        """The global rank of the first of them."""
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+    def message_group(self) -> dist.ProcessGroup:
+        """Return a gloo group of the processes that share a volume; made by all of them together, the first time."""
+        group = self.group
+        assert group is not None
+        if self._messages is None:
+            ranks, is_gloo = dist.get_process_group_ranks(group), dist.get_backend(group) == "gloo"
+            self._messages = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return self._messages
+
+    def prepare_recording(self) -> torch.Generator:
+        """Make ready for a CUDA graph of a step; return the generator that it draws from beside the device's own.
+
+        Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
+        """
+        self.context.graph_generator = torch.Generator(self.communicator.home)
+        if isinstance(self.communicator, ProcessGroupShards) and self.communicator.plane_mailbox:
+            self.communicator.plane_mailbox.settle()
+        return self.context.graph_generator
+
+    @contextmanager
+    def replaying(self, generator: torch.Generator) -> Iterator[None]:
+        """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
+        with self.same_randomness():
+            generator.manual_seed((torch.initial_seed() + 1 + self.communicator.indices[0]) % 2**63)
+            yield
+
+    @property
     def _groups(self) -> list[dist.ProcessGroup]:
         """Groups of processes that hold the same network: shards, then replicas, so that one value reaches all."""
-        shards = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
-        return [group for group in (shards, self.replicas) if group is not None]
+        return [group for group in (self.group, self.replicas) if group is not None]
 
     def cut(self, value: Any) -> Any:
         """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
@@ -203,21 +311,20 @@ class SpatialStrategy:
         return None
 
     @contextmanager
-    def _same_randomness(self) -> Iterator[None]:
+    def same_randomness(self) -> Iterator[None]:
         """Give all processes of a volume the same random state.
 
         Levels that are too coarse to cut draw from it, and dropout its seeds, which may be active in a network that is
         evaluated, too. The caller's generators are put back.
         """
-        group = self.communicator.group if isinstance(self.communicator, ProcessGroupShards) else None
-        device = self.communicator.home
+        group, device = self.group, self.communicator.home
         if group is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield
             return
         if self._generator is None:
             # Whoever seeded what: the first process of the group decides, once.
             agreed = torch.randint(2**62, (1,)).to(device)
-            dist.broadcast(agreed, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(agreed, self.first_process, group=group)
             self._generator = torch.Generator().manual_seed(int(agreed.item()))
         seed = int(torch.randint(2**62, (), generator=self._generator).item())
         with seeded(seed, [device]):
@@ -240,14 +347,14 @@ def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad and not parameter.is_inference()
 
 
-def _contiguous(leaf: Any) -> Any:
+def _make_contiguous(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedVolume) or leaf.origin is not None:
         return leaf
     check_history(leaf)
     return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])
 
 
-def _channels_last(home: torch.device) -> bool:
+def _suits_channels_last(home: torch.device) -> bool:
     return home.type == "cuda" and torch.cuda.get_device_capability(home) >= (8, 0)
 
 
@@ -259,7 +366,7 @@ def _put_channels_last(net: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=layout)
 
 
-def _room(net: nn.Module) -> int:
+def _count_room(net: nn.Module) -> int:
     """Return the planes of halo that the network's convolutions take on each side, at most three."""
     kernels = [
         (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, _ConvNd)
@@ -267,16 +374,16 @@ def _room(net: nn.Module) -> int:
     return min(max(kernels, default=0), 3)
 
 
-def _ordinary(value: Any) -> Any:
+def _make_ordinary(value: Any) -> Any:
     """Return a copy of a tensor made in inference mode that is none any more; leave everything else."""
     made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
     return value.clone() if made_there else value
 
 
-def _checked_axes(axes: Sequence[str] | str | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
+def _check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
     if axes is None:
         return None
-    chosen = (axes,) if isinstance(axes, str) else tuple(axes)
+    chosen = tuple(axes)
     if len(chosen) != len(grid) or len(set(chosen)) != len(chosen) or not set(chosen) <= set(AXES):
         raise ParallelError(
             f"axes must name {len(grid)} different ones of D, H, W (one per axis of grid {grid}), got {axes!r}"
@@ -284,7 +391,7 @@ def _checked_axes(axes: Sequence[str] | str | None, grid: tuple[int, ...]) -> tu
     return chosen
 
 
-def _placed(
+def _find_place(
     devices: Sequence[str | int | torch.device] | None, mesh: Any, grid: Sequence[int] | None
 ) -> LocalDevices | Processes:
     launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ

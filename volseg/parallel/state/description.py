@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "leaves", "stays", "tensor_of"]
+__all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "find_tensor", "list_leaves", "stays"]
 
 PLAIN = frozenset(
     (
@@ -101,7 +101,7 @@ class Weak:
         return "a tensor"
 
 
-def leaves(value: Any) -> list[Any]:
+def list_leaves(value: Any) -> list[Any]:
     """Return what a value consists of, flat, with the types and lengths of the containers.
 
     Raises
@@ -127,7 +127,7 @@ def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> N
     if len(found) > MOST_INSIDE:
         raise UnknownError
     found.append(kind)
-    for part in _parts(value):
+    for part in _list_parts(value):
         if type(part) in PLAIN:
             found.append(part)
         elif isinstance(part, _Identity):
@@ -136,7 +136,7 @@ def _follow(value: Any, found: list[Any], seen: dict[int, tuple[int, Any]]) -> N
             _follow(part, found, seen)
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _list_parts(value: Any) -> Iterable[Any]:
     """Return what an object holds."""
     if type(value) is list or type(value) is tuple:
         return [len(value), *value]
@@ -149,7 +149,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, set | frozenset):
         return sorted(value, key=lambda item: (type(item).__name__, hash(item)))
     if isinstance(value, types.FunctionType):
-        return [value.__code__, _cells(value), value.__defaults__, value.__kwdefaults__]
+        return [value.__code__, _list_cells(value), value.__defaults__, value.__kwdefaults__]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -158,7 +158,7 @@ def _parts(value: Any) -> Iterable[Any]:
         if value.size > MOST_INSIDE:
             raise UnknownError
         return [torch.Size(value.shape), str(value.dtype), value.tobytes()]
-    return [_Identity(value), _inside(value)]
+    return [_Identity(value), _list_attributes(value)]
 
 
 def _varies(value: Any) -> bool:
@@ -170,7 +170,7 @@ def _varies(value: Any) -> bool:
     )
 
 
-def _cells(function: types.FunctionType) -> list[Any]:
+def _list_cells(function: types.FunctionType) -> list[Any]:
     """Return what a function closes over."""
     found = []
     for cell in function.__closure__ or ():
@@ -179,18 +179,18 @@ def _cells(function: types.FunctionType) -> list[Any]:
     return found
 
 
-def _inside(value: Any) -> dict[str, Any]:
+def _list_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of an unknown class, in its dictionary and in slots."""
     slots = {
         name: getattr(value, name)
         for kind in type(value).__mro__
-        for name in _names(vars(kind).get("__slots__", ()))
+        for name in _list_names(vars(kind).get("__slots__", ()))
         if name not in ("__dict__", "__weakref__") and hasattr(value, name)
     }
     return {**slots, **getattr(value, "__dict__", {})}
 
 
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
+def _list_names(slots: str | Iterable[str]) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
@@ -214,29 +214,29 @@ def describe(found: Iterable[Any], see: See) -> Description:
     Examples
     --------
     >>> config = {"alpha": [1.0, 2.0]}
-    >>> before = describe(leaves(config), See.VALUES)
+    >>> before = describe(list_leaves(config), See.VALUES)
     >>> config["alpha"][1] = 3.0
-    >>> describe(leaves(config), See.VALUES) == before
+    >>> describe(list_leaves(config), See.VALUES) == before
     False
     """
-    return tuple([_token(leaf, see) for leaf in found])
+    return tuple([_make_token(leaf, see) for leaf in found])
 
 
-def _token(leaf: Any, see: See) -> Hashable:
+def _make_token(leaf: Any, see: See) -> Hashable:
     if type(leaf) in PLAIN:
         return (type(leaf), str(leaf)) if type(leaf) is slice else (type(leaf), leaf)
     if isinstance(leaf, Tensor):
-        return _of_tensor(leaf, see)
+        return _describe_tensor(leaf, see)
     return leaf if isinstance(leaf, Same) else Same(leaf)
 
 
-def tensor_of(token: Hashable) -> Weak | None:
+def find_tensor(token: Hashable) -> Weak | None:
     """Return which tensor a token describes, or None where it is something else."""
     first = token[0] if isinstance(token, tuple) and token else token
     return first if isinstance(first, Weak) else None
 
 
-def _of_tensor(tensor: Tensor, see: See) -> Hashable:
+def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
     if see is See.KINDS:
         return Tensor, tensor.dim()
     # Parameters are looked at where they are registered; what a subclass holds has no one place.

@@ -45,7 +45,7 @@ class _Known:
         self.held: Any = None
         kind = type(value)
         if kind is Tensor:
-            self.version = _version(value)
+            self.version = _read_version(value)
             # A tensor with history cannot be changed in place without autograd's knowing.
             self.held = None if value.requires_grad else value.detach().clone()
         elif kind is dict:
@@ -86,9 +86,9 @@ class _Known:
     def _is_written(self) -> bool:
         """Say whether the tensor was written to; through ``data``, that leaves no version."""
         value, held = self.value, self.held
-        return _version(value) != self.version or (held is not None and not _is_equal(value, held))
+        return _read_version(value) != self.version or (held is not None and not _is_equal(value, held))
 
-    def restored(self) -> Any:
+    def restore(self) -> Any:
         """Return the value itself, holding again what it held.
 
         A tensor that holds it still is not written to: backward would take that for a change of what it has saved.
@@ -104,17 +104,17 @@ class _Known:
             if self._is_written():
                 value.copy_(held)
         elif isinstance(held, dict):
-            _refill(value, {key: item.restored() for key, item in held.items()})
+            _refill(value, {key: item.restore() for key, item in held.items()})
         elif isinstance(held, list):
-            value[:] = [item.restored() for item in held]
+            value[:] = [item.restore() for item in held]
         elif isinstance(held, tuple):
             for item in held:
-                item.restored()
+                item.restore()
         elif isinstance(held, set):
             _refill(value, held)
         return value
 
-    def copied(self) -> Any:
+    def copy(self) -> Any:
         """Return a value of its own that holds what this one held."""
         value, held = self.value, self.held
         if isinstance(value, torch.Generator):
@@ -128,11 +128,11 @@ class _Known:
         if isinstance(held, Tensor):
             return held.clone()
         if isinstance(held, dict):
-            return {key: item.copied() for key, item in held.items()}
+            return {key: item.copy() for key, item in held.items()}
         if isinstance(held, list):
-            return [item.copied() for item in held]
+            return [item.copy() for item in held]
         if isinstance(held, tuple):
-            return tuple([item.copied() for item in held])
+            return tuple([item.copy() for item in held])
         return set(held) if isinstance(held, set) else value
 
 
@@ -142,7 +142,7 @@ def _is_open(value: Any) -> bool:
     return kind in CHANGEABLE and not (kind is tuple and PLAIN.issuperset(map(type, value)))
 
 
-def _version(tensor: Tensor) -> int:
+def _read_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -185,8 +185,8 @@ class _Part(NamedTuple):
             {name: _Known(own[name]) for name in own.keys() - LEFT_OUT if _is_open(own[name])},
             {name: _Known(value) for name, value in buffers.items()} if buffers else NONE,
             parameters.copy() if parameters else NONE,
-            _versions(parameters) if parameters else [],
-            _trained(parameters) if parameters else [],
+            _read_versions(parameters) if parameters else [],
+            _read_trained(parameters) if parameters else [],
         )
 
     def is_unchanged(self) -> bool:
@@ -195,9 +195,9 @@ class _Part(NamedTuple):
             self.known
             or self.buffers
             or self.module._buffers
-            or not _same(vars(self.module), self.own)
-            or not _same(self.module._parameters, self.parameters)
-            or (self.parameters and _trained(self.parameters) != self.trained)
+            or not _is_same(vars(self.module), self.own)
+            or not _is_same(self.module._parameters, self.parameters)
+            or (self.parameters and _read_trained(self.parameters) != self.trained)
         )
 
     def changes(self) -> Iterator[str]:
@@ -221,7 +221,7 @@ class _Part(NamedTuple):
         own.update(known)
         _refill(self.module._buffers, buffers)
         _refill(self.module._parameters, self.parameters)
-        for parameter, trained in zip(_present(self.parameters), self.trained, strict=True):
+        for parameter, trained in zip(_list_present(self.parameters), self.trained, strict=True):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
@@ -264,7 +264,7 @@ class Remembered:
         for part in self._parts:
             if not part.is_unchanged():
                 part.set(
-                    *({name: item.restored() for name, item in kind.items()} for kind in (part.known, part.buffers))
+                    *({name: item.restore() for name, item in kind.items()} for kind in (part.known, part.buffers))
                 )
 
     def changes(self) -> list[str]:
@@ -281,10 +281,12 @@ class Remembered:
         """
         self.check_parameters()
         changed = [part for part in self._parts if not part.is_unchanged()]
-        today = [_today(part.module) for part in changed]
-        flags = [(parameter, parameter.requires_grad) for part in changed for parameter in _present(part.parameters)]
+        today = [_note_today(part.module) for part in changed]
+        flags = [
+            (parameter, parameter.requires_grad) for part in changed for parameter in _list_present(part.parameters)
+        ]
         for part in changed:
-            part.set(*({name: item.copied() for name, item in kind.items()} for kind in (part.known, part.buffers)))
+            part.set(*({name: item.copy() for name, item in kind.items()} for kind in (part.known, part.buffers)))
         try:
             yield
         finally:
@@ -298,9 +300,9 @@ class Remembered:
         """Refuse parameters that were changed in place since, but for those whose values were noted."""
         noted = {id(tensor) for tensor, _ in self._values}
         for part in self._parts:
-            if not part.versions or part.versions == _versions(part.parameters):
+            if not part.versions or part.versions == _read_versions(part.parameters):
                 continue
-            pairs = zip(_counted(part.parameters), part.versions, strict=True)
+            pairs = zip(_list_counted(part.parameters), part.versions, strict=True)
             if any(parameter._version != version and id(parameter) not in noted for parameter, version in pairs):
                 raise ParallelError(
                     f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
@@ -335,30 +337,30 @@ def is_scripted(module: nn.Module) -> bool:
     return True
 
 
-def _today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
+def _note_today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
     """Note a module as it is, to be set again soon: nothing of it by value."""
     parameters = dict(module._parameters)
-    part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _trained(parameters))
+    part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _read_trained(parameters))
     return part, dict(module._buffers)
 
 
-def _present(parameters: dict[str, Any]) -> list[Tensor]:
+def _list_present(parameters: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in parameters.values() if parameter is not None]
 
 
-def _counted(parameters: dict[str, Any]) -> list[Tensor]:
+def _list_counted(parameters: dict[str, Any]) -> list[Tensor]:
     """Return the parameters whose changes torch counts."""
     return [p for p in parameters.values() if p is not None and not p.is_inference()]
 
 
-def _versions(parameters: dict[str, Any]) -> list[int]:
-    return [p._version for p in _counted(parameters)]
+def _read_versions(parameters: dict[str, Any]) -> list[int]:
+    return [p._version for p in _list_counted(parameters)]
 
 
-def _trained(parameters: dict[str, Any]) -> list[bool]:
+def _read_trained(parameters: dict[str, Any]) -> list[bool]:
     return [p.requires_grad for p in parameters.values() if p is not None]
 
 
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+def _is_same(now: dict[str, Any], then: dict[str, Any]) -> bool:
     """Say whether two dictionaries hold the same objects in the same order."""
     return len(now) == len(then) and all(map(is_, now.values(), then.values()))

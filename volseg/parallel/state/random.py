@@ -1,7 +1,7 @@
 """The random numbers that a forward pass may draw from, noted so that it can be repeated or undone.
 
 torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that a network holds
-itself are part of its own state: see ``module_state``.
+itself are part of its own state: see ``module``.
 """
 
 import random
@@ -28,9 +28,9 @@ class RandomState:
 
     def __init__(self, devices: Iterable[torch.device], foreign: bool = True) -> None:
         self._devices, self._foreign = tuple(devices), foreign
-        self._generators = [(generator, generator.get_state()) for generator in _generators(self._devices)]
+        self._generators = [(generator, generator.get_state()) for generator in _find_generators(self._devices)]
         self._python = random.getstate() if foreign else None
-        self._numpy = _numpy().get_state() if foreign and _numpy() is not None else None
+        self._numpy = _find_numpy().get_state() if foreign and _find_numpy() is not None else None
 
     def torch_moved(self) -> bool:
         """Say whether torch's generators were drawn from since."""
@@ -40,7 +40,7 @@ class RandomState:
         """Say whether Python's or NumPy's were drawn from since."""
         if self._foreign and random.getstate() != self._python:
             return True
-        return self._numpy is not None and not _same_numpy(_numpy().get_state(), self._numpy)
+        return self._numpy is not None and not _is_same_numpy(_find_numpy().get_state(), self._numpy)
 
     def put_back(self) -> None:
         """Let the generators stand where they stood."""
@@ -49,7 +49,7 @@ class RandomState:
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy is not None:
-            _numpy().set_state(self._numpy)
+            _find_numpy().set_state(self._numpy)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -78,10 +78,10 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
     Generator by generator: ``torch.manual_seed`` takes ten times as long.
     """
-    devices, numpy = tuple(devices), _numpy()
+    devices, numpy = tuple(devices), _find_numpy()
     before, python = RandomState(devices, foreign=False), random.getstate()
     legacy = None if numpy is None else numpy.get_bit_generator()
-    for generator in _generators(devices):
+    for generator in _find_generators(devices):
         generator.manual_seed(seed)
     random.seed(seed)
     if numpy is not None:
@@ -95,7 +95,7 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
             numpy.set_bit_generator(legacy)
 
 
-def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
+def _find_generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
     yield torch.default_generator
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
@@ -105,10 +105,10 @@ def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
             yield torch.cuda.default_generators[index]
 
 
-def _numpy() -> Any:
+def _find_numpy() -> Any:
     """Return NumPy's module of random numbers where somebody has imported it."""
     return sys.modules.get("numpy.random")
 
 
-def _same_numpy(one: Any, other: Any) -> bool:
+def _is_same_numpy(one: Any, other: Any) -> bool:
     return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(one, other, strict=True))

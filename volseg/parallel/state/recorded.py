@@ -7,19 +7,16 @@ given up leaves no trace.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError
-from volseg.parallel.state.description import Weak, tensor_of
-from volseg.parallel.state.module import remember
-from volseg.parallel.state.random import RandomState
+from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.state.description import Weak, find_tensor
 from volseg.parallel.state.watch import Watch
 
 __all__ = ["RecordedState"]
@@ -62,26 +59,16 @@ class RecordedState:
         self._net, self._optimizer, self._prepare = net, optimizer, prepare
         self._watch: Watch | None = None
         self._written: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._attempt: Attempt | None = None
         self._reads: _Reads | None = None
 
     def begin(self) -> None:
         """Note everything before an attempt to record."""
-        self._random = RandomState(())
-        gradients = [(parameter, parameter.grad) for parameter in self._net.parameters()]
-        known, put_back_optimizer = remember(self._net), _remembered(self._optimizer)
-
-        def put_back_gradients() -> None:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-
-        # Kernels that were recorded have not run: parameters whose versions moved hold what they held.
-        put_back = partial(known.put_back, in_place=False)
-        self._undo = [put_back, put_back_optimizer, put_back_gradients, self._random.put_back]
+        self._attempt = Attempt(self._net, optimizer=self._optimizer)
         self._prepare()
-        self._attempted = Watch(self._net, self._optimizer)
-        self._look(_Reads(self._attempted))
-        self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._cpu_tensors()]
+        self._watch_of_attempt = Watch(self._net, self._optimizer)
+        self._look(_Reads(self._watch_of_attempt))
+        self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._find_host_tensors()]
 
     def keep(self) -> None:
         """Accept the attempt, and watch from now on.
@@ -92,7 +79,8 @@ class RecordedState:
             If the step did in Python, or on the CPU, what a replay would not do.
         """
         read = self._look(None)
-        if self._random.torch_moved() or self._random.foreign_moved():
+        assert self._attempt is not None
+        if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
             raise ParallelError(
                 "the step draws random numbers on the CPU (torch's, Python's or NumPy's generator), and every replay "
                 "would use the same ones; draw them on the device"
@@ -102,39 +90,40 @@ class RecordedState:
                 raise ParallelError(
                     f"the step changes {name} on the CPU, which a replay does not; keep it on the device"
                 )
-        changes = self._attempted.changes()
+        changes = self._watch_of_attempt.changes()
         for change in changes:
             if not change.is_of_tensors:
                 old, new = change.pairs[0] if change.pairs else ("one", "another")
                 raise ParallelError(
-                    f"the step changes {change.name} from {_short(old)} to {_short(new)} in Python, which a replay "
+                    f"the step changes {change.name} from {_shorten(old)} to {_shorten(new)} in Python, which a replay "
                     "does not run; keep what forward() counts in a buffer on the device"
                 )
-            if any(tensor_of(old) in read for old, _ in change.pairs):
+            if any(find_tensor(old) in read for old, _ in change.pairs):
                 raise ParallelError(
                     f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
                     "first one each time; change it in place"
                 )
-        if unknown := self._attempted.unknown:
+        if unknown := self._watch_of_attempt.unknown:
             raise ParallelError(
                 f"{unknown[0]} could change unnoticed (it draws random numbers, is an iterator, or holds very much), "
                 "and a replay does not look at it; keep it out of the network"
             )
         self._written.update(change.name for change in changes)
-        self._watch = self._attempted
+        self._watch = self._watch_of_attempt
 
     def put_back(self) -> None:
         """Undo the attempt."""
         self._look(None)
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        assert self._attempt is not None
+        # Kernels that were recorded have not run: parameters whose versions moved hold what they held.
+        self._attempt.put_back(in_place=False)
+        self._attempt = None
 
     def done(self) -> None:
         """Forget what an attempt would be undone with."""
-        self._undo = []
+        self._attempt = None
 
-    def change(self) -> str | None:
+    def find_change(self) -> str | None:
         """Name what is not as it was when the step was recorded, or None; recordings are made anew then."""
         if self._watch is None:
             return None
@@ -156,8 +145,8 @@ class RecordedState:
             reads.__enter__()
         return found
 
-    def _cpu_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _tensors(self._net):
+    def _find_host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _name_tensors(self._net):
             if tensor.device.type == "cpu" and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
@@ -167,45 +156,13 @@ class RecordedState:
                         yield f"the optimizer's {name}", value
 
 
-def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters()
     yield from net.named_buffers()
 
 
-def _remembered(optimizer: Optimizer | None) -> Callable[[], None]:
-    """Note an optimizer's settings and state; return the function that puts them back."""
-    if optimizer is None:
-        return lambda: None
-    own, groups = optimizer.param_groups, [(group, dict(group)) for group in optimizer.param_groups]
-    states = {
-        parameter: {name: (value, _value(value)) for name, value in state.items()}
-        for parameter, state in optimizer.state.items()
-    }
-
-    @torch.no_grad()
-    def put_back() -> None:
-        optimizer.param_groups = own
-        own[:] = [group for group, _ in groups]
-        for group, before in groups:
-            group.clear()
-            group.update(before)
-        optimizer.state.clear()
-        for parameter, state in states.items():
-            for value, held in state.values():
-                if held is not None:
-                    value.copy_(held)
-            optimizer.state[parameter] = {name: value for name, (value, _) in state.items()}
-
-    return put_back
-
-
-def _value(value: Any) -> Tensor | None:
-    """Return what a tensor on the CPU holds: those on the device are not changed while kernels are recorded."""
-    return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else None
-
-
-def _short(token: Any) -> str:
-    if tensor_of(token) is not None:
+def _shorten(token: Any) -> str:
+    if find_tensor(token) is not None:
         return "one tensor"
     value = token[1] if isinstance(token, tuple) and len(token) == 2 and type(token[1]) is token[0] else token
     text = repr(value)

@@ -26,9 +26,9 @@ from volseg.parallel.state.description import (
     UnknownError,
     Weak,
     describe,
-    leaves,
+    find_tensor,
+    list_leaves,
     stays,
-    tensor_of,
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
 
@@ -90,13 +90,13 @@ class Change(NamedTuple):
     def is_of_tensors(self) -> bool:
         """Whether nothing changed but which tensor stands where, if any."""
         return self.old != self.new and all(
-            _is_tensor_or_none(old) and _is_tensor_or_none(new) and tensor_of(old) != tensor_of(new)
+            _is_tensor_or_none(old) and _is_tensor_or_none(new) and find_tensor(old) != find_tensor(new)
             for old, new in self.pairs
         )
 
 
 def _is_tensor_or_none(token: Any) -> bool:
-    return token is ABSENT or token == (type(None), None) or tensor_of(token) is not None
+    return token is ABSENT or token == (type(None), None) or find_tensor(token) is not None
 
 
 class _Content:
@@ -118,7 +118,7 @@ class _Content:
         if items is not None and len(self._value) == len(items) and all(map(is_, self._value, items)):
             return True
         try:
-            today = leaves(self._value)
+            today = list_leaves(self._value)
         except UnknownError:
             return False
         if self._leaves is not None and len(today) == len(self._leaves) and all(map(is_, today, self._leaves)):
@@ -179,7 +179,7 @@ class _Held:
                 continue
             self.names.append(name)
             try:
-                found = leaves(value)
+                found = list_leaves(value)
             except UnknownError:
                 self.described[name] = (UNKNOWN,)
                 self.unknown.append(f"{self.where}{name}")
@@ -241,9 +241,9 @@ class Watch:
     def _begin(self) -> None:
         self._members = [module for module in self._net.modules() if not is_scripted(module)]
         self._kinds = list(map(type, self._members))
-        self._held = list(_held(self._net, self._optimizer, self._sees_tensors))
+        self._held = list(_find_held(self._net, self._optimizer, self._sees_tensors))
         self._children = {id(module._modules) for module in self._members}
-        self._own = _own(self._optimizer)
+        self._own = _list_own(self._optimizer)
         self._arrange()
 
     def _arrange(self) -> None:
@@ -257,7 +257,7 @@ class Watch:
         self._values = [value for held in reading for value in held.values]
         self._open = [held for held in self._held if held.contents or held.loose]
         self._tensors = (
-            [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _tensors(self._net)]
+            [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
             if self._sees_tensors
             else []
         )
@@ -271,7 +271,7 @@ class Watch:
     def tensors(self) -> list[Weak]:
         """The tensors that are kept, by modules or in what they hold."""
         tokens = (token for held in self._held for described in held.described.values() for token in described)
-        return [weak for token in tokens if (weak := tensor_of(token)) is not None]
+        return [weak for token in tokens if (weak := find_tensor(token)) is not None]
 
     @property
     def description(self) -> Description:
@@ -285,7 +285,7 @@ class Watch:
     def changes(self) -> list[Change]:
         """Return what is different; it is known from now on."""
         same = self._has_same_objects()
-        suspects = [held for held in self._open if not held.is_same_inside()] if same else self._differing()
+        suspects = [held for held in self._open if not held.is_same_inside()] if same else self._find_differing()
         names = [held.names for held in suspects]
         found = [change for held in suspects for change in held.changes()]
         moved = [
@@ -294,7 +294,7 @@ class Watch:
             if tensor.requires_grad != requires_grad or tensor.data_ptr() != address
         ]
         others = []
-        if not all(map(is_, _own(self._optimizer), self._own)):
+        if not all(map(is_, _list_own(self._optimizer), self._own)):
             others.append(Change("the optimizer's state", (), ()))  # load_state_dict makes it anew
         if list(map(type, self._members)) != self._kinds:
             others.append(Change("a module's class", (), ()))
@@ -304,7 +304,7 @@ class Watch:
             self._arrange()
         return found + moved + others
 
-    def _differing(self) -> list[_Held]:
+    def _find_differing(self) -> list[_Held]:
         return [held for held in self._held if not held.is_same()]
 
     def _has_same_objects(self) -> bool:
@@ -321,7 +321,7 @@ _got = operator.call
 """Reads a dictionary with a getter."""
 
 
-def _held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> Iterator[_Held]:
+def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> Iterator[_Held]:
     """Yield the dictionaries that are watched."""
     see, registered = (See.VALUES, See.OBJECTS) if sees_tensors else (See.KINDS, See.KINDS)
     kinds: dict[type, None] = {}
@@ -345,10 +345,10 @@ def _held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) -> It
             yield _Held("the optimizer's ", state, registered)
 
 
-def _own(optimizer: Optimizer | None) -> tuple[Any, ...]:
+def _list_own(optimizer: Optimizer | None) -> tuple[Any, ...]:
     return (len(optimizer.param_groups), optimizer.param_groups, optimizer.state) if optimizer is not None else ()
 
 
-def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters()
     yield from net.named_buffers()

@@ -25,15 +25,15 @@ __all__ = [
     "Values",
     "compare",
     "default_objective",
-    "differences",
     "eager_step",
-    "joined",
-    "kind_of",
-    "named",
+    "find_differences",
+    "find_kind",
+    "join",
+    "name_steps",
     "observe",
     "observe_call",
+    "order_worst_first",
     "whole",
-    "worst_first",
 ]
 
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ SCALES = {"input": "gradient"}
 """Kinds measured on one scale: the gradient of an input in front of a norm is nothing but round-off."""
 
 
-def kind_of(name: str) -> str:
+def find_kind(name: str) -> str:
     """Return the key of ``KINDS`` that a value's name belongs to."""
     return "after" if name.endswith(" after the call") else name.partition(" ")[0]
 
@@ -95,50 +95,59 @@ def eager_step(call: Callable[..., Any], objective: Callable[[Any], Tensor], gra
 
 
 def observe(model: nn.Module, inputs: Sequence[Any], step: Step, steps: int = 1, leaves: bool = True) -> list[Values]:
-    """Take steps of gradient descent, each on the same inputs anew; return what each leaves.
+    """Take steps of gradient descent, each on the same inputs anew; return what each leaves, in copies of its own.
 
-    ``leaves`` tells whether floating inputs ask for a gradient. All values are copies of their own.
+    Parameters
+    ----------
+    model, inputs
+        The network, plain or parallel, and its arguments.
+    step
+        Forward and backward of one step.
+    steps
+        How many.
+    leaves
+        Whether floating inputs ask for a gradient.
     """
-    net = _net(model)
+    net = _find_net(model)
     parameters = list(net.parameters())
     optimizer = torch.optim.SGD(parameters, RATE) if parameters else None
     seen = []
     for _ in range(steps):
-        arguments = [_argument(value, leaves) for value in inputs]
-        values = _of_call(step(arguments), arguments)
-        values |= {f"gradient of {name}": _copied(p.grad) for name, p in net.named_parameters()}
+        arguments = [_copy_argument(value, leaves) for value in inputs]
+        values = _note_call(step(arguments), arguments)
+        values |= {f"gradient of {name}": _copy(p.grad) for name, p in net.named_parameters()}
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        values |= {f"buffer {name}": _copied(buffer) for name, buffer in net.named_buffers()}
-        values |= {f"step of {name}": _copied(p) for name, p in net.named_parameters()}
-        values |= {f"attribute {name}": value for name, value in _attributes(net)}
+        values |= {f"buffer {name}": _copy(buffer) for name, buffer in net.named_buffers()}
+        values |= {f"step of {name}": _copy(p) for name, p in net.named_parameters()}
+        values |= {f"attribute {name}": value for name, value in _list_attributes(net)}
         seen.append(values)
     return seen
 
 
 def observe_call(model: nn.Module, inputs: Sequence[Any]) -> Values:
     """Return what a call without gradients leaves: outputs, inputs and buffers."""
-    arguments = [_argument(value, False) for value in inputs]
+    arguments = [_copy_argument(value, False) for value in inputs]
     with torch.no_grad():
-        values = _of_call(model(*arguments), arguments)
-    return values | {f"buffer {name}": _copied(buffer) for name, buffer in model.named_buffers()}
+        values = _note_call(model(*arguments), arguments)
+    return values | {f"buffer {name}": _copy(buffer) for name, buffer in model.named_buffers()}
 
 
-def _of_call(outputs: Any, arguments: Sequence[Any]) -> Values:
+def _note_call(outputs: Any, arguments: Sequence[Any]) -> Values:
     found, structure = tree_flatten(outputs)
     values: Values = {"output structure": str(structure)}
-    values |= {f"output {index}": _copied(leaf) for index, leaf in enumerate(found)}
+    values |= {f"output {index}": _copy(leaf) for index, leaf in enumerate(found)}
     tensors = {index: value for index, value in enumerate(arguments) if isinstance(value, Tensor)}
-    values |= {f"input {index}": _copied(value.grad) for index, value in tensors.items()}
-    return values | {f"input {index} after the call": _copied(value) for index, value in tensors.items()}
+    values |= {f"input {index}": _copy(value.grad) for index, value in tensors.items()}
+    return values | {f"input {index} after the call": _copy(value) for index, value in tensors.items()}
 
 
-def _net(model: nn.Module) -> nn.Module:
+def _find_net(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, ModelParallel) else model
 
 
-def _argument(value: Any, leaves: bool) -> Any:
+def _copy_argument(value: Any, leaves: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     copied = value.detach().clone()
@@ -150,14 +159,14 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return a copy on the host, of a cut volume the whole."""
     value = whole(value)
     # A copy even on the host: the next step overwrites parameters, buffers and, where it is recorded, outputs.
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
+def _list_attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
     """Find the plain values and tensors that modules hold outside of the registries of ``nn.Module``."""
     registered = set(net.modules())
     for path, module in net.named_modules():
@@ -172,7 +181,7 @@ def _attributes(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor):
-        yield name, _copied(value)
+        yield name, _copy(value)
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
     elif isinstance(value, set | frozenset):
@@ -204,7 +213,7 @@ class _Differs(Exception):  # noqa: N818  (a result, not a fault)
     """Two values that cannot be subtracted; says why."""
 
 
-def differences(
+def find_differences(
     theirs: Values, ours: Values, ignored: frozenset[str] = frozenset(), tolerance: float = TOLERANCE
 ) -> Difference:
     """Compare with the plain network's values (``theirs``); gradients that neither side has are left out.
@@ -214,16 +223,16 @@ def differences(
     sizes = {name: _size(value) for name, value in theirs.items()}
     scales: dict[str, float] = {}
     for name, size in sizes.items():
-        scales[_scale_of(name)] = max(scales.get(_scale_of(name), 0.0), size if math.isfinite(size) else 0.0)
+        scales[_find_scale(name)] = max(scales.get(_find_scale(name), 0.0), size if math.isfinite(size) else 0.0)
     errors, reasons, both_nan = {}, {}, []
     for name in dict.fromkeys((*theirs, *ours)):
         absent = theirs.get(name) is None and ours.get(name) is None
-        if name in ignored or (absent and kind_of(name) in ("input", "gradient")):
+        if name in ignored or (absent and find_kind(name) in ("input", "gradient")):
             continue
         try:
             if name not in ours or name not in theirs:
                 raise _Differs(f"only {'ours' if name in ours else 'the plain network'} has it")
-            errors[name] = _error(ours[name], theirs[name], sizes[name], scales[_scale_of(name)])
+            errors[name] = _error(ours[name], theirs[name], sizes[name], scales[_find_scale(name)])
         except _Differs as difference:
             errors[name], reasons[name] = math.nan, str(difference)
             continue
@@ -232,8 +241,8 @@ def differences(
     return Difference(errors, reasons, tuple(both_nan), tolerance)
 
 
-def _scale_of(name: str) -> str:
-    return SCALES.get(kind_of(name), kind_of(name))
+def _find_scale(name: str) -> str:
+    return SCALES.get(find_kind(name), find_kind(name))
 
 
 def _size(value: Any) -> float:
@@ -256,7 +265,7 @@ def _error(ours: Any, theirs: Any, size: float, scale: float) -> float:
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         if type(ours) is type(theirs) and ours == theirs:
             return 0.0
-        raise _Differs(f"{_told(ours)}, where the plain network has {_told(theirs)}")
+        raise _Differs(f"{_tell(ours)}, where the plain network has {_tell(theirs)}")
     for what in ("shape", "dtype"):
         if getattr(ours, what) != getattr(theirs, what):
             raise _Differs(f"{what} {getattr(ours, what)}, where the plain network has {getattr(theirs, what)}")
@@ -275,7 +284,7 @@ def _error(ours: Any, theirs: Any, size: float, scale: float) -> float:
     return largest / max(size, 1e-3 * scale, 1e-30)
 
 
-def _told(value: Any) -> str:
+def _tell(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     text = repr(value)
@@ -291,18 +300,28 @@ def compare(
 ) -> dict[str, float]:
     """Return the largest relative error of everything that training touches, by name.
 
-    ``plain`` and ``sharded`` hold the same values at the start; both are changed by ``steps`` steps of gradient
-    descent.
+    Parameters
+    ----------
+    plain, sharded
+        Two networks that hold the same values at the start; both are changed.
+    inputs
+        Their arguments.
+    objective
+        From outputs to a loss.
+    steps
+        Of gradient descent.
     """
     # Two that were built apart may hold attributes of their own, such as a random filler.
-    one, other = ({f"attribute {key}": held for key, held in _attributes(_net(model))} for model in (plain, sharded))
-    ignored = frozenset(differences(one, other).wrong)
+    one, other = (
+        {f"attribute {key}": held for key, held in _list_attributes(_find_net(model))} for model in (plain, sharded)
+    )
+    ignored = frozenset(find_differences(one, other).wrong)
     theirs = observe(plain, inputs, eager_step(plain, objective), steps)
     ours = observe(sharded, inputs, eager_step(sharded, objective), steps)
-    return named([differences(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
+    return name_steps([find_differences(a, b, ignored).errors for a, b in zip(theirs, ours, strict=True)])
 
 
-def named(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:
+def name_steps(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:
     """Return what consecutive steps say about values under one name each: those of later steps tell which."""
     return {
         name if number == 1 else f"{name}, step {number}": told
@@ -311,7 +330,7 @@ def named(steps: Sequence[Mapping[str, _T]], first: int = 1) -> dict[str, _T]:
     }
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def join(outputs: Sequence[Any]) -> Any:
     """Put the outputs of micro-batches together along the batch."""
     columns = zip(*(tree_leaves(output) for output in outputs), strict=True)
     leaves = iter([
@@ -321,6 +340,6 @@ def joined(outputs: Sequence[Any]) -> Any:
     return tree_map(lambda _: next(leaves), outputs[0])
 
 
-def worst_first(errors: Mapping[str, float]) -> dict[str, float]:
+def order_worst_first(errors: Mapping[str, float]) -> dict[str, float]:
     """Sort errors; NaN is larger than any."""
     return dict(sorted(errors.items(), key=lambda item: -item[1] if item[1] == item[1] else -math.inf))

@@ -13,22 +13,23 @@ from torch.utils._pytree import tree_map
 
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.pipeline.observe.costs import observe as watch_calls
-from volseg.parallel.pipeline.observe.trace import segments
+from volseg.parallel.pipeline.observe.costs import observe_copy
+from volseg.parallel.pipeline.observe.trace import find_segments
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
-    differences,
     eager_step,
-    kind_of,
+    find_differences,
+    find_kind,
     observe,
     whole,
 )
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import MOST, Subject, few, pieces, seeded
+from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few, seeded
 
-__all__ = ["Comparison", "Mode", "copies"]
+__all__ = ["Comparison", "Mode", "make_copies"]
 
 STEPS = 2
 """The second meets parameters, buffers and caches that the first has changed."""
@@ -62,38 +63,63 @@ class _NothingToCompareError(Exception):
     """A mode that is the same as another one for this network; says why."""
 
 
-def copies(count: int) -> list[torch.device]:
+def make_copies(count: int) -> list[torch.device]:
     """Return CPU devices between which tensors are really copied: one device several times hides stale copies."""
     return [torch.device("cpu"), *(torch.device("cpu", index) for index in range(1, count))]
 
 
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What is compared after a step, and how exactly."""
+
+    objective: Callable[[Any], Tensor]
+    """From outputs to a loss."""
+    tolerance: float
+    """Largest relative error that counts as equal."""
+
+
 class Comparison:
-    """The modes of one strategy, each compared with the plain network."""
+    """The modes of one strategy, each compared with the plain network.
+
+    Parameters
+    ----------
+    net
+        The network.
+    inputs
+        The shape of its volume, and its further arguments.
+    devices
+        To compare on; None for those of a process group.
+    criterion
+        When a step counts as equal.
+    strategy, options
+        For ``ModelParallel``.
+    """
 
     def __init__(
         self,
         net: nn.Module,
-        shape: tuple[int, ...],
+        inputs: tuple[tuple[int, ...], Sequence[Any]],
         devices: list[torch.device] | None,
-        objective: Callable[[Any], Tensor],
-        tolerance: float,
+        criterion: Criterion,
         strategy: str,
-        more: Sequence[Any],
         options: dict[str, Any],
     ) -> None:
-        self.shape, self.devices, self.objective, self.tolerance = shape, devices, objective, tolerance
+        self.shape, more = inputs
+        self.devices, self.objective, self.tolerance = devices, criterion.objective, criterion.tolerance
         self.strategy, self.options = strategy, dict(options)
         self.levels = self.options.pop("checkpoint", None) or "all"
         split_size = self.options.pop("split_size", None)
-        self.split_size = split_size if isinstance(split_size, int) else max(1, shape[0] // 2)
+        self.split_size = split_size if isinstance(split_size, int) else max(1, self.shape[0] // 2)
         self.notes: list[str] = []
         self.faults: list[VolsegError] = []
         home = devices[0] if devices is not None else self._spatial(net).communicator.home
-        self.subjects = {training: Subject(net, training, shape, more, home) for training in (True, False)}
+        self.subjects = {training: Subject(net, training, self.shape, more, home) for training in (True, False)}
         self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
 
-    def _spatial(self, net: nn.Module) -> Any:
-        return ModelParallel(copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options).strategy
+    def _spatial(self, net: nn.Module) -> SpatialStrategy:
+        return ModelParallel(
+            copy.deepcopy(net), strategy="spatial", devices=self.devices, **self.options
+        ).strategy.volumes
 
     def _count_shards(self) -> int:
         placed = self._spatial(self.subjects[True].net)
@@ -113,7 +139,7 @@ class Comparison:
     def _count_stages(self) -> int:
         assert self.devices is not None
         if "cuts" not in self.options:
-            self.options["cuts"] = _even_cuts(self.subjects[True], self.split_size, len(self.devices))
+            self.options["cuts"] = _choose_even_cuts(self.subjects[True], self.split_size, len(self.devices))
         if self.subjects[False].mixes_samples(self.split_size):
             self.notes.append(
                 f"eval: on micro-batches of {self.split_size} the plain network gives other outputs than on the whole "
@@ -161,13 +187,13 @@ class Comparison:
             Mode(True, "recomputed, recorded", again, recorded=True),
         ]
         if self.devices is not None and self.devices[0].type == "cuda" and len(set(self.devices)) < len(self.devices):
-            modes.append(Mode(True, "copies on the CPU", devices=tuple(copies(len(self.devices)))))
+            modes.append(Mode(True, "copies on the CPU", devices=tuple(make_copies(len(self.devices)))))
         return modes
 
     def _pipeline_modes(self) -> list[Mode]:
         assert self.devices is not None
         batch, size = self.shape[0], self.split_size
-        all_of_it, eager = ("split_size", batch), ("launch", "eager")
+        all_of_it, eager = ("split_size", batch), ("record", False)
         cut = ("split_size", size)
         modes = [
             Mode(True, "one micro-batch", (all_of_it, eager)),
@@ -178,8 +204,8 @@ class Comparison:
         # Without a GPU a recording repeats calls, on one device.
         home = self.devices[0]
         places = None if home.type == "cuda" else (home,) * len(self.devices)
-        graphs = (cut, ("launch", "graphs"))
-        modes.append(Mode(True, "recorded", graphs, split_size=size, recorded=True, devices=places))
+        recorded = (cut, ("record", True))
+        modes.append(Mode(True, "recorded", recorded, split_size=size, recorded=True, devices=places))
         return modes
 
     def _compare(self, mode: Mode) -> ModeResult:
@@ -198,20 +224,20 @@ class Comparison:
         if failed is not None:
             return failed
         first = RECORDED_AFTER if mode.recorded else 0
-        found = self._differences(mode, theirs, ours, [self.tolerance] * steps)
+        found = self._find_differences(mode, theirs, ours, [self.tolerance] * steps)
         wrong = [error for difference in found for error in difference.wrong.values()]
         if wrong and max(wrong, key=lambda error: (math.isnan(error), error)) <= MOST:
             allowed = [max(self.tolerance, most) for most in subject.round_off(*key)]
-            found = self._differences(mode, theirs, ours, allowed)
+            found = self._find_differences(mode, theirs, ours, allowed)
         self._tell(mode, found[0], theirs[first], ours[first])
         return replace(result, steps=found, first=first + 1, message=remark)
 
-    def _differences(
+    def _find_differences(
         self, mode: Mode, theirs: Sequence[Values], ours: Sequence[Values], allowed: Sequence[float]
     ) -> tuple[Difference, ...]:
-        ignored = self._ignored(mode, theirs[0])
+        ignored = self._find_ignored(mode, theirs[0])
         steps = list(zip(theirs, ours, allowed, strict=True))[RECORDED_AFTER if mode.recorded else 0 :]
-        return tuple(differences(one, other, ignored, most) for one, other, most in steps)
+        return tuple(find_differences(one, other, ignored, most) for one, other, most in steps)
 
     def _attempt(
         self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
@@ -246,21 +272,21 @@ class Comparison:
         options = {**self.options, **dict(mode.options)}
         with seeded(seed):
             model = ModelParallel(copy.deepcopy(net), strategy=self.strategy, devices=devices, **options)
-            placed: Any = model.strategy
-            if self.strategy == "spatial" and "checkpoint" in options and not placed.recomputation.blocks:
+            recomputes = self.strategy == "spatial" and "checkpoint" in options
+            if recomputes and not model.strategy.volumes.recomputation.blocks:
                 raise _NothingToCompareError("the network has no block of two convolutions or more to recompute")
             if self.strategy == "spatial" and mode.recorded:
-                return self._run_captured(model, steps)
+                return self._run_recorded(model, steps)
             step = eager_step(model, self.objective, mode.gradients)
             inputs = subject.inputs
             if mode.devices is not None:
                 inputs = [value.to(mode.devices[0]) if isinstance(value, Tensor) else value for value in inputs]
             seen = observe(model, inputs, step, steps, subject.leaves)
-        if mode.recorded and not placed.is_replaying:
+        if mode.recorded and not model.strategy.is_replaying:
             return seen, "was not recorded, and ran eagerly"
         return seen, ""
 
-    def _run_captured(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
+    def _run_recorded(self, model: ModelParallel, steps: int) -> tuple[list[Values], str]:
 
         def step(*arguments: Any) -> Any:
             model.zero_grad(set_to_none=True)
@@ -268,17 +294,17 @@ class Comparison:
             self.objective(outputs).backward()
             return tree_map(whole, outputs)
 
-        captured = RecordedStep(model, step, warm_up=RECORDED_AFTER)
+        recorded = RecordedStep(model, step, warm_up=RECORDED_AFTER)
         try:
-            seen = observe(model, self.subjects[True].inputs, lambda given: captured(*given), steps, leaves=False)
+            seen = observe(model, self.subjects[True].inputs, lambda given: recorded(*given), steps, leaves=False)
         finally:
-            captured.release()
-        return seen, f"was not recorded: {captured.refused}" if captured.refused else ""
+            recorded.release()
+        return seen, f"was not recorded: {recorded.refused}" if recorded.refused else ""
 
-    def _ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
+    def _find_ignored(self, mode: Mode, theirs: Values) -> frozenset[str]:
         """Return what has another meaning in this mode."""
         if mode.recorded and self.strategy == "spatial":  # a recording reads copies of the inputs
-            return frozenset(name for name in theirs if kind_of(name) in ("input", "after"))
+            return frozenset(name for name in theirs if find_kind(name) in ("input", "after"))
         if mode.split_size is not None and mode.training:
             if found := self.subjects[True].norm_buffers():
                 self.notes.append(
@@ -292,12 +318,12 @@ class Comparison:
         unused = [
             name.removeprefix("gradient of ")
             for name, value in theirs.items()
-            if kind_of(name) == "gradient" and value is None and ours.get(name) is None
+            if find_kind(name) == "gradient" and value is None and ours.get(name) is None
         ]
         if unused and mode.training and mode.gradients:
-            self.notes.append(f"without a gradient on either side (unused): {few(unused)}")
+            self.notes.append(f"without a gradient on either side (unused): {name_few(unused)}")
         if difference.both_nan:
-            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {few(difference.both_nan)}")
+            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(difference.both_nan)}")
 
     def _repeat(self, subject: Subject) -> list[ModeResult]:
         """Compare runs of the same model with each other, where the network draws random numbers."""
@@ -305,7 +331,7 @@ class Comparison:
             return []
         options: tuple[tuple[str, Any], ...] = ()
         if self.strategy == "pipeline":
-            options = (("split_size", self.split_size), ("launch", "eager"))
+            options = (("split_size", self.split_size), ("record", False))
         plain = Mode(subject.training, options=options)
         ways = [("one seed twice", plain, 1), ("another seed differs", plain, 2)]
         if self.strategy == "spatial":
@@ -321,24 +347,24 @@ class Comparison:
             if failed is not None:
                 results[number] = failed
                 continue
-            found = differences(one[0], other[0], tolerance=self.tolerance)
+            found = find_differences(one[0], other[0], tolerance=self.tolerance)
             results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
         return results
 
 
 def _must_differ(found: Difference) -> Difference:
     """Turn a comparison of two seeds round: the plain network's outputs differ between them."""
-    if any(error for name, error in found.errors.items() if kind_of(name) in ("output", "buffer")):
+    if any(error for name, error in found.errors.items() if find_kind(name) in ("output", "buffer")):
         return Difference({"output": 0.0})
     return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})
 
 
-def _even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
+def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
-    arguments = tuple(pieces(subject.inputs, split_size)[0])
+    arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
     with seeded(0), torch.no_grad():
-        _, trace, _ = watch_calls(subject.net, arguments, {}, subject.inputs[0].device)
-    starts = [segment.calls[0].path for segment in segments(trace)]
+        _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
+    starts = [segment.calls[0].path for segment in find_segments(trace)]
     known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))
     if not known:
         raise ParallelError("the network has no place where a second stage could begin, so there is no pipeline of it")

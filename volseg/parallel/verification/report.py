@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from volseg.parallel.verification.comparison import KINDS, TOLERANCE, Difference, kind_of, named, worst_first
+from volseg.parallel.verification.comparison import (
+    KINDS,
+    TOLERANCE,
+    Difference,
+    find_kind,
+    name_steps,
+    order_worst_first,
+)
 
 __all__ = ["ModeResult", "Report"]
 
@@ -34,17 +41,17 @@ class ModeResult:
     @property
     def errors(self) -> dict[str, float]:
         """Largest relative error by name; NaN where the two sides cannot be subtracted."""
-        return named([step.errors for step in self.steps], self.first)
+        return name_steps([step.errors for step in self.steps], self.first)
 
     @property
     def reasons(self) -> dict[str, str]:
         """Why an error is NaN, by name."""
-        return named([step.reasons for step in self.steps], self.first)
+        return name_steps([step.reasons for step in self.steps], self.first)
 
     @property
     def wrong(self) -> dict[str, float]:
         """Errors above the tolerance, the worst first."""
-        return worst_first(named([step.wrong for step in self.steps], self.first))
+        return order_worst_first(name_steps([step.wrong for step in self.steps], self.first))
 
     @property
     def status(self) -> str:
@@ -116,12 +123,12 @@ class Report:
             f"{self.shards} {self.unit} and one device are {words[self.verdict]} on a volume of {self.shape} (float64):"
         ]
         if not self.modes:
-            return "\n".join([*lines, *_listed(self.errors, {})])
-        lines += ["", *self._table(), "", *self._counts()]
+            return "\n".join([*lines, *_list_names(self.errors, {})])
+        lines += ["", *self._make_table(), "", *self._count()]
         shared: dict[tuple[str, ...], list[str]] = {}
         for mode in self.modes:
             if mode.wrong:
-                shared.setdefault(tuple(_listed(mode.wrong, mode.reasons)), []).append(mode.name)
+                shared.setdefault(tuple(_list_names(mode.wrong, mode.reasons)), []).append(mode.name)
         for listed, names in shared.items():
             lines += [f"DIFFERENT in {'; '.join(names)}:", *listed]
         if shared and all(error < SINGLE for mode in self.modes for error in mode.wrong.values()):
@@ -129,12 +136,12 @@ class Report:
                 f"All differences are below {SINGLE:.0e}, as those of float32 are: if the network casts to float32 "
                 f"inside, pass tolerance={SINGLE:.0e}."
             )
-        lines += self._messages()
+        lines += self._collect_messages()
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
-    def _table(self) -> list[str]:
+    def _make_table(self) -> list[str]:
         """Return one row per mode and step, one column per kind of value that was compared."""
-        present = {kind_of(name) for mode in self.modes for name in mode.errors}
+        present = {find_kind(name) for mode in self.modes for name in mode.errors}
         kinds = [kind for kind in KINDS if kind in present]
         rows = [["mode", "step", *(KINDS[kind] for kind in kinds)]]
         for mode in self.modes:
@@ -153,18 +160,18 @@ class Report:
             for row in rows
         ]  # fmt: skip
 
-    def _counts(self) -> list[str]:
+    def _count(self) -> list[str]:
         """Say how much was compared, and what the largest error is."""
         first = next((mode.steps[0].errors for mode in self.modes if mode.plain and mode.steps), {})
         if not first:
             return []
-        counts = {KINDS[kind]: sum(kind_of(name) == kind for name in first) for kind in KINDS}
+        counts = {KINDS[kind]: sum(find_kind(name) == kind for name in first) for kind in KINDS}
         counts["outputs"] -= "output structure" in first
         told = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
-        name, error = next(iter(worst_first(self.errors).items()))
+        name, error = next(iter(order_worst_first(self.errors).items()))
         return [f"Compared: {told}.", f"Largest relative error: {_number(error)}{f', {name}' if error else ''}."]
 
-    def _messages(self) -> list[str]:
+    def _collect_messages(self) -> list[str]:
         """Return refusals, failures and remarks; modes with the same one share a line."""
         shared: dict[tuple[str, str], list[str]] = {}
         for mode in self.modes:
@@ -175,10 +182,10 @@ class Report:
 
 def _cell(step: Difference, kind: str) -> str:
     """Return the largest error of a kind; one that is too large bears a mark."""
-    found = {name: error for name, error in step.errors.items() if kind_of(name) == kind}
+    found = {name: error for name, error in step.errors.items() if find_kind(name) == kind}
     if not found:
         return "-"
-    worst = next(iter(worst_first(found).values()))
+    worst = next(iter(order_worst_first(found).values()))
     return _number(worst) + ("" if worst <= step.tolerance else " !")
 
 
@@ -188,9 +195,9 @@ def _number(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def _listed(errors: Mapping[str, float], reasons: Mapping[str, str]) -> Sequence[str]:
+def _list_names(errors: Mapping[str, float], reasons: Mapping[str, str]) -> Sequence[str]:
     lines = []
-    for name, error in list(worst_first(errors).items())[:LISTED]:
+    for name, error in list(order_worst_first(errors).items())[:LISTED]:
         reason = f": {reasons[name]}" if name in reasons else ""
         lines.append(f"  {_number(error):>9}  {name}{reason}")
     hidden = len(errors) - LISTED

@@ -21,15 +21,15 @@ from volseg.errors import GridError, ParallelError
 from volseg.parallel.verification.comparison import (
     TOLERANCE,
     Values,
-    differences,
     eager_step,
-    joined,
-    kind_of,
+    find_differences,
+    find_kind,
+    join,
     observe,
     observe_call,
 )
 
-__all__ = ["MOST", "Subject", "few", "pieces", "seeded"]
+__all__ = ["MOST", "Subject", "cut_pieces", "name_few", "seeded"]
 
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -55,7 +55,7 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(states[1])  # noqa: NPY002
 
 
-def pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
+def cut_pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
     """Cut the inputs into micro-batches, as a pipeline does: what has the batch as first dimension."""
     batch = len(inputs[0])
     cut = [
@@ -90,10 +90,10 @@ class Subject:
     ) -> None:
         self.training, self.shape = training, tuple(shape)
         self.state = "train" if training else "eval"
-        self.original = _copied(net, training).to(home)
+        self.original = _copy(net, training).to(home)
         generator = torch.Generator().manual_seed(0)
         volumes = [torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home) for _ in range(2)]
-        self.inputs = [volumes[0], *(_doubled(value, home) for value in more)]
+        self.inputs = [volumes[0], *(_double(value, home) for value in more)]
         self.notes: list[str] = []
         self._references: dict[Any, list[Values]] = {}
         self._allowed: dict[Any, list[float]] = {}
@@ -105,46 +105,47 @@ class Subject:
             name or "the network" for name, part in self.original.named_modules() if part.training != self.training
         ]
         if other:
-            self.notes.append(f"in {'eval' if self.training else 'train'} mode inside {self.state}: {few(other)}")
+            self.notes.append(f"in {'eval' if self.training else 'train'} mode inside {self.state}: {name_few(other)}")
 
     def _probe(self, others: Sequence[Any]) -> None:
         """Find out what the plain network does with one seed, with another, and with another input."""
         first, again, other = (self._forward(self.original, self.inputs, seed) for seed in (0, 0, 1))
-        self.repeats, self.is_random = _alike(first, again), not _alike(first, other)
+        self.repeats, self.is_random = _is_alike(first, again), not _is_alike(first, other)
         self.net, self.trouble = self.original, ""
         if self.is_random:
             self.net = _without_dropout(self.original)
             first, other = (self._forward(self.net, self.inputs, seed) for seed in (0, 1))
         if not self.repeats:
             self.trouble = "the plain network does not repeat itself: one seed gives two outputs"
-        elif not _alike(first, other):
+        elif not _is_alike(first, other):
             self.trouble = (
                 "the plain network draws random numbers outside of Dropout modules (its outputs differ with the seed), "
                 "so only repetition is compared"
             )
         elif self.is_random:
             self.notes.append(f"{self.state}: compared by value with dropout off")
-        after = {name: value for name, value in first.items() if kind_of(name) == "after"}
+        after = {name: value for name, value in first.items() if find_kind(name) == "after"}
         given = {f"input {i} after the call": v.cpu() for i, v in enumerate(self.inputs) if isinstance(v, Tensor)}
-        changed = [name for name, error in differences(given, after).errors.items() if error]
+        changed = [name for name, error in find_differences(given, after).errors.items() if error]
         self.leaves = not changed
         if changed:
+            inputs = name_few([name.removesuffix(" after the call") for name in changed])
             self.notes.append(
-                f"{self.state}: the network changes {few([name.removesuffix(' after the call') for name in changed])} "
-                f"in place; what is left there is compared, gradients of inputs are not"
+                f"{self.state}: the network changes {inputs} in place; what is left there is compared, gradients of "
+                f"inputs are not"
             )
         if not self.trouble:
             elsewhere = self._forward(self.net, others, 0)
             fixed = [
                 name
                 for name, value in first.items()
-                if isinstance(value, Tensor) and kind_of(name) == "output" and _same(value, elsewhere.get(name))
+                if isinstance(value, Tensor) and find_kind(name) == "output" and _is_same(value, elsewhere.get(name))
             ]
             if fixed:
-                self.notes.append(f"{self.state}: {few(fixed)} does not depend on the input")
-            single = [n for n, v in first.items() if kind_of(n) == "output" and _is_low(v)]
+                self.notes.append(f"{self.state}: {name_few(fixed)} does not depend on the input")
+            single = [n for n, v in first.items() if find_kind(n) == "output" and _is_low(v)]
             if single:
-                self.notes.append(f"{self.state}: {few(single)} is not float64, so the network casts inside")
+                self.notes.append(f"{self.state}: {name_few(single)} is not float64, so the network casts inside")
 
     def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
         model = copy.deepcopy(net)
@@ -173,7 +174,9 @@ class Subject:
             generator = torch.Generator().manual_seed(1)
             ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
             near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], objective, *key)
-            changes = [differences(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)]
+            changes = [
+                find_differences(*pair).errors for pair in zip(self.reference(objective, *key), near, strict=True)
+            ]
             largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
             self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
             self.notes.append(
@@ -190,12 +193,13 @@ class Subject:
         gradients: bool,
         split_size: int | None,
     ) -> list[Values]:
+        """Train a copy of the plain network; see ``reference``."""
         model = copy.deepcopy(self.net)
 
         def call(*arguments: Any) -> Any:
             if split_size is None:
                 return model(*arguments)
-            return joined([model(*piece) for piece in pieces(arguments, split_size)])
+            return join([model(*piece) for piece in cut_pieces(arguments, split_size)])
 
         with self._own_fault(), seeded(0):
             return observe(model, inputs, eager_step(call, objective, gradients), steps, self.leaves)
@@ -207,8 +211,8 @@ class Subject:
         whole, parts = (self._train(self.inputs, _nothing, 1, False, size)[0] for size in (None, split_size))
         return any(
             error > TOLERANCE or error != error
-            for name, error in differences(whole, parts).errors.items()
-            if kind_of(name) == "output"
+            for name, error in find_differences(whole, parts).errors.items()
+            if find_kind(name) == "output"
         )
 
     def norm_buffers(self) -> frozenset[str]:
@@ -233,7 +237,7 @@ class Subject:
             ) from fault
 
 
-def _copied(net: nn.Module, training: bool) -> nn.Module:
+def _copy(net: nn.Module, training: bool) -> nn.Module:
     """Return a copy in float64; modules in eval inside a network that trains stay so."""
     if any(is_lazy(value) for value in (*net.parameters(), *net.buffers())):
         raise ParallelError("the network has lazy parameters without a shape yet; call it once before verify")
@@ -247,7 +251,7 @@ def _copied(net: nn.Module, training: bool) -> nn.Module:
     return copied if training and copied.training else copied.train(training)
 
 
-def _doubled(value: Any, home: torch.device) -> Any:
+def _double(value: Any, home: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(home, torch.float64 if value.is_floating_point() else value.dtype)
@@ -266,13 +270,13 @@ def _nothing(outputs: Any) -> Tensor:
     return torch.zeros(())
 
 
-def _alike(one: Values, other: Values) -> bool:
+def _is_alike(one: Values, other: Values) -> bool:
     """Whether outputs and buffers agree; GPUs may add up in another order."""
-    errors = differences(one, other).errors
-    return all(error <= TOLERANCE for name, error in errors.items() if kind_of(name) in ("output", "buffer"))
+    errors = find_differences(one, other).errors
+    return all(error <= TOLERANCE for name, error in errors.items() if find_kind(name) in ("output", "buffer"))
 
 
-def _same(one: Tensor, other: Any) -> bool:
+def _is_same(one: Tensor, other: Any) -> bool:
     return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
 
 
@@ -280,6 +284,6 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def few(names: Sequence[str]) -> str:
+def name_few(names: Sequence[str]) -> str:
     """List names, the first ones of many."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

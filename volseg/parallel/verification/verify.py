@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
+from volseg.parallel.model_parallel import take_new_names
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
-from volseg.parallel.verification.modes import Comparison, copies
+from volseg.parallel.verification.modes import Comparison, Criterion, make_copies
 from volseg.parallel.verification.report import ModeResult, Report
 from volseg.parallel.verification.subject import seeded
 
@@ -90,10 +91,10 @@ def verify(
         raise ParallelError(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
-    with seeded(0), _heard() as said:
-        comparison = Comparison(
-            net, tuple(shape), _devices(devices, strategy), objective, tolerance, strategy, more, options
-        )
+    options = take_new_names(options)
+    with seeded(0), _hear() as said:
+        criterion = Criterion(objective, tolerance)
+        comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)
         return comparison.report(said)
 
 
@@ -113,12 +114,12 @@ def _devices(devices: Sequence[str | int | torch.device] | None, strategy: str) 
             f"devices=['{chosen[0] if chosen else 'cpu'}'] * 2"
         )
     if all(device.type == "cpu" for device in chosen) and len(set(chosen)) < len(chosen):
-        return copies(len(chosen))
+        return make_copies(len(chosen))
     return chosen
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def _hear() -> Iterator[list[str]]:
     """Collect the warnings of this package instead of printing them once for each copy of the network."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

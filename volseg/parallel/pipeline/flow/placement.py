@@ -19,14 +19,14 @@ from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.statistics import (
     NORMS,
     FrozenStatistics,
-    Statistics,
-    batch_counters,
-    bound,
-    norm_with,
+    RunningStatistics,
+    bind_arguments,
+    find_batch_counters,
+    run_norm,
 )
 from volseg.parallel.pipeline.flow.transfer import send
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.trace import Trace, segments, self_contained
+from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
 
@@ -75,14 +75,14 @@ class Placement:
 
         They would be saved with it.
         """
-        for tensor in runs.tensors_of(outputs):
+        for tensor in runs.find_tensors(outputs):
             _unmark(tensor)
         for module in self.buffered:
             for buffer in module._buffers.values():
                 if buffer is not None:
                     _unmark(buffer)
 
-    def late_run(self) -> "PlacedRun":
+    def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
         return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
 
@@ -102,10 +102,10 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
     stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
-    modules, states = dict(net.named_modules(remove_duplicate=False)), _states(net)
+    modules, states = dict(net.named_modules(remove_duplicate=False)), _name_states(net)
     anchors: dict[nn.Module, list[Location]] = defaultdict(list)
     owners: dict[int, Location] = {}
-    for segment, location in zip(segments(trace), stage_of, strict=True):
+    for segment, location in zip(find_segments(trace), stage_of, strict=True):
         for call in segment.calls:
             anchors[modules[call.path]].append(location)
         for name in segment.states:
@@ -124,23 +124,25 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
         gradient, state.grad = state.grad, None
         state.data = state.data.to(owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
-    quiet = frozenset(modules[path] for path in _quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
+    quiet = frozenset(modules[path] for path in _find_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}
-    placement = Placement(locations, dict(anchors), owners, tuple(states.values()), batch_counters(net), quiet, aliased)
+    placement = Placement(
+        locations, dict(anchors), owners, tuple(states.values()), find_batch_counters(net), quiet, aliased
+    )
     placement.written = tuple(states[name] for name in sorted(trace.written))
     placement.changes_arguments = trace.changes_arguments
     placement.buffered = tuple(module for module in net.modules() if module._buffers)
-    runs.watch(net)
+    runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():
         runs.latecomers[module] = weak
     return placement
 
 
-def _quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
+def _find_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
     """Yield the paths of self-contained leaves without running statistics."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
-    for path, operations in self_contained(trace).items():
+    for path, operations in find_self_contained(trace).items():
         norms = (operation for operation in operations if operation.name in ("batch_norm", "instance_norm"))
         if not any(buffers.intersection(norm.states) for norm in norms):
             yield path
@@ -152,7 +154,7 @@ def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], 
     return len(owned.union(anchors.get(module, ()))) == 1
 
 
-def _states(net: nn.Module) -> Mapping[str, Tensor]:
+def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
     """Return parameters and buffers by name, tied ones under each of their names."""
     return {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
 
@@ -161,7 +163,7 @@ class PlacedRun(runs.Run):
     """One micro-batch's passage over the stages.
 
     Inside of leaves that the trace found self-contained, functions run unseen: looking at each costs several
-    microseconds, which launching kernels cannot spare.
+    microseconds, which the queueing of kernels cannot spare.
 
     Parameters
     ----------
@@ -178,7 +180,7 @@ class PlacedRun(runs.Run):
     def __init__(
         self,
         placement: Placement,
-        statistics: Statistics | None = None,
+        statistics: RunningStatistics | None = None,
         borrowed: dict[Any, Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -255,7 +257,7 @@ class PlacedRun(runs.Run):
             return self._inherit(result, args) if isinstance(result, Tensor) else result
         if self._statistics is not None:
             if function in NORMS:
-                result = norm_with(self._statistics, function, (), self._without_running(function, args, kwargs))
+                result = run_norm(self._statistics, function, (), self._without_running(function, args, kwargs))
                 if result is not None:
                     return self._settle(result)
             elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
@@ -275,7 +277,7 @@ class PlacedRun(runs.Run):
             if isinstance(value, Tensor):
                 if getattr(value, "_volseg_location", None) is not here and not self.is_here(value):
                     return False
-            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.tensors_of(value))):
+            elif isinstance(value, tuple | list | dict) and not all(map(self.is_here, runs.find_tensors(value))):
                 return False
         return True
 
@@ -304,7 +306,7 @@ class PlacedRun(runs.Run):
             )
         if id(tensor) in self.placement.owners:
             # A buffer that forward has changed since is copied again.
-            number = runs.version(tensor)
+            number = runs.read_version(tensor)
             copies, key = self._borrowed, (id(tensor), self.here, with_grad, number)
             if id(tensor) in self.placement.aliased:
                 copies.pop(key, None)
@@ -313,7 +315,7 @@ class PlacedRun(runs.Run):
             if not hasattr(tensor, "_volseg_copies"):
                 tensor._volseg_copies = {}  # type: ignore[attr-defined]
                 self._senders.append(ref(tensor))
-            copies, key = tensor._volseg_copies, (self.here, with_grad, runs.version(tensor))  # type: ignore[attr-defined]
+            copies, key = tensor._volseg_copies, (self.here, with_grad, runs.read_version(tensor))  # type: ignore[attr-defined]
         if key not in copies:
             copies[key] = self.receive(tensor)
             copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
@@ -334,7 +336,7 @@ class PlacedRun(runs.Run):
             if result.device == self.here.device:
                 result._volseg_location = self.here  # type: ignore[attr-defined]
             return result
-        for tensor in runs.tensors_of(result):
+        for tensor in runs.find_tensors(result):
             if tensor.device == self.here.device:
                 tensor._volseg_location = self.here  # type: ignore[attr-defined]
         return result
@@ -357,12 +359,12 @@ class PlacedRun(runs.Run):
         kept = ("running_mean", "running_var")
         return {
             name: value if name in kept else runs.map_tensors(self.bring, value)
-            for name, value in bound(function, args, kwargs).items()
+            for name, value in bind_arguments(function, args, kwargs).items()
         }
 
     def _check_received(self, function: Callable[..., Any]) -> None:
         """Refuse a change in place of a copy: the original, on its own stage, would keep the old value."""
-        if runs.changes_in_place(self._received):
+        if runs.find_changes(self._received):
             name = getattr(function, "__name__", repr(function))
             raise PartitionError(
                 f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which "

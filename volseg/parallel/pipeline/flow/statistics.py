@@ -29,25 +29,25 @@ __all__ = [
     "NORMS",
     "FrozenStatistics",
     "NormSite",
-    "Statistics",
+    "RunningStatistics",
     "WholeBatchStatistics",
-    "batch_counters",
-    "bound",
+    "bind_arguments",
     "combine",
-    "norm_with",
+    "find_batch_counters",
+    "run_norm",
 ]
 
 Norm = Callable[..., Tensor]
 
 
-def batch_counters(net: nn.Module) -> frozenset[int]:
+def find_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
     norms = (nn.modules.batchnorm._NormBase,)
     found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
     return frozenset(id(counter) for counter in found if counter is not None)
 
 
-class Statistics(Protocol):
+class RunningStatistics(Protocol):
     """What a run does where a norm would update its running statistics."""
 
     def norm(self, site: "NormSite") -> Tensor:
@@ -83,7 +83,7 @@ class FrozenStatistics:
 
 
 class _Gathered:
-    """Statistics of one norm call, one row per micro-batch."""
+    """RunningStatistics of one norm call, one row per micro-batch."""
 
     def __init__(self, site: NormSite, rows: int) -> None:
         self.running, self.momentum, self.by_instance = site.running, site.momentum, site.by_instance
@@ -94,7 +94,7 @@ class _Gathered:
 
 
 @lru_cache(maxsize=64)
-def _weights(
+def _compute_weights(
     columns: tuple[tuple[tuple[int, ...], int], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return each part's count ``(parts, C)`` and their totals ``(C,)``; kept, since copies from the host take time.
@@ -135,12 +135,14 @@ def combine(
 def _commit(calls: Sequence[_Gathered]) -> None:
     """Move the running statistics of some norms of one device towards those of all micro-batches together.
 
-    All at once: a network of fifty norms would otherwise launch hundreds of tiny kernels between forward and loss.
+    All at once: a network of fifty norms would otherwise queue hundreds of tiny kernels between forward and loss.
     """
     first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
     means, variances = torch.cat([kept.rows for kept in calls], 2)
     columns = tuple((tuple(kept.counts), width) for kept, width in zip(calls, widths, strict=True))
-    whole = combine(means, variances, *_weights(columns, means.dtype, means.device), by_instance=first.by_instance)
+    whole = combine(
+        means, variances, *_compute_weights(columns, means.dtype, means.device), by_instance=first.by_instance
+    )
     for place, values in enumerate(whole):
         running = [kept.running[place] for kept in calls]
         new = [value.to(old.device) for value, old in zip(values.split(widths), running, strict=True)]
@@ -223,14 +225,16 @@ NORMS: dict[Any, _Norm] = {
 """Functions that update running statistics."""
 
 
-def bound(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a norm's arguments by name."""
     return {**dict(zip(NORMS[function].names, args, strict=False)), **kwargs}
 
 
-def norm_with(statistics: Statistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def run_norm(
+    statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing."""
-    form, given = NORMS[function], bound(function, args, kwargs)
+    form, given = NORMS[function], bind_arguments(function, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")
     if mean is None or variance is None or not given.get(form.flag, form.default):
         return None

@@ -45,7 +45,7 @@ class Passage:
 _pairs: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
 
-def _streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _get_streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Side streams for copies from ``source`` to ``target``: one on each device."""
     # setdefault: forward's and every device's backward thread come here.
     return _pairs.get((source, target)) or _pairs.setdefault(
@@ -62,7 +62,7 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     if tensor.device.type != "cuda" or target.type != "cuda" or tensor.device == target:
         # A real copy even on the same device: stages never share memory, whatever the devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
-    leaving, entering = _streams(tensor.device, target)
+    leaving, entering = _get_streams(tensor.device, target)
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(leaving), torch.cuda.stream(entering):
         copied = tensor.to(target, non_blocking=True)
@@ -82,7 +82,7 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
     if tensor.device.type != room.device.type:
         room.copy_(tensor, non_blocking=True)
         return None
-    leaving, entering = _streams(tensor.device, room.device)
+    leaving, entering = _get_streams(tensor.device, room.device)
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     if free is not None:
         entering.wait_event(free)

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.micro_batch import Call, private
+from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Recording, record
-from volseg.parallel.pipeline.observe.trace import Segment, Trace, segments
+from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
+from volseg.parallel.pipeline.observe.trace import Segment, Trace, find_segments
 from volseg.parallel.pipeline.plan.memory import Activation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
-__all__ = ["Measured", "activations_of", "copy_of", "measure", "moved", "observe"]
+__all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
 """Timed passes after one to warm up; the quickest counts."""
 
-# Long enough for the host to queue a part before the device starts on it, else launching would be timed.
+# Long enough for the host to queue a part before the device starts on it, else the host would be timed.
 SLEEP_CYCLES = 2_000_000
 
 
@@ -43,13 +43,13 @@ class Measured:
     segments: tuple[Segment, ...]
     layers: tuple[LayerCost, ...]
     activations: tuple[Activation, ...]
-    launch_ms: float
-    """Host time in which one micro-batch's forward is launched; 0 where functions run on the host anyway."""
+    host_ms: float
+    """Host time in which one micro-batch's forward is queued; 0 where functions run on the host anyway."""
 
 
-def observe(
+def observe_copy(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[nn.Module, Trace, Recording]:
+) -> tuple[nn.Module, Trace, Observer]:
     """Copy the network to ``device``, watch the copy, and record one forward of it.
 
     Without the user's hooks, and without keeping what backward needs, if that will do: a hook may change shapes, and a
@@ -58,30 +58,30 @@ def observe(
     first: Exception | None = None
     ways = ((False, True), (False, False), (True, True), (True, False))
     for with_hooks, counts in ways if runs.is_hooked(net) else ways[:2]:
-        probe = copy_of(net, device, with_hooks)
-        own_args, own_kwargs = moved((args, kwargs), device)
+        probe = copy_network(net, device, with_hooks)
+        own_args, own_kwargs = move_call((args, kwargs), device)
         try:
-            trace, recording = record(probe, own_args, own_kwargs, counts)
+            trace, observer = observe(probe, own_args, own_kwargs, counts)
         except Exception as failure:  # that of the first way is the network's own
             first = first or failure
             continue
-        return probe, trace, recording
+        return probe, trace, observer
     assert first is not None
     raise first
 
 
-def moved(call: Call, device: torch.device) -> Call:
+def move_call(call: Call, device: torch.device) -> Call:
     """Copy the tensors of a call to ``device``."""
 
-    def brought(tensor: Tensor) -> Tensor:
+    def bring(tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(Tensor, brought, private(call))
+    return pytree.tree_map_only(Tensor, bring, copy_call(call))
 
 
-def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
+def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module:
     """Copy the network to ``device``, with the user's hooks or without.
 
     Raises
@@ -98,18 +98,29 @@ def copy_of(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.Module
             f"Make it copyable (tensors kept as attributes belong in buffers)"
         ) from failure
     if not with_hooks:
-        runs.unwatch(probe)
+        runs.remove_hooks(probe)
     for state in (*probe.parameters(), *probe.buffers()):
         state.data = state.data.to(device)
         state.grad = None
-    runs.watch(probe)
+    runs.install_hooks(probe)
     return probe
 
 
 def measure(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int = REPEATS
 ) -> Measured:
-    """Time every segment of ``net`` on ``device`` with the given micro-batch; ``net`` itself stays as it is.
+    """Time every segment of a copy of the network on one device.
+
+    Parameters
+    ----------
+    net
+        The network, which stays as it is.
+    args, kwargs
+        A micro-batch.
+    device
+        Where to run.
+    repeats
+        Timed passes after one to warm up; the quickest counts.
 
     Raises
     ------
@@ -119,18 +130,18 @@ def measure(
     on_gpu = device.type == "cuda"
     selected = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
     with selected, own_random_numbers([device]):
-        probe, trace, recording = observe(net, args, kwargs, device)
-        found = segments(trace)
+        probe, trace, observer = observe_copy(net, args, kwargs, device)
+        found = find_segments(trace)
         passes = []
         for _ in range(repeats + 1):
-            own_args, own_kwargs = moved((args, kwargs), device)
+            own_args, own_kwargs = move_call((args, kwargs), device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
-        launch_ms = _launch_ms(probe, *moved((args, kwargs), device)) if on_gpu else 0.0
+        host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
     quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
-    activations = activations_of(recording, found)
+    activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
         LayerCost(
@@ -139,36 +150,38 @@ def measure(
             backward_ms=backward,
             parameter_bytes=sum(sizes.get(name, 0) for name in segment.states),
             activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
-            sent_bytes=sum(recording.made_bytes[number] for number in segment.sends),
+            sent_bytes=sum(observer.made_bytes[number] for number in segment.sends),
         )
         for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
     ]
-    return Measured(trace, tuple(found), tuple(layers), tuple(activations), launch_ms)
+    return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
 
 
-def activations_of(recording: Recording, parts: Sequence[Segment]) -> list[Activation]:
+def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[Activation]:
     """Return what outlives an operation, by the segments that handle it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
-    def named(operations: set[int]) -> tuple[int, ...]:
+    def name_segments(operations: set[int]) -> tuple[int, ...]:
         # The caller's number is one more than the last operation's, and than the last segment's.
         return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
 
     found = [
-        Activation(block.num_bytes, named({block.made})[0], named(block.read), named(block.kept))
-        for block in recording.blocks
+        Activation(
+            block.num_bytes, name_segments({block.made})[0], name_segments(block.read), name_segments(block.kept)
+        )
+        for block in observer.blocks
     ]
     return [block for block in found if block.kept or set(block.read) - {block.made}]
 
 
-def _launch_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the host time of one forward that keeps nothing."""
 
-    def dropped(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
+    def drop(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
         return None
 
     torch.cuda.synchronize()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(dropped, dropped):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         start = time.perf_counter()
         net(*args, **kwargs)
         elapsed = time.perf_counter() - start
@@ -185,7 +198,7 @@ class Stopwatch(runs.Run):
         self._begins = {(paths[part.calls[0].path], part.calls[0].index): n for n, part in enumerate(parts)}
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
-        self._clock: Callable[[], Callable[[], float]] = _device_clock if device.type == "cuda" else _host_clock
+        self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._paused = False
@@ -199,7 +212,7 @@ class Stopwatch(runs.Run):
 
     def _begin(self) -> None:
         self._part, self._sent = object(), list[Tensor]()
-        self._stop = self._clock()
+        self._stop = self._start_clock()
 
     def finish(self) -> None:
         """End the current segment: stop the clock, then time its backward."""
@@ -222,7 +235,7 @@ class Stopwatch(runs.Run):
 
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]
-        stop = self._clock()
+        stop = self._start_clock()
         with torch._C.DisableTorchFunction():
             torch.autograd.backward(sent, gradients)
         return stop()
@@ -251,7 +264,7 @@ class Stopwatch(runs.Run):
             return function(*args, **kwargs)
         args, kwargs = runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
         result = function(*args, **kwargs)
-        tensors = list(runs.tensors_of(result))
+        tensors = list(runs.find_tensors(result))
         for tensor in tensors:
             tensor._volseg_part = self._part  # type: ignore[attr-defined]
         if self._number in self._sends:
@@ -271,12 +284,12 @@ class Stopwatch(runs.Run):
         return known[1]
 
 
-def _host_clock() -> Callable[[], float]:
+def _start_host_clock() -> Callable[[], float]:
     start = time.perf_counter()
     return lambda: (time.perf_counter() - start) * 1e3
 
 
-def _device_clock() -> Callable[[], float]:
+def _start_device_clock() -> Callable[[], float]:
     """Time the device's own work: the host runs ahead while the device sleeps."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

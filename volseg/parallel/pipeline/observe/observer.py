@@ -1,6 +1,6 @@
-"""Record one forward as a ``Trace``: module calls, torch functions, what they read, keep and change.
+"""Write one forward down as a ``Trace``: module calls, torch functions, what they read, keep and change.
 
-Nothing is kept for backward (saved tensors are counted and dropped), so recording needs little more memory than
+Nothing is kept for backward (saved tensors are counted and dropped), so observing needs little more memory than
 inference.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, batch_counters, norm_with
+from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, find_batch_counters, run_norm
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
 
-__all__ = ["Block", "Recording", "record"]
+__all__ = ["Block", "Observer", "observe"]
 
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -46,13 +46,13 @@ class _Memory:
         self._states = {StorageWeakRef(state.untyped_storage()).cdata: name for name, state in states}
         self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
 
-    def state_of(self, tensor: Tensor) -> str | None:
+    def find_state(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter or buffer in whose memory ``tensor`` is."""
         if tensor.layout != torch.strided:
             return None
         return self._states.get(StorageWeakRef(tensor.untyped_storage()).cdata)
 
-    def seen(self, tensor: Tensor, number: int) -> Block:
+    def see(self, tensor: Tensor, number: int) -> Block:
         """Return the memory of ``tensor``, made by operation ``number`` if it is new."""
         if tensor.layout != torch.strided:
             return Block(0, number)
@@ -67,7 +67,7 @@ class _Memory:
         return known[1]
 
 
-class Recording(runs.Run):
+class Observer(runs.Run):
     """Write down what a forward does."""
 
     def __init__(self, net: nn.Module, counts: bool = True) -> None:
@@ -78,7 +78,7 @@ class Recording(runs.Run):
         self._paths = {module: path for path, module in net.named_modules()}
         names = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         self._states = {id(state): name for name, state in reversed(names)}
-        self._counters = batch_counters(net)
+        self._counters = find_batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
         self._memory = _Memory(names)
         self._guards: list[tuple[Any, bool]] = []
@@ -88,7 +88,7 @@ class Recording(runs.Run):
         self._changes_arguments = False
         self._number = 0
 
-    def __enter__(self) -> "Recording":
+    def __enter__(self) -> "Observer":
         hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda dropped: dropped)
         self._hooks = hooks if self._counts else contextlib.nullcontext()
         self._hooks.__enter__()
@@ -101,11 +101,11 @@ class Recording(runs.Run):
 
     def _count(self, tensor: Tensor) -> None:
         """Note a tensor that backward would need, and let it go."""
-        self._memory.seen(tensor, self._number).kept.add(self._number)
+        self._memory.see(tensor, self._number).kept.add(self._number)
 
     def note_arguments(self, values: Any) -> None:
         """Count the memory of the call's tensors as made before the first operation."""
-        self._arguments = [self._memory.seen(tensor, 0) for tensor in runs.tensors_of(values)]
+        self._arguments = [self._memory.see(tensor, 0) for tensor in runs.find_tensors(values)]
 
     @property
     def blocks(self) -> list[Block]:
@@ -117,7 +117,7 @@ class Recording(runs.Run):
         path = self._paths[module]
         call = Call(path, self._calls[path])
         self._calls[path] += 1
-        self.events.append(Enter(call, self._makers((args, kwargs)), self._guard()))
+        self.events.append(Enter(call, self._find_makers((args, kwargs)), self._number_guard()))
 
     def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
         """Write the end of a module call."""
@@ -129,66 +129,64 @@ class Recording(runs.Run):
         kwargs = kwargs or {}
         differentiates = function in DIFFERENTIATE
         if runs.keeps_place(function) and not differentiates:
-            result = function(*args, **kwargs)
-            if isinstance(result, Tensor) and args and id(args[0]) in self._states:
-                # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
-                result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
-                self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
-            return result
-        name = getattr(function, "__name__", "")
+            return self._ask(function, args, kwargs)
         # What torch.vmap wraps has no memory of its own.
-        read = [runs.unwrapped(tensor) for tensor in runs.tensors_of((args, kwargs))]
-        versions = [(tensor, runs.version(tensor)) for tensor in read]
-        blocks = [self._memory.seen(tensor, self._number) for tensor in read]
+        read = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs))]
+        versions = [(tensor, runs.read_version(tensor)) for tensor in read]
+        blocks = [self._memory.see(tensor, self._number) for tensor in read]
         for block in blocks:
             block.read.add(self._number)
-        dice = _random_state(read)
+        dice = _read_random_state(read)
         result = None
         if function in NORMS:
             # Whole-batch statistics tie no two calls of a norm together.
-            result = norm_with(FrozenStatistics(), function, args, kwargs)
+            result = run_norm(FrozenStatistics(), function, args, kwargs)
         result = function(*args, **kwargs) if result is None else result
-        changed = {id(tensor) for tensor in runs.changes_in_place(versions)} - self._counters
-        since = [block.made for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
-        if differentiates:
-            # What lies between the differentiated tensor and the derivative stays together.
-            since = [block.made for block in blocks]
+        changed = {id(tensor) for tensor in runs.find_changes(versions)} - self._counters
+        rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
+        self._written.update(name for tensor, _ in rewritten if (name := self._memory.find_state(tensor)))
+        self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
+        # What lies between the differentiated tensor and the derivative stays together.
+        since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
-        self._written.update(
-            name for tensor in read if id(tensor) in changed and (name := self._memory.state_of(tensor))
-        )
-        self._changes_arguments |= any(
-            block in self._arguments for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed
-        )
         self.events.append(
             Operation(
                 number=self._number,
-                name=name,
-                uses=self._makers(read),
+                name=getattr(function, "__name__", ""),
+                uses=self._find_makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
-                is_random=not torch.equal(dice, _random_state(read)),
-                guard=self._guard(),
+                is_random=not torch.equal(dice, _read_random_state(read)),
+                guard=self._number_guard(),
             )
         )
         self._sign(result)
         return result
 
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what only asks something of a tensor, and note what is another name of a parameter or buffer."""
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and args and id(args[0]) in self._states:
+            # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
+            result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
+            self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
+        return result
+
     def _sign(self, result: Any) -> None:
         """Mark results as made by this operation."""
-        tensors = list(runs.tensors_of(result))
+        tensors = list(runs.find_tensors(result))
         for tensor in tensors:
             tensor._volseg_made = (self, self._number)  # type: ignore[attr-defined]
-            self._memory.seen(runs.unwrapped(tensor), self._number)
+            self._memory.see(runs.unwrap(tensor), self._number)
         self.made_bytes[self._number] = sum(tensor.nbytes for tensor in tensors)
         self._number += 1
 
-    def _makers(self, values: Any) -> tuple[int, ...]:
-        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.tensors_of(values))
+    def _find_makers(self, values: Any) -> tuple[int, ...]:
+        marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.find_tensors(values))
         return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
 
-    def _guard(self) -> int:
+    def _number_guard(self) -> int:
         """Return a number for the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
@@ -199,30 +197,30 @@ class Recording(runs.Run):
         self._guards.append((pack, with_grad))
         return len(self._guards) - 1
 
-    def trace(self, output: Any) -> Trace:
+    def make_trace(self, output: Any) -> Trace:
         """Return what was recorded; note that the caller reads the output."""
-        for tensor in runs.tensors_of(output):
-            self._memory.seen(tensor, self._number).read.add(self._number)
-        made = self._makers(pytree.tree_leaves(output))
+        for tensor in runs.find_tensors(output):
+            self._memory.see(tensor, self._number).read.add(self._number)
+        made = self._find_makers(pytree.tree_leaves(output))
         names = frozenset(self._aliased), frozenset(self._written)
         return Trace(tuple(self.events), made, *names, self._changes_arguments)
 
 
-def _random_state(read: list[Tensor]) -> Tensor:
+def _read_random_state(read: list[Tensor]) -> Tensor:
     """Return the state of the generator that a function of these tensors would draw from."""
     device = read[0].device if read else torch.device("cpu")
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def record(
+def observe(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
-) -> tuple[Trace, Recording]:
+) -> tuple[Trace, Observer]:
     """Run a watched network once and return what it did.
 
     Unless it ``counts`` what backward needs, that is kept: for networks that differentiate inside.
     """
-    with torch.enable_grad(), Recording(net, counts) as recording:
+    with torch.enable_grad(), Observer(net, counts) as observer:
         # Arguments that forward changes in place are there from the beginning.
-        recording.note_arguments((args, kwargs))
+        observer.note_arguments((args, kwargs))
         output = net(*args, **kwargs)
-    return recording.trace(output), recording
+    return observer.make_trace(output), observer

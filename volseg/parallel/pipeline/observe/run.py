@@ -1,11 +1,11 @@
 """Follow a network's own ``forward`` from outside: its torch functions and module calls pass through a ``Run``.
 
 A ``Run`` is a torch-function mode (it sees the functions that ``forward`` calls, above autograd) and the receiver of
-the module hooks that ``watch`` installs (it sees which module is being called). Subclasses record the calls, measure
-them, place them on devices, or capture them. ``forward`` itself is never replaced, reordered or traced into a
+the module hooks of ``install_hooks`` (it sees which module is being called). Subclasses write the calls down, measure
+them, place them on devices, or record their kernels. ``forward`` itself is never replaced, reordered or traced into a
 graph, so skips, reused modules and functional code need no special case.
 
-The hooks are plain functions without state: copying or saving a watched network copies nothing of a run.
+The hooks are plain functions without state: copying or saving a network that has them copies nothing of a run.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ __all__ = [
     "Arguments",
     "Run",
     "adds_in_place",
-    "changes_in_place",
+    "find_changes",
+    "find_tensors",
     "has_foreign_hooks",
-    "hooks_aside",
     "in_backward",
+    "install_hooks",
     "is_hooked",
     "keeps_place",
     "map_tensors",
-    "tensors_of",
-    "unwatch",
-    "unwrapped",
-    "version",
-    "watch",
+    "read_version",
+    "remove_hooks",
+    "set_hooks_aside",
+    "unwrap",
 ]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,16 +83,16 @@ def adds_in_place(function: Callable[..., Any]) -> bool:
     return getattr(function, "__name__", "") in ("add_", "__iadd__")
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
+def find_tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in arguments or results, two levels of tuples and lists deep, and in dictionaries."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from tensors_of(value)
+            yield from find_tensors(value)
     elif isinstance(values, dict):
         for value in values.values():
-            yield from tensors_of(value)
+            yield from find_tensors(value)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -109,21 +109,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     return values
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """Return the tensor inside of what ``torch.func`` and ``torch.vmap`` wrap around it."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
-def version(tensor: Tensor) -> int:
+def read_version(tensor: Tensor) -> int:
     """Return the number of changes in place that ``tensor`` has seen; those made in inference mode count none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def changes_in_place(read: list[tuple[Tensor, int]]) -> list[Tensor]:
+def find_changes(read: list[tuple[Tensor, int]]) -> list[Tensor]:
     """Return the tensors whose version has moved on."""
-    return [tensor for tensor, before in read if version(tensor) != before]
+    return [tensor for tensor, before in read if read_version(tensor) != before]
 
 
 class Run(TorchFunctionMode):
@@ -156,7 +156,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     placement = latecomers.get(module, lambda: None)()
     if placement is None:
         return None
-    run = placement.late_run()
+    run = placement.start_late_run()
     run.__enter__()
     run.root = module
     return run.enter(module, args, kwargs)
@@ -171,7 +171,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (
         run.__exit__(None, None, None)
 
 
-def watch(net: nn.Module) -> None:
+def install_hooks(net: nn.Module) -> None:
     """Install the hooks on every module of ``net``; doing it twice changes nothing."""
     for module in net.modules():
         if _before not in module._forward_pre_hooks.values():
@@ -179,7 +179,7 @@ def watch(net: nn.Module) -> None:
             module.register_forward_hook(_after, always_call=True)
 
 
-def unwatch(net: nn.Module) -> None:
+def remove_hooks(net: nn.Module) -> None:
     """Remove every hook of ``net``, the user's too: for a copy that is measured and thrown away."""
     for module in net.modules():
         for name in (*HOOKS, *HOOK_FLAGS):
@@ -197,7 +197,7 @@ def is_hooked(net: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def hooks_aside(net: nn.Module) -> Iterator[None]:
+def set_hooks_aside(net: nn.Module) -> Iterator[None]:
     """Take the user's hooks off for a run that does not count."""
     kept = [
         (registry, dict(registry)) for module in net.modules() for name in HOOKS if (registry := getattr(module, name))

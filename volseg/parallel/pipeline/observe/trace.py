@@ -1,6 +1,6 @@
 """What one ``forward`` did, as a flat list of events, and the runs of module calls that must stay together.
 
-Pure: reads the events that ``record.Recording`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
+Pure: reads the events that an ``Observer`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
 module during whose call no other module is called), and not everywhere:
 
 * A tensor that is changed in place must not have been copied to another device in between, or the original would
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "segments", "self_contained"]
+__all__ = ["Call", "Enter", "Event", "Leave", "Operation", "Segment", "Trace", "find_segments", "find_self_contained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Frame:
         return self.parent is not None and (self.parent.is_whole or self.parent.within_whole())
 
 
-def _frames(trace: Trace) -> list[_Frame]:
+def _rebuild_frames(trace: Trace) -> list[_Frame]:
     """Rebuild the call tree, in the order of entering; the first frame is the network itself."""
     frames: list[_Frame] = []
     inner: _Frame | None = None
@@ -137,7 +137,7 @@ def _frames(trace: Trace) -> list[_Frame]:
     return frames
 
 
-def self_contained(trace: Trace) -> dict[str, list[Operation]]:
+def find_self_contained(trace: Trace) -> dict[str, list[Operation]]:
     """Return the leaves that read only their arguments, what they make of them, and parameters and buffers.
 
     With the operations of all their calls. Nothing in such a call needs to be brought from another stage, once
@@ -145,7 +145,7 @@ def self_contained(trace: Trace) -> dict[str, list[Operation]]:
     """
     found: dict[str, list[Operation]] = {}
     refused: set[str] = set()
-    for frame in _frames(trace):
+    for frame in _rebuild_frames(trace):
         path, own = frame.call.path, {operation.number for operation in frame.operations}
         used = {used for operation in frame.operations for used in operation.uses}
         if frame.has_calls or frame.within_whole() or used - own - set(frame.uses):
@@ -161,12 +161,12 @@ def _keep_whole(caller: _Frame, called: _Frame | None) -> None:
         called.is_whole = called.is_rerun_at_root = True
 
 
-def segments(trace: Trace) -> list[Segment]:
+def find_segments(trace: Trace) -> list[Segment]:
     """Return the smallest runs of calls that a cut may separate, in order.
 
     Operations between two leaves belong to the former. There is always at least one segment.
     """
-    frames = _frames(trace)
+    frames = _rebuild_frames(trace)
     anchors = [frame for frame in frames if not frame.within_whole() and (frame.is_whole or not frame.has_calls)]
     anchors = anchors or frames[:1]
     operations = [event for event in trace.events if isinstance(event, Operation)]
@@ -178,21 +178,21 @@ def segments(trace: Trace) -> list[Segment]:
     }
     for operation in operations:
         if operation.changed_since is not None:
-            first, last = _anchor_of(starts, operation.changed_since), _anchor_of(starts, operation.number)
+            first, last = _find_anchor(starts, operation.changed_since), _find_anchor(starts, operation.number)
             forbidden.update(range(first + 1, last + 1))
     cuts = [0, *(number for number in range(1, len(anchors)) if number not in forbidden), len(anchors)]
     runs = [
         (anchors[a:b], range(starts[a], starts[b] if b < len(anchors) else len(operations))) for a, b in pairwise(cuts)
     ]
-    return _described(trace, runs, operations)
+    return _describe_segments(trace, runs, operations)
 
 
-def _anchor_of(starts: Sequence[int], operation: int) -> int:
+def _find_anchor(starts: Sequence[int], operation: int) -> int:
     """Index of the last anchor that starts at or before ``operation``."""
     return max(number for number, start in enumerate(starts) if start <= operation)
 
 
-def _described(
+def _describe_segments(
     trace: Trace, runs: Sequence[tuple[list[_Frame], range]], operations: Sequence[Operation]
 ) -> list[Segment]:
     """Add to each run of anchors what it reads first and what it sends on."""

@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.plan.memory import Held, sums_of_runs
+from volseg.parallel.pipeline.plan.memory import Held, sum_runs
 
 __all__ = [
     "EVEN",
     "balance",
-    "most_even",
-    "pipeline_ms",
-    "price_of_evenness",
-    "quickest",
-    "spans",
-    "sums",
-    "unevenness",
+    "choose_quickest",
+    "compute_price_of_evenness",
+    "find_most_even",
+    "list_held",
+    "measure_unevenness",
+    "predict_ms",
+    "sum_stages",
 ]
 
 TOLERANCE = 0.02
@@ -103,13 +103,13 @@ def balance(
     if not 1 <= stages <= layers:
         raise PartitionError(f"cannot split {layers} layers into {stages} non-empty stages; use 1 to {layers} devices")
     behind = [0.0] * layers if backward is None else backward
-    phases = [sums_of_runs(forward), sums_of_runs(behind)]
-    memory = sums_of_runs([0.0] * layers) if held is None else held
+    phases = [sum_runs(forward), sum_runs(behind)]
+    memory = sum_runs([0.0] * layers) if held is None else held
     free = [UNLIMITED] * stages
     limits = free if memory_limits is None else list(memory_limits)
-    fastest = _fastest(phases, memory, limits)
+    fastest = _find_fastest(phases, memory, limits)
     if fastest is None:
-        peak = max(spans(memory, most_even(memory, stages)))
+        peak = max(list_held(memory, find_most_even(memory, stages)))
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one "
             f"device, and the "
@@ -118,40 +118,52 @@ def balance(
         )
     if held is None:
         return list(fastest[1])
-    lengths = _least_full(phases, fastest[0], held, limits, tolerance)
-    if unevenness(held, lengths) > EVEN:
-        slower = _least_full(phases, fastest[0], held, limits, max(tolerance, price))
-        lengths = slower if unevenness(held, slower) <= EVEN else lengths
+    lengths = _find_least_full(phases, fastest[0], held, limits, tolerance)
+    if measure_unevenness(held, lengths) > EVEN:
+        slower = _find_least_full(phases, fastest[0], held, limits, max(tolerance, price))
+        lengths = slower if measure_unevenness(held, slower) <= EVEN else lengths
     return list(lengths)
 
 
-def _least_full(
+def _find_least_full(
     phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
 ) -> tuple[int, ...]:
-    """Return the cut of the least fullest stage among those whose phases are within ``tolerance`` of the fastest's."""
+    """Return the cut of the least fullest stage among those that are about as quick as the fastest.
+
+    Parameters
+    ----------
+    phases
+        What a stage takes forward, and backward.
+    fastest
+        The slowest stage of the fastest cut in each of them.
+    held, limits
+        What a stage holds, and what each may.
+    tolerance
+        By how much more a phase may take, as a share.
+    """
     quick = [[phase * (1 + tolerance)] * len(limits) for phase in fastest]
-    ((_, lengths),) = _front([held, *phases], [limits, *quick], minimised=1)
+    ((_, lengths),) = _compute_front([held, *phases], [limits, *quick], minimised=1)
     return lengths
 
 
-def spans(held: Held, lengths: Sequence[int]) -> list[float]:
+def list_held(held: Held, lengths: Sequence[int]) -> list[float]:
     """Return what each stage holds.
 
     Examples
     --------
-    >>> spans(sums_of_runs([1, 2, 3, 4]), [1, 3])
+    >>> list_held(sum_runs([1, 2, 3, 4]), [1, 3])
     [1.0, 9.0]
     """
     return [held[start][end] for start, end in pairwise([0, *accumulate(lengths)])]
 
 
-def unevenness(held: Held, lengths: Sequence[int]) -> float:
+def measure_unevenness(held: Held, lengths: Sequence[int]) -> float:
     """Return what the fullest stage holds, as a multiple of the mean."""
-    stages = spans(held, lengths)
+    stages = list_held(held, lengths)
     return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
 
 
-def price_of_evenness(
+def compute_price_of_evenness(
     forward: Sequence[float], backward: Sequence[float], held: Held, lengths: Sequence[int]
 ) -> float | None:
     """Return how much slower a cut would be whose fullest stage holds at most ``EVEN`` times the mean.
@@ -160,32 +172,32 @@ def price_of_evenness(
 
     Examples
     --------
-    >>> price_of_evenness([1, 1, 1, 1], [0, 0, 0, 0], sums_of_runs([3, 2, 1, 1]), [2, 2])
+    >>> compute_price_of_evenness([1, 1, 1, 1], [0, 0, 0, 0], sum_runs([3, 2, 1, 1]), [2, 2])
     0.5
     """
-    phases, free = [sums_of_runs(forward), sums_of_runs(backward)], [UNLIMITED] * len(lengths)
-    now = [max(spans(phase, lengths)) for phase in phases]
+    phases, free = [sum_runs(forward), sum_runs(backward)], [UNLIMITED] * len(lengths)
+    now = [max(list_held(phase, lengths)) for phase in phases]
     for slack in PRICES:
-        slower = _least_full(phases, now, held, free, slack)
-        if unevenness(held, slower) <= EVEN:
-            return sum(max(spans(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
+        slower = _find_least_full(phases, now, held, free, slack)
+        if measure_unevenness(held, slower) <= EVEN:
+            return sum(max(list_held(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
     return None
 
 
-def most_even(held: Held, stages: int) -> list[int]:
+def find_most_even(held: Held, stages: int) -> list[int]:
     """Return the layers per stage of the cut whose fullest stage holds least."""
-    ((_, lengths),) = _front([held], [[UNLIMITED] * stages], minimised=1)
+    ((_, lengths),) = _compute_front([held], [[UNLIMITED] * stages], minimised=1)
     return list(lengths)
 
 
-def _fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
+def _find_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
     """Return the cut of the least sum of phases within the limits."""
     free = [UNLIMITED] * len(limits)
-    front = _front([*phases, held], [free, free, limits], minimised=2)
+    front = _compute_front([*phases, held], [free, free, limits], minimised=2)
     return min(front, key=lambda found: (sum(found[0]), found), default=None)
 
 
-def _front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
+def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
     """Return the cuts that no other cut beats in every one of the first ``minimised`` costs (one or two).
 
     A cut counts by its most expensive stage in each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
@@ -212,52 +224,59 @@ def _front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: 
     return best[-1]
 
 
-def sums(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
+def sum_stages(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return the sum of each stage.
 
     Examples
     --------
-    >>> sums([1, 2, 3, 4], [1, 3])
+    >>> sum_stages([1, 2, 3, 4], [1, 3])
     [1, 9]
     """
     ends = [0, *accumulate(lengths)]
     return [sum(values[start:end]) for start, end in pairwise(ends)]
 
 
-def pipeline_ms(
+def predict_ms(
     forward: Sequence[float],
     backward: Sequence[float],
     micro_batches: int,
-    launch_ms: float = 0.0,
+    host_ms: float = 0.0,
     copy_ms: float = 0.0,
 ) -> float:
-    """Return the time of a batch of ``micro_batches`` over stages of ``forward`` and ``backward`` milliseconds.
+    """Return the time of a batch over stages.
 
-    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or
-    the time ``launch_ms`` in which the host launches one micro-batch where that is longer. ``copy_ms`` is what the
-    first one's way between all stages takes.
+    In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or the
+    host's time where that is longer.
+
+    Parameters
+    ----------
+    forward, backward
+        Milliseconds of each stage for one micro-batch.
+    micro_batches
+        How many the batch has.
+    host_ms
+        In which the host queues one micro-batch.
+    copy_ms
+        What the first one's way between all stages takes.
 
     Examples
     --------
-    >>> pipeline_ms([2, 3], [4, 4], micro_batches=4)
+    >>> predict_ms([2, 3], [4, 4], micro_batches=4)
     34.0
     """
     return float(
-        sum(
-            sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, launch_ms)
-            for stage_ms in (forward, backward)
-        )
+        sum(sum(stage_ms) + copy_ms + (micro_batches - 1) * max(*stage_ms, host_ms) for stage_ms in (forward, backward))
     )
 
 
-def quickest(candidates: dict[int, float]) -> int:
+def choose_quickest(candidates: dict[int, float]) -> int:
     """Return the split size, or number of stages, of the least time; of equals within 2 %, the largest.
 
-    A larger micro-batch launches less, and more stages hold less each.
+    A larger micro-batch queues fewer kernels, and more stages hold less each.
 
     Examples
     --------
-    >>> quickest({1: 9.0, 2: 5.0, 4: 5.05, 8: 7.0})
+    >>> choose_quickest({1: 9.0, 2: 5.0, 4: 5.05, 8: 7.0})
     4
     """
     least = min(candidates.values())

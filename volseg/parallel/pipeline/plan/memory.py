@@ -3,7 +3,7 @@
 Layers do not add up. A tensor that several layers keep for backward is held once by a stage that has them all, and once
 by each of the stages that share them: a skip, and what an activation in place makes for the convolution behind a cut.
 A recorded batch holds more. What crosses a cut has memory of its own on both sides, and so has its gradient, since
-copies between programs need fixed places (``capture``): a stage that only passes a tensor on holds it, too.
+copies between graphs need fixed places (``record``): a stage that only passes a tensor on holds it, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Activation", "Held", "held_bytes", "sums_of_runs"]
+__all__ = ["Activation", "Held", "compute_held_bytes", "sum_runs"]
 
 Held = Sequence[Sequence[float]]
 """``held[start][end]``: what a stage of the layers [start, end) costs, for 0 <= start < end."""
@@ -29,7 +29,7 @@ class Activation:
     """Those that keep it for backward."""
 
 
-def held_bytes(activations: Iterable[Activation], layers: int, is_recorded: bool) -> list[list[float]]:
+def compute_held_bytes(activations: Iterable[Activation], layers: int, is_recorded: bool) -> list[list[float]]:
     """Return the bytes that each run of layers holds between forward and backward.
 
     Examples
@@ -37,19 +37,19 @@ def held_bytes(activations: Iterable[Activation], layers: int, is_recorded: bool
     Layer 0 makes four bytes that it keeps, and layer 1 reads and keeps:
 
     >>> shared = Activation(4, made=0, read=(1,), kept=(0, 1))
-    >>> held = held_bytes([shared], layers=2, is_recorded=False)
+    >>> held = compute_held_bytes([shared], layers=2, is_recorded=False)
     >>> held[0][2], held[0][1], held[1][2]
     (4.0, 4.0, 4.0)
-    >>> held_bytes([shared], layers=2, is_recorded=True)[0][1]  # its gradient as well
+    >>> compute_held_bytes([shared], layers=2, is_recorded=True)[0][1]  # its gradient as well
     8.0
     """
     ends = torch.arange(layers + 1)
     starts = ends[:, None]
     total = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
     for activation in activations:
-        is_kept = _any_within(activation.kept, layers)
+        is_kept = _find_any_within(activation.kept, layers)
         if is_recorded:
-            was_received = _any_within(activation.read, layers) & (activation.made < starts)
+            was_received = _find_any_within(activation.read, layers) & (activation.made < starts)
             is_read_later = max(activation.read, default=-1) >= ends
             is_sent = (starts <= activation.made) & (activation.made < ends) & is_read_later
             crosses = was_received | is_sent
@@ -60,7 +60,7 @@ def held_bytes(activations: Iterable[Activation], layers: int, is_recorded: bool
     return [list(map(float, row)) for row in total.tolist()]
 
 
-def _any_within(layers: Sequence[int], count: int) -> torch.Tensor:
+def _find_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
     """Return, for each [start, end), whether one of ``layers`` lies in it."""
     has = torch.zeros(count + 2, dtype=torch.int64)
     has[1 + torch.tensor(sorted(set(layers)), dtype=torch.int64)] = 1
@@ -68,12 +68,12 @@ def _any_within(layers: Sequence[int], count: int) -> torch.Tensor:
     return before[None, :] > before[:, None]
 
 
-def sums_of_runs(values: Sequence[float]) -> list[list[float]]:
+def sum_runs(values: Sequence[float]) -> list[list[float]]:
     """Return the table of a cost that adds up.
 
     Examples
     --------
-    >>> sums_of_runs([1.0, 2.0])[0]
+    >>> sum_runs([1.0, 2.0])[0]
     [0.0, 1.0, 3.0]
     """
     before = [0.0]

@@ -100,7 +100,21 @@ class Partition:
         held: Sequence[float],
         notes: Sequence[str] = (),
     ) -> "Partition":
-        """Group ``layers`` into consecutive stages of ``lengths``, of which each holds ``held`` bytes."""
+        """Group layers into consecutive stages.
+
+        Parameters
+        ----------
+        layers, lengths
+            All layers, and how many of them each stage has.
+        devices
+            Of the stages.
+        samples
+            Of a micro-batch, for which all this was measured.
+        held
+            Bytes of activations that each stage holds.
+        notes
+            What is to be said about it.
+        """
         ends = [0, *accumulate(lengths)]
         return cls(
             stages=tuple(

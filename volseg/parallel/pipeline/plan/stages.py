@@ -17,31 +17,31 @@ from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (
     EVEN,
     balance,
-    most_even,
-    pipeline_ms,
-    price_of_evenness,
-    quickest,
-    spans,
-    sums,
-    unevenness,
+    choose_quickest,
+    compute_price_of_evenness,
+    find_most_even,
+    list_held,
+    measure_unevenness,
+    predict_ms,
+    sum_stages,
 )
-from volseg.parallel.pipeline.plan.memory import Held, held_bytes, sums_of_runs
+from volseg.parallel.pipeline.plan.memory import Held, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost
 
-__all__ = ["Plan", "make_plan", "memory_limits"]
+__all__ = ["StagePlan", "plan_stages", "read_memory_limits"]
 
 logger = logging.getLogger(__name__)
 
 # Parameter, gradient, and Adam's two moments.
 STATE_COPIES = 4
 
-# A copy between two H200 took 13 us, and 390 GB/s; the launching around it takes longer.
+# A copy between two H200 took 13 us, and 390 GB/s; the host's part of it takes longer.
 COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """A cut, and how long a batch should take by it."""
 
     measured: Measured
@@ -76,13 +76,13 @@ class Plan:
         )
 
 
-def make_plan(
+def plan_stages(
     measured: Measured,
     devices: Sequence[torch.device],
     micro_batches: int,
     limits: Sequence[float] | None,
     is_recorded: bool,
-) -> Plan:
+) -> StagePlan:
     """Choose the quickest number of stages, and for it the quickest cut that fits.
 
     Parameters
@@ -96,17 +96,17 @@ def make_plan(
     limits
         Bytes that each device can give.
     is_recorded
-        Whether batches will be replayed, so that launching takes no time.
+        Whether batches will be replayed, so that the host takes no time.
     """
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
-    held = held_bytes(measured.activations, len(layers), is_recorded)
-    states = sums_of_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
+    held = compute_held_bytes(measured.activations, len(layers), is_recorded)
+    states = sum_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
     memory = [
         [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
         for rows in zip(states, held, strict=True)
     ]
-    launch_ms = 0.0 if is_recorded else measured.launch_ms
+    host_ms = 0.0 if is_recorded else measured.host_ms
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
     failure: PartitionError | None = None
@@ -116,25 +116,25 @@ def make_plan(
         except PartitionError as refused:
             failure = refused
             continue
-        phases = sums(forward, cuts[stages]), sums(backward, cuts[stages])
-        copies = _copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
-        predicted[stages] = pipeline_ms(*phases, micro_batches, launch_ms, copies)
+        phases = sum_stages(forward, cuts[stages]), sum_stages(backward, cuts[stages])
+        copies = _predict_copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
+        predicted[stages] = predict_ms(*phases, micro_batches, host_ms, copies)
     if predicted:
-        lengths = tuple(cuts[quickest(predicted)])
-        note = _memory_note(memory, lengths, forward, backward)
-        return Plan(measured, lengths, predicted, len(devices), spans(held, lengths), note)
+        lengths = tuple(cuts[choose_quickest(predicted)])
+        note = _describe_memory(memory, lengths, forward, backward)
+        return StagePlan(measured, lengths, predicted, len(devices), list_held(held, lengths), note)
     # An estimate must not forbid what may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
-    lengths = tuple(most_even(memory, min(len(devices), len(layers))))
-    return Plan(measured, lengths, {}, len(devices), spans(held, lengths))
+    lengths = tuple(find_most_even(memory, min(len(devices), len(layers))))
+    return StagePlan(measured, lengths, {}, len(devices), list_held(held, lengths))
 
 
-def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
+def _describe_memory(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
     """Say how uneven memory is, and what evenness would cost."""
-    stages, ratio = spans(memory, lengths), unevenness(memory, lengths)
+    stages, ratio = list_held(memory, lengths), measure_unevenness(memory, lengths)
     if ratio <= EVEN:
         return ""
-    price = price_of_evenness(forward, backward, memory, lengths)
+    price = compute_price_of_evenness(forward, backward, memory, lengths)
     return (
         f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
         f"{ratio:.2f} times the mean; "
@@ -146,13 +146,13 @@ def _memory_note(memory: Held, lengths: Sequence[int], forward: Sequence[float],
     )
 
 
-def _copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
+def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
     """Return the time of one micro-batch's way between all stages."""
     ends = [sum(lengths[:stage]) for stage in range(1, len(lengths))]
     return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in ends)
 
 
-def memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
+def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
     """Return the bytes that each device can give, or ``None`` for hosts."""
     if any(device.type != "cuda" for device in devices):
         return None

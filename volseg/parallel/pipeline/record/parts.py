@@ -7,9 +7,9 @@ from torch import Tensor
 
 from volseg.parallel.pipeline.flow.placement import Location
 from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
-from volseg.parallel.pipeline.record.programs import Program, Recorder
+from volseg.parallel.pipeline.record.graphs import Lanes, StageGraph
 
-__all__ = ["Capture", "CountedStatistics", "Edge", "Loan", "Loans", "Output", "Part", "Slot"]
+__all__ = ["CountedStatistics", "Edge", "Loan", "Loans", "Output", "Part", "RecordedBatch", "Slot"]
 
 
 class CountedStatistics(WholeBatchStatistics):
@@ -54,10 +54,10 @@ class Edge:
 
 @dataclass(eq=False)
 class Loan:
-    """A parameter or buffer as the programs of one stage see it.
+    """A parameter or buffer as the graphs of one stage see it.
 
     Parameters are never used themselves: their gradient accumulators may date from an eager batch on another
-    stream, which a capture must not touch. On the owner's stage an alias stands in, elsewhere a copy.
+    stream, which a recording must not touch. On the owner's stage an alias stands in, elsewhere a copy.
     """
 
     state: Tensor
@@ -85,14 +85,14 @@ class Part:
     """One micro-batch on one stage."""
 
     location: Location
-    forward: Program
+    forward: StageGraph
     edges: list[Edge] = field(default_factory=list)
     """What it receives."""
     sends: list[Edge] = field(default_factory=list)
     """What it sends and gets a gradient for."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
     """Stand-ins for the parameters that it uses, by identity."""
-    backward: Program | None = None
+    backward: StageGraph | None = None
 
 
 @dataclass(eq=False)
@@ -109,11 +109,11 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Capture:
+class RecordedBatch:
     """Everything that a replay needs."""
 
     slots: list[Slot]
-    recorder: Recorder
+    lanes: Lanes
     statistics: CountedStatistics
     loans: Loans
     """Copies are made once per batch."""

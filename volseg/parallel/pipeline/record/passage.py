@@ -10,30 +10,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement
-from volseg.parallel.pipeline.flow.statistics import Statistics
+from volseg.parallel.pipeline.flow.statistics import RunningStatistics
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
+from volseg.parallel.pipeline.record.graphs import Lanes, StageGraph, Unrecorded
 from volseg.parallel.pipeline.record.parts import Edge, Loan, Loans, Part
-from volseg.parallel.pipeline.record.programs import Program, Recorder, Unrecorded
 
-__all__ = ["CaptureRefusedError", "CaptureRun", "Survey"]
+__all__ = ["RecordRefusedError", "RecordingRun", "Survey"]
 
 VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class CaptureRefusedError(ParallelError):
+class RecordRefusedError(ParallelError):
     """A forward does something that a recording would not repeat."""
 
 
-class CaptureRun(PlacedRun):
+class RecordingRun(PlacedRun):
     """Run one micro-batch while recording it.
 
     Parameters
     ----------
     placement, statistics
         As for any placed run.
-    recorder, lane
-        Makes the programs, and for which lane.
+    lanes, lane
+        What makes the graphs, and in which of them this micro-batch is.
     loans
         Stand-ins for parameters and buffers, shared by the micro-batches.
     rooms
@@ -45,18 +45,18 @@ class CaptureRun(PlacedRun):
     def __init__(
         self,
         placement: Placement,
-        statistics: Statistics,
-        recorder: Recorder,
+        statistics: RunningStatistics,
+        lanes: Lanes,
         lane: int,
         loans: Loans,
         rooms: "deque[Tensor] | None" = None,
     ) -> None:
         super().__init__(placement, statistics)
-        self._recorder, self.lane, self._loans = recorder, lane, loans
+        self._lanes, self.lane, self._loans = lanes, lane, loans
         self.rooms: deque[Tensor] = deque() if rooms is None else rooms
         self.parts: list[Part] = []
 
-    def __enter__(self) -> "CaptureRun":
+    def __enter__(self) -> "RecordingRun":
         super().__enter__()
         self._begin(self.here)
         return self
@@ -77,18 +77,18 @@ class CaptureRun(PlacedRun):
     def _begin(self, location: Location) -> None:
         # A place of its own for each part: its tensors are no other part's.
         self.here = Location(location.stage, location.device)
-        self.parts.append(Part(self.here, self.program(location.device)))
+        self.parts.append(Part(self.here, self.make_graph(location.device)))
         self.parts[-1].forward.begin()
 
-    def program(self, device: torch.device) -> Program:
-        """Return a program for the next part."""
-        return self._recorder.program(device, self.lane)
+    def make_graph(self, device: torch.device) -> StageGraph:
+        """Return a graph for the next part."""
+        return self._lanes.make_graph(device, self.lane)
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def make_room(self, tensor: Tensor) -> Tensor:
         """Return memory on the current stage for a copy of ``tensor``, which a replay makes."""
         room = self.rooms.popleft().detach() if self.rooms else None
         if room is None or (room.shape, room.dtype, room.device) != (tensor.shape, tensor.dtype, self.here.device):
-            raise CaptureRefusedError("forward does not do the same when it is run again")
+            raise RecordRefusedError("forward does not do the same when it is run again")
         return room
 
     def is_here(self, tensor: Tensor) -> bool:
@@ -106,16 +106,16 @@ class CaptureRun(PlacedRun):
     ) -> Any:
         states = [
             (tensor, tensor._version)
-            for tensor in runs.tensors_of((args, kwargs or {}))
+            for tensor in runs.find_tensors((args, kwargs or {}))
             if id(tensor) in self.placement.owners
         ]
         if function in DIFFERENTIATE or torch._C._functorch.peek_interpreter_stack() is not None:
-            raise CaptureRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
+            raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            raise CaptureRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
+            raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
-        if runs.changes_in_place(states):
-            raise CaptureRefusedError(
+        if runs.find_changes(states):
+            raise RecordRefusedError(
                 f"{getattr(function, '__name__', function)} changes a parameter or buffer in forward"
             )
         return result
@@ -126,7 +126,7 @@ class CaptureRun(PlacedRun):
         wants_grad = tensor.requires_grad and torch.is_grad_enabled()
         if id(tensor) in self.placement.owners:
             return self._borrow(tensor, part, wants_grad)
-        room = self.room(tensor)
+        room = self.make_room(tensor)
         number = getattr(tensor, "_volseg_input", None)
         part.edges.append(Edge(tensor, room.requires_grad_(wants_grad), input=number))
         return room
@@ -136,7 +136,7 @@ class CaptureRun(PlacedRun):
         key = (id(state), self.here.stage, self.lane, wants_grad)
         if key not in self._loans:
             is_copy = self.placement.owners[id(state)].stage != self.here.stage
-            leaf = self.room(state) if is_copy else state.detach()
+            leaf = self.make_room(state) if is_copy else state.detach()
             self._loans[key] = Loan(state, leaf.requires_grad_(wants_grad), is_copy)
         leaf = self._loans[key].leaf
         if wants_grad:
@@ -156,11 +156,11 @@ class _NoValues(TorchDispatchMode):
         # Indexing bears the tag for the sake of masks.
         tags = set(function.tags) & VALUES if function is not torch.ops.aten.index.Tensor else set()
         if by_mask or tags:
-            raise CaptureRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
+            raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
         return function(*args, **(kwargs or {}))
 
 
-class Survey(CaptureRun):
+class Survey(RecordingRun):
     """Run one micro-batch unrecorded and make the memory that its recording will receive into.
 
     Libraries also set themselves up here for the streams of the recording.
@@ -176,11 +176,11 @@ class Survey(CaptureRun):
         super().__exit__(*failure)
         self._values.__exit__(*failure)
 
-    def program(self, device: torch.device) -> Program:  # noqa: ARG002
+    def make_graph(self, device: torch.device) -> StageGraph:  # noqa: ARG002
         """Record nothing."""
         return Unrecorded()
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def make_room(self, tensor: Tensor) -> Tensor:
         """Copy at once; keep the memory."""
         with torch.no_grad():
             self.rooms.append(tensor.detach().to(self.here.device, copy=True))

@@ -1,22 +1,20 @@
-"""Record a batch's passage as programs, one per micro-batch and stage, forward and backward.
+"""Record a batch's passage as CUDA graphs, one per micro-batch and stage, forward and backward.
 
-The module's own ``forward`` runs once per micro-batch under ``CaptureRun``, which ends a program and begins
+The module's own ``forward`` runs once per micro-batch under ``RecordingRun``, which ends a graph and begins
 the next where ``forward`` turns to another stage. Tensors do not cross: what another stage made is *received*
 into memory of its own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
 
     F[stage][micro-batch]    for each micro-batch, then for each stage
     B[stage][micro-batch]    both the other way round
 
-Between programs, ``replay`` copies along the ``Edge``s. Python does not run again: ``launch`` decides when
+Between graphs, ``replay`` copies along the ``Edge``s. Python does not run again: ``choice`` decides when
 that is safe.
 
-Memory that a copy fills before a program runs must not come from the program: a block that an earlier layer of
-the same program has used and freed would be handed out for it, and each replay would overwrite the copy. So every
+Memory that a copy fills before a graph runs must not come from the graph: a block that an earlier layer of
+the same graph has used and freed would be handed out for it, and each replay would overwrite the copy. So every
 micro-batch runs once unrecorded, a ``Survey``, which makes the memory; recording takes it in the same order.
 """
 
-import contextlib
-import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,61 +23,63 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from volseg.device.graph import undisturbed, without_cached_casts
 from volseg.parallel.pipeline.flow.placement import Location, Placement
 from volseg.parallel.pipeline.micro_batch import Call
-from volseg.parallel.pipeline.record.parts import Capture, CountedStatistics, Edge, Loans, Output, Part, Slot
-from volseg.parallel.pipeline.record.passage import CaptureRefusedError, CaptureRun, Survey
-from volseg.parallel.pipeline.record.programs import Recorder
+from volseg.parallel.pipeline.record.graphs import Lanes
+from volseg.parallel.pipeline.record.parts import CountedStatistics, Edge, Loans, Output, Part, RecordedBatch, Slot
+from volseg.parallel.pipeline.record.passage import RecordingRun, RecordRefusedError, Survey
 
-__all__ = ["capture"]
+__all__ = ["record_batch"]
 
 
 INPUT = Location(-1, torch.device("cpu"))
 """Where the micro-batch's own tensors come from."""
 
 
-def capture(net: nn.Module, placement: Placement, calls: Sequence[Call], lanes: int = 1) -> Capture:
+def record_batch(net: nn.Module, placement: Placement, calls: Sequence[Call], lanes: int = 1) -> RecordedBatch:
     """Record ``net`` for micro-batches of these shapes; the tensors' values play no part.
 
     Micro-batches take turns on ``lanes`` streams of each device.
 
     Raises
     ------
-    CaptureRefusedError
+    RecordRefusedError
         If a recording would not repeat what ``forward`` does.
     """
     for path, module in net.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
-            raise CaptureRefusedError(f"{path} computes its momentum from the number of batches so far")
-    captured = Capture([], Recorder(lanes), CountedStatistics(len(calls)), {}, {})
+            raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
+    recorded = RecordedBatch([], Lanes(lanes), CountedStatistics(len(calls)), {}, {})
     inputs = [_Inputs(call) for call in calls]
-    with _without_autocast_cache(), captured.recorder.on_streams(placement.devices):
-        rooms = _survey(net, placement, inputs, captured)
-        with _without_garbage_collection():
-            _record(net, placement, inputs, rooms, captured)
-    return captured
+    with recorded.lanes.on_streams(placement.devices):
+        with without_cached_casts():
+            rooms = _survey(net, placement, inputs, recorded)
+        with undisturbed():
+            _record(net, placement, inputs, rooms, recorded)
+    return recorded
 
 
 def _survey(
-    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", captured: Capture
+    net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", recorded: RecordedBatch
 ) -> list["deque[Tensor]"]:
     """Return the memory that each micro-batch receives into; make that of the statistics, which the lanes share."""
     rooms: list[deque[Tensor]] = []
     loans: Loans = {}
-    recorder, devices = captured.recorder, placement.devices
-    recorder.fan_out(devices)
+    lanes, devices = recorded.lanes, placement.devices
+    lanes.fan_out(devices)
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         for index, given in enumerate(inputs):
-            lane = index % recorder.lanes
-            recorder.turn_to(lane, devices)
-            captured.statistics.begin(index)
-            run = Survey(placement, captured.statistics, recorder, lane, loans)
+            lane = index % lanes.count
+            lanes.turn_to(lane, devices)
+            recorded.statistics.begin(index)
+            run = Survey(placement, recorded.statistics, lanes, lane, loans)
             with run:
                 net(*given.args, **given.kwargs)
             rooms.append(run.rooms)
     del run
-    recorder.turn_to(0, devices)
-    captured.statistics.forget()
+    lanes.turn_to(0, devices)
+    recorded.statistics.forget()
     if any(device.type == "cuda" for device in devices):
         # What the survey has left behind is wanted by the recording, which has memory of its own.
         torch.cuda.empty_cache()
@@ -91,20 +91,31 @@ def _record(
     placement: Placement,
     inputs: "Sequence[_Inputs]",
     rooms: Sequence["deque[Tensor]"],
-    captured: Capture,
+    recorded: RecordedBatch,
 ) -> None:
+    """Fill ``recorded``: every micro-batch forward, then every one backward.
+
+    Parameters
+    ----------
+    net, placement
+        The network on its stages.
+    inputs, rooms
+        Of each micro-batch: its arguments, and the memory that it receives into.
+    recorded
+        Has its lanes and statistics already.
+    """
     for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
-        captured.statistics.begin(index)
-        lane = index % captured.recorder.lanes
-        run = CaptureRun(placement, captured.statistics, captured.recorder, lane, captured.loans, room)
-        captured.slots.append(_forward(net, given, run))
+        recorded.statistics.begin(index)
+        lane = index % recorded.lanes.count
+        run = RecordingRun(placement, recorded.statistics, recorded.lanes, lane, recorded.loans, room)
+        recorded.slots.append(_forward(net, given, run))
     if not torch.is_grad_enabled():
         return
-    for slot in reversed(captured.slots):
+    for slot in reversed(recorded.slots):
         _check_closed(slot)
         _make_landings(slot)
         for part in reversed(slot.parts):
-            _backward(slot, part, captured)
+            _backward(slot, part, recorded)
         for output in slot.outputs:
             # Lets the autograd graph go; the memory stays.
             output.source = output.source.detach()
@@ -128,14 +139,14 @@ class _Inputs:
         self.args, self.kwargs = pytree.tree_unflatten(static, structure)
 
 
-def _forward(net: nn.Module, given: _Inputs, run: CaptureRun) -> Slot:
+def _forward(net: nn.Module, given: _Inputs, run: RecordingRun) -> Slot:
     with run:
         output = net(*given.args, **given.kwargs)
     results, structure = pytree.tree_flatten(output)
     places = [part.location for part in run.parts]
     for result in results:
         if isinstance(result, Tensor) and not any(getattr(result, "_volseg_location", None) is at for at in places):
-            raise CaptureRefusedError(
+            raise RecordRefusedError(
                 "an output is an input, a parameter, or made by code that torch functions do not show"
             )
     found = [Output(result) if isinstance(result, Tensor) else result for result in results]
@@ -144,17 +155,17 @@ def _forward(net: nn.Module, given: _Inputs, run: CaptureRun) -> Slot:
 
 
 def _make_landings(slot: Slot) -> None:
-    """Allocate where gradients arrive, before the programs that read them."""
+    """Allocate where gradients arrive, before the graphs that read them."""
     for edge in (edge for part in slot.parts for edge in part.edges):
         if edge.target.requires_grad:
             edge.landing = torch.zeros_like(edge.source.detach())
     for output in slot.outputs:
         if output.source.requires_grad:
             output.landing = torch.zeros_like(output.source.detach())
-            output.reaches = frozenset(_reached(output.source, slot))
+            output.reaches = frozenset(_walk_back(output.source, slot))
 
 
-def _reached(tensor: Tensor, slot: Slot) -> Iterator[int]:
+def _walk_back(tensor: Tensor, slot: Slot) -> Iterator[int]:
     """Walk back from ``tensor`` through all parts; yield the leaves at the ends."""
     sources = {id(edge.target): edge.source for part in slot.parts for edge in part.edges}
     todo, seen = [tensor.grad_fn], set()
@@ -175,7 +186,7 @@ def _reached(tensor: Tensor, slot: Slot) -> Iterator[int]:
                 todo.append(variable.grad_fn)
 
 
-def _backward(slot: Slot, part: Part, captured: Capture) -> None:
+def _backward(slot: Slot, part: Part, recorded: RecordedBatch) -> None:
     """Record the gradients of one part from those of what it sent."""
     arriving: dict[int, tuple[Tensor, list[Tensor]]] = {}
     edges = [edge for other in slot.parts for edge in other.edges if edge.returned is not None]
@@ -192,9 +203,9 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
     if not arriving or not wanted:
         return
     for parameter in parameters:
-        if id(parameter) not in captured.gradients:
-            captured.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
-    part.backward = captured.recorder.program(part.location.device, slot.lane)
+        if id(parameter) not in recorded.gradients:
+            recorded.gradients[id(parameter)] = torch.zeros_like(parameter.detach())
+    part.backward = recorded.lanes.make_graph(part.location.device, slot.lane)
     part.backward.begin()
     try:
         sources = [source for source, _ in arriving.values()]
@@ -207,7 +218,7 @@ def _backward(slot: Slot, part: Part, captured: Capture) -> None:
             edge.returned = gradient
         with torch.no_grad():
             pairs = [
-                (captured.gradients[id(parameter)], gradient)
+                (recorded.gradients[id(parameter)], gradient)
                 for parameter, gradient in zip(parameters, found[len(received) :], strict=True)
                 if gradient is not None
             ]
@@ -236,31 +247,7 @@ def _check_closed(slot: Slot) -> None:
             variable = getattr(node, "variable", None)
             foreign = node in seen if variable is None else id(variable) not in allowed[location]
             if foreign:
-                raise CaptureRefusedError("code that torch functions do not show connects two stages")
+                raise RecordRefusedError("code that torch functions do not show connects two stages")
             if variable is None:
                 seen[node] = location
                 todo += [following for following, _ in node.next_functions]
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keep autocast, but let every micro-batch cast for itself: a cached cast belongs to the first one's graph."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collect before, not during a capture: releasing old graphs and events there breaks it."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

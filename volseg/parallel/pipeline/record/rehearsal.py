@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
-from volseg.parallel.pipeline.micro_batch import Call, join, private
+from volseg.parallel.pipeline.micro_batch import Call, copy_call, join
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.passage import CaptureRefusedError
+from volseg.parallel.pipeline.record.passage import RecordRefusedError
 from volseg.parallel.pipeline.record.replay import Replay
 from volseg.parallel.state.random import RandomState
 
@@ -39,27 +39,28 @@ class Rehearsal:
     """By the identity of the parameter."""
     names: dict[int, str]
 
-    def disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
+    def find_disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
         """Replay the same batch; say where it differs, or return ``None``."""
         found = replay.forward(tensors, commits=False)
         for number, (mine, expected) in enumerate(zip(found, self.outputs, strict=True)):
             if not _agree(mine, expected, expected):
                 pieces = zip(mine.split(replay.sizes), expected.split(replay.sizes), strict=True)
                 wrong = [str(index) for index, (one, other) in enumerate(pieces) if not _agree(one, other, expected)]
+                distance = _describe_distance(mine, expected, expected)
                 return (
-                    f"output {number} is not that of the eager passage: off by {_distance(mine, expected, expected)} "
-                    f"in micro-batches {', '.join(wrong)} of {len(replay.sizes)}"
+                    f"output {number} is not that of the eager passage: off by {distance} in micro-batches "
+                    f"{', '.join(wrong)} of {len(replay.sizes)}"
                 )
         if not self.gradients:
             return None
-        gradients = replay.backward([_cotangent(output) for output in found], len(tensors))[len(tensors) :]
+        gradients = replay.backward([_make_cotangent(output) for output in found], len(tensors))[len(tensors) :]
         got = {id(p): g for p, g in zip(replay.parameters, gradients, strict=True) if g is not None}
         if got.keys() != self.gradients.keys():
             return "gradients reach other parameters than in the eager passage"
         # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
         scale = max(self.gradients.values(), key=lambda gradient: float(gradient.abs().max()))
         off = [
-            f"{self.names[key]} by {_distance(got[key], expected, scale)}"
+            f"{self.names[key]} by {_describe_distance(got[key], expected, scale)}"
             for key, expected in self.gradients.items()
             if not _agree(got[key], expected, scale)
         ]
@@ -75,7 +76,7 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
 
     Raises
     ------
-    CaptureRefusedError
+    RecordRefusedError
         If forward changes its arguments, or draws numbers that a replay would not.
     """
     devices = [at.device for at in placement.locations]
@@ -83,16 +84,16 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     try:
         borrowed: dict[Any, Tensor] = {}
         results = []
-        for args, kwargs in map(private, calls):
-            read = [(tensor, runs.version(tensor)) for tensor in runs.tensors_of((args, kwargs))]
+        for args, kwargs in map(copy_call, calls):
+            read = [(tensor, runs.read_version(tensor)) for tensor in runs.find_tensors((args, kwargs))]
             with PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
-            if runs.changes_in_place(read):
-                raise CaptureRefusedError("forward changes its arguments in place")
+            if runs.find_changes(read):
+                raise RecordRefusedError("forward changes its arguments in place")
         if drawn.foreign_moved():
-            raise CaptureRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+            raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
         if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
-            raise CaptureRefusedError("forward draws random numbers on the host, which a replay would not")
+            raise RecordRefusedError("forward draws random numbers on the host, which a replay would not")
         if drawn.torch_moved():
             return None
     finally:
@@ -102,13 +103,13 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     wanted = [parameter for parameter in net.parameters() if parameter.requires_grad]
     gradients: dict[int, Tensor] = {}
     if rooted and wanted:
-        found = torch.autograd.grad(rooted, wanted, [_cotangent(output) for output in rooted], allow_unused=True)
+        found = torch.autograd.grad(rooted, wanted, [_make_cotangent(output) for output in rooted], allow_unused=True)
         gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     return Rehearsal([output.detach() for output in outputs], gradients, names)
 
 
-def _cotangent(output: Tensor) -> Tensor | None:
+def _make_cotangent(output: Tensor) -> Tensor | None:
     """Return some gradient of ``output``, the same each time, without drawing it."""
     if not output.is_floating_point():
         return None
@@ -126,7 +127,7 @@ def _agree(mine: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return torch.allclose(mine.to(expected.device), expected, rtol=0, atol=allowed, equal_nan=True)
 
 
-def _distance(mine: Tensor, expected: Tensor, scale: Tensor) -> str:
+def _describe_distance(mine: Tensor, expected: Tensor, scale: Tensor) -> str:
     """Describe the largest difference, as a share of the largest value of ``scale``."""
     if mine.shape != expected.shape or mine.dtype != expected.dtype:
         return f"shape or type ({tuple(mine.shape)} {mine.dtype} for {tuple(expected.shape)} {expected.dtype})"

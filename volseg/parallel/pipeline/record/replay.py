@@ -1,7 +1,7 @@
-"""Run a batch by launching its recorded programs: a few hundred launches instead of a few ten thousand.
+"""Run a batch by replaying its recorded graphs: a few hundred calls of the driver instead of a few ten thousand.
 
 One autograd node stands for the whole network. Its forward copies the batch into the recorded inputs, then
-launches the micro-batches one after another, each stage's program as soon as its tensors have arrived;
+replays the micro-batches one after another, each stage's graph as soon as its tensors have arrived;
 backward goes the other way round. The memory of a recording holds one batch: ``Replay.is_free`` says whether a
 backward still needs it.
 """
@@ -20,7 +20,7 @@ from volseg.device.first_order import first_order
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import copy_into, wait_for_departures
 from volseg.parallel.pipeline.micro_batch import Call
-from volseg.parallel.pipeline.record.parts import Capture, Edge, Output
+from volseg.parallel.pipeline.record.parts import Edge, Output, RecordedBatch
 
 __all__ = ["Replay"]
 
@@ -38,8 +38,8 @@ class Replay:
 
     Parameters
     ----------
-    captured
-        From ``capture``.
+    recorded
+        From ``record_batch``.
     sizes
         Samples of each micro-batch.
     target
@@ -48,23 +48,25 @@ class Replay:
         Which tensors of the call were cut.
     """
 
-    def __init__(self, captured: Capture, sizes: Sequence[int], target: torch.device, is_batch: Sequence[bool]) -> None:
-        self.captured, self.sizes, self.target = captured, list(sizes), target
+    def __init__(
+        self, recorded: RecordedBatch, sizes: Sequence[int], target: torch.device, is_batch: Sequence[bool]
+    ) -> None:
+        self.recorded, self.sizes, self.target = recorded, list(sizes), target
         self._is_batch = list(is_batch)
         self._ticket: weakref.ref[_Ticket] | None = None
-        self._copied = [loan for loan in captured.loans.values() if loan.is_copy]
+        self._copied = [loan for loan in recorded.loans.values() if loan.is_copy]
         self._leaves: dict[Tensor, list[int]] = {}
-        for loan in captured.loans.values():
-            if id(loan.leaf) in captured.gradients:
+        for loan in recorded.loans.values():
+            if id(loan.leaf) in recorded.gradients:
                 self._leaves.setdefault(loan.state, []).append(id(loan.leaf))
         self.parameters = list(self._leaves)
-        places = {part.location.device for slot in captured.slots for part in slot.parts}
-        self.devices = places | {target} | {tensor.device for tensor in captured.slots[0].inputs}
+        places = {part.location.device for slot in recorded.slots for part in slot.parts}
+        self.devices = places | {target} | {tensor.device for tensor in recorded.slots[0].inputs}
 
     @property
     def lanes(self) -> int:
         """On how many streams of each device the micro-batches take turns."""
-        return self.captured.recorder.lanes
+        return self.recorded.lanes.count
 
     @property
     def is_free(self) -> bool:
@@ -76,9 +78,12 @@ class Replay:
         """Run one batch; return the joined outputs."""
         tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
         outputs = iter(_Replayed.apply(self, len(tensors), *tensors, *self.parameters))
-        slot = self.captured.slots[0]
+        slot = self.recorded.slots[0]
         leaves = [next(outputs) if isinstance(leaf, Output) else leaf for leaf in slot.leaves]
         return pytree.tree_unflatten(leaves, slot.structure)
+
+    def release(self) -> None:
+        """Let go: the memory is free once no forward waits for its backward, which holds it."""
 
     def take_ticket(self) -> _Ticket:
         """Mark the activations as needed while the returned object lives."""
@@ -87,51 +92,51 @@ class Replay:
         return ticket
 
     def forward(self, tensors: Sequence[Tensor], commits: bool = True) -> tuple[Tensor, ...]:
-        """Launch every forward program; return new tensors, and update running statistics if it ``commits``."""
-        captured = self.captured
+        """Replay every forward graph; return new tensors, and update running statistics if it ``commits``."""
+        recorded = self.recorded
         # Made on the caller's stream, where they will be freed.
         rooms = [
             torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
-            for output in captured.slots[0].outputs
+            for output in recorded.slots[0].outputs
         ]
-        with self._on_program_streams() as free:
+        with self._work_on_own_streams() as free:
             arrivals = []
-            captured.statistics.blank()
+            recorded.statistics.blank()
             for loan in self._copied:
                 _copy(loan.state.detach(), loan.leaf, free)
             # All at once: a copy leaves after what its device was given before, and must not wait for a micro-batch.
-            for index, slot in enumerate(captured.slots):
+            for index, slot in enumerate(recorded.slots):
                 for tensor, static, is_cut in zip(tensors, slot.inputs, self._is_batch, strict=True):
-                    _copy(self._piece(tensor, index) if is_cut else tensor, static, free)
-            captured.recorder.fan_out(self.devices)
-            for index, slot in enumerate(captured.slots):
-                captured.recorder.turn_to(slot.lane, self.devices)
+                    _copy(self._cut_piece(tensor, index) if is_cut else tensor, static, free)
+            recorded.lanes.fan_out(self.devices)
+            for index, slot in enumerate(recorded.slots):
+                recorded.lanes.turn_to(slot.lane, self.devices)
                 for part in slot.parts:
                     for edge in part.edges:
                         _copy(edge.source, edge.target, free)
                     part.forward.replay()
                 for output, room in zip(slot.outputs, rooms, strict=True):
-                    arrivals.append((copy_into(output.source, self._piece(room, index), free[self.target]), room))
+                    arrivals.append((copy_into(output.source, self._cut_piece(room, index), free[self.target]), room))
             # Only now: a wait in between would keep the target from its next micro-batch.
             for event, room in arrivals:
                 _wait(event, room)
         # On the caller's streams, which wait for every lane.
         if commits:
-            captured.statistics.commit()
+            recorded.statistics.commit()
         return tuple(rooms)
 
     def backward(self, gradients: Sequence[Tensor | None], num_inputs: int) -> list[Tensor | None]:
-        """Launch every backward program; return the gradients of the inputs, then of the parameters."""
-        captured = self.captured
-        with self._on_program_streams() as free:
-            for totals in _by_device(captured.gradients.values()):
+        """Replay every backward graph; return the gradients of the inputs, then of the parameters."""
+        recorded = self.recorded
+        with self._work_on_own_streams() as free:
+            for totals in _group_by_device(recorded.gradients.values()):
                 torch._foreach_zero_(totals)
             # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
             # device would leave only then, and the stages would take turns.
-            landings = [self._land(gradients, index, free) for index in reversed(range(len(captured.slots)))]
-            captured.recorder.fan_out(self.devices)
-            for slot, landed in zip(reversed(captured.slots), landings, strict=True):
-                captured.recorder.turn_to(slot.lane, self.devices)
+            landings = [self._land(gradients, index, free) for index in reversed(range(len(recorded.slots)))]
+            recorded.lanes.fan_out(self.devices)
+            for slot, landed in zip(reversed(recorded.slots), landings, strict=True):
+                recorded.lanes.turn_to(slot.lane, self.devices)
                 for event, landing in landed:
                     _wait(event, landing)
                 for part in reversed(slot.parts):
@@ -144,37 +149,37 @@ class Replay:
                             _return(edge, free)
         reached = {
             key
-            for slot in captured.slots
+            for slot in recorded.slots
             for output, gradient in zip(slot.outputs, gradients, strict=True)
             if gradient is not None
             for key in output.reaches
         }
-        return [*(self._input_gradient(number) for number in range(num_inputs)), *self._own_gradients(reached)]
+        return [*(self._join_input_gradient(number) for number in range(num_inputs)), *self._sum_own_gradients(reached)]
 
     def _land(
         self, gradients: Sequence[Tensor | None], index: int, free: Events
     ) -> list[tuple["torch.cuda.Event | None", Tensor]]:
         """Start the way of the outputs' gradients to micro-batch ``index``; return what to wait for."""
         landed: list[tuple[torch.cuda.Event | None, Tensor]] = []
-        for output, gradient in zip(self.captured.slots[index].outputs, gradients, strict=True):
+        for output, gradient in zip(self.recorded.slots[index].outputs, gradients, strict=True):
             landing = output.landing
             if landing is not None and gradient is None:
                 landing.zero_()
             elif landing is not None and gradient is not None:
-                landed.append((copy_into(self._piece(gradient, index), landing, free[landing.device]), landing))
+                landed.append((copy_into(self._cut_piece(gradient, index), landing, free[landing.device]), landing))
         return landed
 
-    def _own_gradients(self, reached: set[int]) -> list[Tensor | None]:
+    def _sum_own_gradients(self, reached: set[int]) -> list[Tensor | None]:
         """Return each parameter's gradient, ``None``, as from autograd, where none reaches it.
 
         Summed over the stages and lanes that use it, and copied: the next batch overwrites the recording's own.
         """
         found = [
-            [self.captured.gradients[key].to(parameter.device) for key in keys if key in reached]
+            [self.recorded.gradients[key].to(parameter.device) for key in keys if key in reached]
             for parameter, keys in self._leaves.items()
         ]
         own: list[Tensor | None] = [None] * len(found)
-        # Many at a time: launching a kernel for each would take longer than adding them.
+        # Many at a time: a kernel for each would take longer to queue than to run.
         groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = defaultdict(list)
         for number, sums in enumerate(found):
             if sums:
@@ -188,10 +193,10 @@ class Replay:
                 own[number] = total
         return own
 
-    def _input_gradient(self, number: int) -> Tensor | None:
+    def _join_input_gradient(self, number: int) -> Tensor | None:
         """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""
         parts = []
-        for slot in self.captured.slots:
+        for slot in self.recorded.slots:
             landed = [
                 edge.landing
                 for part in slot.parts
@@ -204,24 +209,24 @@ class Replay:
             return None
         return torch.cat(parts) if self._is_batch[number] else torch.stack(parts).sum(0)
 
-    def _piece(self, tensor: Tensor, index: int) -> Tensor:
+    def _cut_piece(self, tensor: Tensor, index: int) -> Tensor:
         """Return the part of a whole batch that micro-batch ``index`` has."""
         return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
 
     @contextlib.contextmanager
-    def _on_program_streams(self) -> Iterator[Events]:
-        """Work on the programs' streams, after what the caller has queued and before what it will queue."""
+    def _work_on_own_streams(self) -> Iterator[Events]:
+        """Work on the lanes' streams, after what the caller has queued and before what it will queue."""
         free: Events = dict.fromkeys(self.devices)
-        with torch.no_grad(), self.captured.recorder.on_streams(self.devices) as streams:
+        with torch.no_grad(), self.recorded.lanes.on_streams(self.devices) as streams:
             wait_for_departures(streams)
             free.update({device: stream.record_event() for device, stream in streams.items()})
             yield free
             # The caller may free what it handed over.
-            self.captured.recorder.turn_to(0, streams)
+            self.recorded.lanes.turn_to(0, streams)
             wait_for_departures(streams)
 
 
-def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _group_by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     found: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         found[tensor.device].append(tensor)
@@ -254,7 +259,7 @@ class _Replayed(torch.autograd.Function):
         ctx.ticket = replay.take_ticket() if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         outputs = replay.forward(tensors[:num_inputs])
-        first = replay.captured.slots[0].outputs
+        first = replay.recorded.slots[0].outputs
         fixed = [output for output, kept in zip(outputs, first, strict=True) if kept.landing is None]
         ctx.mark_non_differentiable(*fixed)
         return outputs
@@ -265,7 +270,7 @@ class _Replayed(torch.autograd.Function):
         if ctx.ticket.is_used:
             raise ParallelError(
                 "backward through a recorded pipeline ran a second time, and its activations are gone; "
-                "for retain_graph=True use ModelParallel(..., launch='eager')"
+                "for retain_graph=True use ModelParallel(..., record=False)"
             )
         ctx.ticket.is_used = True
         return None, None, *ctx.replay.backward(gradients, ctx.num_inputs)

@@ -1,4 +1,4 @@
-"""Time whole steps of training, launched in several ways, to keep the quickest.
+"""Time whole steps of training, run in several ways, to keep the quickest.
 
 Which way is quickest depends on the network, the GPU and the host. Small kernels are bound by Python, large ones are
 not, and a recording holds a batch's activations for good, so it must pay. Micro-batches that share a GPU fill it better
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["EAGER", "TIMED", "Trial", "clock"]
+__all__ = ["EAGER", "TIMED", "Trial", "make_clock"]
 
 EAGER = 0
 """The way without a recording; others are numbers of lanes."""
@@ -23,8 +23,8 @@ WORTH = 0.97
 """A later way is taken if its steps take less than this share of an earlier one's."""
 
 
-def clock(devices: Iterable[torch.device]) -> Callable[[], float]:
-    """Return a clock that reads the time at which all that was launched on ``devices`` has been done."""
+def make_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
+    """Return a clock that reads the time at which all that was queued on ``devices`` has been done."""
 
     def now() -> float:
         for device in devices:
@@ -70,7 +70,7 @@ class Trial:
         self._running = None
 
     def begin(self, way: int) -> None:
-        """Note that a step begins that is launched in ``way``."""
+        """Note that a step begins that is run in ``way``."""
         self.end()
         if not self.is_over:
             self._running, self._since = way, self._clock()

@@ -1,31 +1,32 @@
 """Tell the conditions of a network apart, and know again one that was there before: training, validation."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from torch import nn
 
-from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.state.watch import HOOKS_OF_ALL, Watch
 
-__all__ = ["Fingerprint"]
+__all__ = ["Conditions"]
 
 MOST_NUMBERS = 64
 """Conditions that are remembered."""
 
 
-class Fingerprint:
+class Conditions:
     """Numbers the conditions of a network; asked before every batch.
 
     Parameters
     ----------
     net
-        The network, whose hooks are installed (``run.watch``).
+        The network.
+    needs_python
+        Whether it has something that only Python can do, such as a hook of the user's.
     sees_tensors
         Whether one tensor in the place of another is a difference.
     """
 
-    def __init__(self, net: nn.Module, sees_tensors: bool = True) -> None:
-        self._net, self._sees_tensors = net, sees_tensors
+    def __init__(self, net: nn.Module, needs_python: Callable[[nn.Module], bool], sees_tensors: bool = True) -> None:
+        self._net, self._ask, self._sees_tensors = net, needs_python, sees_tensors
         self._watch: Watch | None = None
         self._numbers: dict[Hashable, int] = {}
         self._given = 0
@@ -51,9 +52,4 @@ class Fingerprint:
             self._given += 1
             self._numbers[description] = self._given
         self.number = self._numbers[description]
-        self._needs_python = bool(watch.unknown) or any(HOOKS_OF_ALL) or _is_hooked(self._net)
-
-
-def _is_hooked(net: nn.Module) -> bool:
-    """Say whether a watched module has hooks of the user's."""
-    return any(map(runs.has_foreign_hooks, net.modules()))
+        self._needs_python = bool(watch.unknown) or any(HOOKS_OF_ALL) or self._ask(self._net)
