@@ -1,5 +1,6 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,21 @@ def exact_and_seeded():
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Counter[Path]:
+    """Return how often each compressed file has been read since."""
+    counter = Counter()
+    plain = Path.read_bytes
+
+    def counted(path):
+        if path.suffix == ".gz":
+            counter[path] += 1
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    return counter
 
 
 def _shared(folder: str) -> Path:

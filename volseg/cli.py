@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(name="data", help="Make data sets.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Make and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
 
 Overrides = Annotated[
@@ -174,6 +174,20 @@ def make(
     from volseg.data.synthetic import make_task
 
     typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
+
+
+@data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
+def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
+    """Read every file of a data set to its end and name all bad cases at once."""
+    from volseg.data import check_cases, load_task, require_sound
+    from volseg.monitoring.progress import count_up
+
+    task = load_task(folder, require_files=False)
+    cases = [*task.training, *task.test]
+    with count_up(len(cases), "checking") as count:
+        problems = check_cases(cases, task, progress=count)
+    require_sound(problems)
+    typer.echo(f"all {len(cases)} cases of {task.name} can be used")
 
 
 @app.command(epilog="Example: volseg quickstart --output first_run")

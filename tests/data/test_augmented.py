@@ -93,7 +93,7 @@ def test_recorded_batches_made_ahead_are_those_made_one_by_one():
 @pytest.mark.gpu
 def test_fused_batches_are_the_plain_ones():
     assert triton_reading.available()
-    for fused, plain in zip(made_on("cuda").epoch(0), made_on("cuda")._plain(0, 0), strict=True):
+    for fused, plain in zip(made_on("cuda").epoch(0), made_on("cuda")._make_plainly(0, 0), strict=True):
         # 5e-3: positions differ by 1e-5 voxels, and a power of a number near 0 is steep.
         torch.testing.assert_close(fused["image"], plain["image"], atol=5e-3, rtol=0)
         assert (fused["label"] != plain["label"]).float().mean() < 1e-3

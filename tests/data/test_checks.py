@@ -114,7 +114,7 @@ def test_bad_images(case, task, image, message):
         (changed(LABEL, np.nan), "holds 1 voxel(s) that are NaN or infinite"),
         (np.zeros_like(LABEL), "holds background only; label the structures or leave the case out"),
         (np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number per structure"),
-        (LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample the label map"),
+        (LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the image's grid"),
     ],
     ids=["undeclared", "negative", "fraction", "nan", "empty", "channels", "shape"],
 )

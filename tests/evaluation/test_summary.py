@@ -106,7 +106,7 @@ def test_files_are_compared_and_named_when_they_cannot_be(tmp_path):
 
     image.affine[2, 3] = 1
     moved = write_prediction(labels, image, tmp_path / "moved.nii.gz")
-    with pytest.raises(GridError, match=r"moved.nii.gz and .*ref.nii.gz: label and prediction must lie"):
+    with pytest.raises(GridError, match=r"moved.nii.gz and .*ref.nii.gz: prediction lies up to 1 mm away"):
         evaluate_files(moved, reference, LABELS)
 
 

@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, DataError
 from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make"]
+VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -52,6 +53,18 @@ def test_data_make_writes_a_task(tmp_path):
     result = CliRunner().invoke(app, ["data", "make", str(tmp_path / "Task00_Made"), "--cases", "2", "--tests", "0"])
     assert result.exit_code == 0
     assert len(list((tmp_path / "Task00_Made" / "imagesTr").iterdir())) == 2
+
+
+def test_data_check_names_all_bad_cases(task, tmp_path):
+    result = CliRunner().invoke(app, ["data", "check", str(task)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "all 7 cases of Task00_Synthetic can be used" in result.output
+    damaged = shutil.copytree(task, tmp_path / task.name)
+    for file in (damaged / "imagesTr" / "synthetic_002.nii.gz", damaged / "imagesTs" / "synthetic_007.nii.gz"):
+        file.write_bytes(file.read_bytes()[:2000])
+    fault = CliRunner().invoke(app, ["data", "check", str(damaged)]).exception
+    assert isinstance(fault, DataError)
+    assert str(fault).startswith("2 case(s) cannot be used:\n  synthetic_002: ")
 
 
 def test_verify_prints_a_table_or_json(config_file):

@@ -176,6 +176,28 @@ def test_a_fold_that_patience_ended_is_finished(quick, planned):
     assert len(result.history) < 9
 
 
+class StopAfter(Hook):
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_epoch_end(self, training, record):
+        if training.epoch == self.epochs:
+            training.stop("the test has seen enough")
+
+
+def test_a_score_that_is_no_number_ends_no_patience(planned):
+    overrides = ("training.epochs=9", "training.patience=2")
+    fold = planned(*overrides)[0]
+    train(fold.config, hooks=[StopAfter(3)])
+    latest = fold.folder.checkpoints / "latest.pt"
+    for scores, is_finished in (((math.nan, 0.5, 0.4), False), ((0.5, math.nan, math.nan), True)):
+        content = torch.load(latest, weights_only=True)
+        for record, score in zip(content["history"], scores, strict=True):
+            record["score"] = score
+        torch.save(content, latest)
+        assert (fold.result() is not None) == is_finished
+
+
 def test_a_summary_of_other_cases_is_refused(planned, quick):
     cross_validate(quick(), folds=[0])
     file = planned()[0].folder.validation / "summary.json"

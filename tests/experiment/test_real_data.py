@@ -17,7 +17,10 @@ pytestmark = pytest.mark.real_data
 
 @pytest.fixture(scope="module")
 def outcome(msd_task04, tmp_path_factory):
-    """Train a small U-Net on 60 cases of fold 0 for about a minute; validate on 12 of the fold's others."""
+    """Train a small U-Net on 60 cases of fold 0 for some 15 s; validate on 12 of the fold's others.
+
+    Without augmentation, which 200 batches are too few to make up for: with it the Dice depends on the seed.
+    """
     folder = tmp_path_factory.mktemp("real")
     fold = folds([case["case"] for case in load_task(msd_task04).training])[0]
     (folder / "splits.json").write_text(json.dumps([{"train": fold.training[:60], "val": fold.validation[:12]}]))
@@ -27,20 +30,20 @@ def outcome(msd_task04, tmp_path_factory):
         "data": {"root": str(msd_task04)},
         "split": {"file": str(folder / "splits.json")},
         "patch": {"size": [40, 56, 40], "batch": 2},
-        "augmentation": {"blur": {"probability": 0}, "low_resolution": {"probability": 0}},
+        "augmentation": {"enabled": False},
         "network": {"name": "UNet", "channels": [8, 16, 32, 64], "strides": [2, 2, 2], "num_res_units": 1},
         "optimizer": {"name": "AdamW", "lr": 0.005},
-        "training": {"epochs": 1, "iterations": 400, "ema": 0.98},
+        "training": {"epochs": 1, "iterations": 200, "ema": 0.98},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return train(load_config(folder / "config.yaml"))
 
 
 def test_a_small_network_learns_the_hippocampus(outcome):
-    # About 0.78 here. Untrained it is 0.05; calling the whole structure by one of its names gives the other 0.
+    # About 0.82 here, for three seeds. Untrained it is 0.05; all of it called by one of its names gives the other 0.
     assert len(outcome.validated.summary["metric_per_case"]) == 12
-    assert outcome.validated.scores["dice/Anterior"] > 0.65
-    assert outcome.validated.scores["dice/Posterior"] > 0.65
+    assert outcome.validated.scores["dice/Anterior"] > 0.7
+    assert outcome.validated.scores["dice/Posterior"] > 0.7
 
 
 def test_a_dicom_series_is_predicted_on_its_own_geometry(outcome, dicom_series, tmp_path):

@@ -1,5 +1,6 @@
 """From a folder of NIfTI files to a run folder, and on from there."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from volseg import Hook
 from volseg.data.msd import load_task
@@ -67,6 +69,35 @@ def test_a_run_is_never_overwritten(outcome, configured):
     with pytest.raises(ConfigError, match=r"holds a run already; go on with it by --resume, or choose another folder"):
         train(configured())
     assert (outcome.folder.checkpoints / "latest.pt").read_bytes() == before
+
+
+class SeeBeginning(Hook):
+    """Look at what a training has read, and still holds, before its first batch."""
+
+    def __init__(self, reads):
+        self.reads, self.read, self.held = reads, {}, set()
+        self.others = set(map(id, self._volumes()))  # whatever tests before this one have left
+
+    @staticmethod
+    def _volumes():
+        gc.collect()
+        return [found for found in gc.get_objects() if issubclass(type(found), MetaTensor)]
+
+    def on_training_begin(self, training):
+        self.read = dict(self.reads)
+        volumes = [volume for volume in self._volumes() if id(volume) not in self.others]
+        self.held = {Path(volume.meta["filename_or_obj"]) for volume in volumes}
+
+
+def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_bank(configured, task, reads):
+    beginning = SeeBeginning(reads)
+    outcome = train(configured("data.keep=device"), hooks=[beginning])
+    files = {case["case"]: {case["image"], case["label"]} for case in load_task(task).training}
+    assert beginning.read == {file: 1 for both in files.values() for file in both}
+    assert reads == beginning.read, "a file was read again after the beginning"
+    split = outcome.folder.split()
+    assert beginning.held.isdisjoint(file for name in split.training for file in files[name])
+    assert beginning.held.issuperset(file for name in split.validation for file in files[name])
 
 
 class InterruptAt(Hook):

@@ -10,6 +10,7 @@ from torch import Tensor
 from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation
+from volseg.transforms.augmentation.constants import constant, positions
 from volseg.transforms.augmentation.parameters import control_points
 from volseg.transforms.augmentation.spatial import displacement
 
@@ -170,11 +171,11 @@ def test_margin_is_not_generous():
     config = only(rotation={"probability": 1})
     augmentation = BatchAugmentation(config, (40, 56, 40), num_classes=2)
     limit = math.radians(30)
-    from volseg.transforms.augmentation.spatial import _rotation
+    from volseg.transforms.augmentation.spatial import _compute_rotation
 
     angles = (torch.rand(20000, 3, generator=rng()) * 2 - 1) * limit
     corner = torch.tensor([39.0, 55.0, 39.0]) / 2
-    reach = (_rotation(angles).abs() @ corner).amax(0) - corner
+    reach = (_compute_rotation(angles).abs() @ corner).amax(0) - corner
     margin = torch.tensor([(s - p) / 2 for s, p in zip(augmentation.source_size, (40, 56, 40), strict=True)])
     assert (margin >= reach).all()
     assert (margin <= reach + 4).all()
@@ -320,3 +321,13 @@ def test_linear_labels_need_the_number_of_classes():
         BatchAugmentation(AugmentationConfig(), PATCH)
     with pytest.raises(ConfigError, match=r"three positive sides \(D, H, W\), got \(8, 8\)"):
         BatchAugmentation(AugmentationConfig(label_interpolation="nearest"), (8, 8))
+
+
+def test_a_constant_is_never_freed_for_a_recording_reads_it_at_its_address():
+    cpu = torch.device("cpu")
+    vector, ticks = constant((1.0, 2.0, 4.0), cpu), positions(3, cpu)
+    for number in range(1000):
+        constant((float(number),), cpu)
+        positions(number, cpu)
+    assert constant((1.0, 2.0, 4.0), cpu) is vector
+    assert positions(3, cpu) is ticks

@@ -1,19 +1,18 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from volseg.data.cases import Batch
 from volseg.data.patches import PatchBatches
+from volseg.data.seeds import mix_seed
 from volseg.device.graph import RecordedFunction
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
-
-Batch = dict[str, Any]
 
 
 class EpochBatches(Protocol):
@@ -52,7 +51,7 @@ class AugmentedBatches:
         self.augmentation = augmentation
         self.seed = seed
         self.generator = torch.Generator(device)
-        self._captured: RecordedFunction | None = None
+        self._recording: RecordedFunction | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.generator.device)
@@ -63,42 +62,42 @@ class AugmentedBatches:
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
         bank = self.batches.bank
-        made = self._recorded if bank.on_device and bank.device.type == "cuda" else self._plain
-        yield from made(number, start)
+        make = self._make_recorded if bank.on_device and bank.device.type == "cuda" else self._make_plainly
+        yield from make(number, start)
 
-    def _plain(self, number: int, start: int) -> Iterator[Batch]:
+    def _make_plainly(self, number: int, start: int) -> Iterator[Batch]:
         for position, batch in enumerate(self.batches.epoch(number, start=start), start=start):
-            self._seed(number, position)
+            self.generator.manual_seed(mix_seed(self.seed, number, position))
             image, label = self.augmentation(batch["image"], batch["label"], self.generator)
             yield {**batch, "image": image, "label": label}
 
-    def _recorded(self, number: int, start: int) -> Iterator[Batch]:
+    def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
         cases, corners, names = self.batches.places(number)
         for indices in (cases, corners):
             # A loop that is left in mid-epoch frees them while the batch ahead may still read them.
             indices.record_stream(self._stream)
 
-        def launched(position: int) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+        def make_ahead(position: int) -> tuple[dict[str, Tensor], torch.cuda.Event]:
             # One batch ahead, not more: the host is many steps ahead of the device.
             self._stream.wait_stream(torch.cuda.current_stream(self.batches.bank.device))
             with torch.cuda.stream(self._stream):
                 places = {"cases": cases[position], "corners": corners[position]}
-                if self._captured is None:
+                if self._recording is None:
                     # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
                     self._cut_and_augment(**places)
-                    self._captured = RecordedFunction(
+                    self._recording = RecordedFunction(
                         self._cut_and_augment, places, generators=[self.generator], stream=self._stream
                     )
-                self._seed(number, position)
-                batch = {name: tensor.clone() for name, tensor in self._captured(places).items()}
+                self.generator.manual_seed(mix_seed(self.seed, number, position))
+                batch = {name: tensor.clone() for name, tensor in self._recording(places).items()}
                 return batch, self._stream.record_event()
 
-        ahead = launched(start) if start < len(self) else None
+        ahead = make_ahead(start) if start < len(self) else None
         for position in range(start, len(self)):
             assert ahead is not None
             batch, ready = ahead
-            ahead = launched(position + 1) if position + 1 < len(self) else None
+            ahead = make_ahead(position + 1) if position + 1 < len(self) else None
             consumer = torch.cuda.current_stream(self.batches.bank.device)
             consumer.wait_event(ready)
             for tensor in batch.values():
@@ -113,8 +112,3 @@ class AugmentedBatches:
             image, label = bank.gather(cases, corners, self.batches.source_size)
             image, label = self.augmentation(image, label, self.generator)
         return {"image": image, "label": label}
-
-    def _seed(self, number: int, position: int) -> None:
-        # SeedSequence spreads neighbouring triples over unrelated seeds; torch takes a signed 64-bit seed.
-        mixed = np.random.SeedSequence([self.seed, number, position]).generate_state(1, np.uint64)
-        self.generator.manual_seed(int(mixed[0]) >> 1)

@@ -101,8 +101,8 @@ class CaseBank:
             raise DataError("training needs at least one case, got none")
         self.device = torch.device(device)
         self.names = [str(case["case"]) for case in cases]
-        images = [_plain(case["image"]).to(image_dtype) for case in cases]
-        labels = [_plain(case["label"]) for case in cases]
+        images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
+        labels = [_drop_metadata(case["label"]) for case in cases]
         for name, image, label in zip(self.names, images, labels, strict=True):
             _check(name, image, label, images[0].shape[0])
         labels = [label.to(torch.uint8) for label in labels]
@@ -227,7 +227,7 @@ def _copy_overlap(volume: Tensor, corner: Sequence[int], box: Tensor) -> None:
     box[:, *within_box] = volume[:, *within_volume]
 
 
-def _plain(volume: Tensor) -> Tensor:
+def _drop_metadata(volume: Tensor) -> Tensor:
     """Return the values without MONAI's metadata, which every slice would otherwise copy."""
     return volume.as_subclass(Tensor).detach()
 

@@ -1,16 +1,11 @@
-"""What a case and a task are, before anything is read."""
+"""What a case, a batch and a task are."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-__all__ = ["Case", "Task"]
+from volseg.fields import Batch, Case
 
-Case = dict[str, Any]
-"""One patient: ``case`` (id), ``image`` and, except for prediction, ``label``.
-
-``image`` and ``label`` are paths until a reader replaces them by MetaTensors ``(C, D, H, W)`` and ``(1, D, H, W)``.
-"""
+__all__ = ["Batch", "Case", "Task"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

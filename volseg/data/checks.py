@@ -1,14 +1,11 @@
-"""Read every file once before training and name all bad cases at once, each in one sentence.
+"""What keeps a case from being used, each fault in one sentence, and all bad cases at once.
 
-A header can be right while the voxels are not, so files are read to their end. Cases are read by threads: the time goes
-into decompression, which runs beside Python.
+A header can be right while the voxels are not, so files are read to their end; a training prepares what was read here
+(`volseg.data.preparing`), so that no file is decompressed twice.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,15 +14,11 @@ from torch import Tensor
 
 from volseg.data.cases import Case, Task
 from volseg.data.readers import read_volume
+from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
+from volseg.transforms.grid import Grid
 
-__all__ = ["MISPLACED_VOXELS", "Problem", "check_case", "check_cases", "require_sound"]
-
-MISPLACED_VOXELS = 0.1
-"""How far a label's corner voxel may lie from the image's, in voxels of the image (shortest side).
-
-Rounded headers differ by a hundredth of a voxel over a long axis; the usual mistake, a shift by half a voxel, by 0.5.
-"""
+__all__ = ["Problem", "check_case", "check_cases", "read_case", "require_sound"]
 
 
 @dataclass(frozen=True)
@@ -47,17 +40,18 @@ def check_cases(
 
     Parameters
     ----------
+    cases, task
+        As for `check_case`.
     workers
-        Threads; by default one per core, at most 8, since each holds a case in memory.
+        Threads; see `map_in_threads`.
     progress
         Called after each case, for instance ``bar.update``.
     """
     problems: list[Problem] = []
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as threads:
-        for found in threads.map(lambda case: check_case(case, task), cases):
-            problems.extend(found)
-            if progress is not None:
-                progress()
+    for found in map_in_threads(lambda case: check_case(case, task), cases, workers):
+        problems.extend(found)
+        if progress is not None:
+            progress()
     return problems
 
 
@@ -66,9 +60,17 @@ def check_case(case: Case, task: Task) -> list[Problem]:
 
     A case without ``label`` is checked as one to predict.
     """
+    return read_case(case, task)[1]
+
+
+def read_case(case: Case, task: Task) -> tuple[Case, list[Problem]]:
+    """Read a case to its end; return it with volumes in place of paths, and what keeps it from being used.
+
+    A field that cannot be read keeps its path.
+    """
     found: list[Problem] = []
     volumes: dict[str, MetaTensor] = {}
-    for field, check in (("image", _image_faults), ("label", _label_faults)):
+    for field, check in (("image", _find_image_faults), ("label", _find_label_faults)):
         if field not in case:
             continue
         try:
@@ -79,9 +81,10 @@ def check_case(case: Case, task: Task) -> list[Problem]:
         faults = check(volumes[field], task)
         found.extend(Problem(case["case"], Path(case[field]), f"{case[field]} {fault}") for fault in faults)
     if len(volumes) == 2:
-        faults = _grid_faults(volumes["image"], volumes["label"])
-        found.extend(Problem(case["case"], Path(case["label"]), f"{case['label']} {fault}") for fault in faults)
-    return found
+        misplaced = Grid.of(volumes["image"]).fault_of(Grid.of(volumes["label"]), "image")
+        if misplaced:
+            found.append(Problem(case["case"], Path(case["label"]), f"{case['label']} {misplaced}"))
+    return {**case, **volumes}, found
 
 
 def require_sound(
@@ -100,14 +103,14 @@ def require_sound(
         raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
 
 
-def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
+def _find_image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
     channels = image.as_tensor()
     if len(channels) != task.num_channels:
         yield (
             f"has {len(channels)} channel(s), but dataset.json declares {task.num_channels} "
             f"({', '.join(task.modalities)}); mend the file or 'modality'"
         )
-    if fault := _not_finite(channels):
+    if fault := _find_not_finite(channels):
         yield fault
         return
     for index, channel in enumerate(channels):
@@ -116,17 +119,17 @@ def _image_faults(image: MetaTensor, task: Task) -> Iterable[str]:
             yield f"is constant{where}: every voxel is {channel.min().item():g}; export the image again"
 
 
-def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
+def _find_label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
     voxels = label.as_tensor()
     if len(voxels) != 1:
         yield f"has {len(voxels)} channels; a label map needs one, with a number per structure"
-    if fault := _not_finite(voxels):
+    if fault := _find_not_finite(voxels):
         yield fault
         return
     values = voxels.unique()
     if (broken := values[values != values.round()]).numel():
         yield (
-            f"holds values that are no integers ({_listed(broken)}); "
+            f"holds values that are no integers ({_list_values(broken)}); "
             "it was probably resampled linearly, so export it again with nearest neighbours"
         )
         return
@@ -134,32 +137,14 @@ def _label_faults(label: MetaTensor, task: Task) -> Iterable[str]:
     if (unknown := values[~torch.isin(values, declared)]).numel():
         count = int(torch.isin(voxels, unknown).sum())
         yield (
-            f"holds {_listed(unknown)} in {count} voxel(s), but dataset.json declares {sorted(task.labels)}; "
+            f"holds {_list_values(unknown)} in {count} voxel(s), but dataset.json declares {sorted(task.labels)}; "
             "mend the label map or declare the value"
         )
     if not (values > 0).any():
         yield "holds background only; label the structures or leave the case out"
 
 
-def _grid_faults(image: MetaTensor, label: MetaTensor) -> Iterable[str]:
-    shape, wanted = tuple(label.shape[1:]), tuple(image.shape[1:])
-    if shape != wanted:
-        yield f"has the shape {shape}, but its image has {wanted}; resample the label map onto the image's grid"
-        return
-    # Voxel centres at the corners: two affine maps differ most at one of them.
-    corners = torch.tensor(
-        [[*corner, 1.0] for corner in product(*((0.0, n - 1.0) for n in wanted))], dtype=torch.float64
-    )
-    away = (corners @ (image.affine - label.affine).T)[:, :3].norm(dim=1).max().item()
-    side = image.affine[:3, :3].norm(dim=0).min().item()
-    if away > MISPLACED_VOXELS * side:
-        yield (
-            f"lies up to {away:.3g} mm away from its image (at most {MISPLACED_VOXELS * side:.3g} mm, "
-            f"{MISPLACED_VOXELS:g} voxel); copy the image's affine if the voxels correspond, else resample"
-        )
-
-
-def _not_finite(voxels: Tensor) -> str | None:
+def _find_not_finite(voxels: Tensor) -> str | None:
     bad = ~voxels.isfinite()
     if not bad.any():
         return None
@@ -170,6 +155,6 @@ def _not_finite(voxels: Tensor) -> str | None:
     )
 
 
-def _listed(values: Tensor, most: int = 5) -> str:
+def _list_values(values: Tensor, most: int = 5) -> str:
     shown = ", ".join(f"{value:g}" for value in values[:most].tolist())
     return shown + (f" and {len(values) - most} more" if len(values) > most else "")

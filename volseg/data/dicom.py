@@ -35,7 +35,7 @@ def read_dicom_series(folder: Path) -> MetaTensor:
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
     series = simpleitk().ImageSeriesReader()
-    files = _only_series(folder, series)
+    files = _find_only_series(folder, series)
     series.SetFileNames(files)
     series.MetaDataDictionaryArrayUpdateOn()
     try:
@@ -48,11 +48,11 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     voxels = image_voxels(image, folder)
     affine = image_affine(image)
     if len(files) > 1:
-        affine[:, 2] = lps_to_ras(_stack(series, [Path(file) for file in files], folder))
+        affine[:, 2] = lps_to_ras(_measure_step(series, [Path(file) for file in files], folder))
     return as_volume(voxels, affine, folder, stored=voxels.dtype)
 
 
-def _only_series(folder: Path, series: Any) -> tuple[str, ...]:
+def _find_only_series(folder: Path, series: Any) -> tuple[str, ...]:
     """Return the sorted files of the only series in ``folder``."""
     ids = series.GetGDCMSeriesIDs(str(folder))
     if not ids:
@@ -65,7 +65,7 @@ def _only_series(folder: Path, series: Any) -> tuple[str, ...]:
         raise ReaderError(f"{folder} holds {len(by_id)} DICOM series: {found}; put each into a folder of its own")
     [files] = by_id.values()
     readable = {Path(file).name for file in files}
-    damaged = sorted(path.name for path in folder.glob("*.dcm") if path.name not in readable | _hidden(folder))
+    damaged = sorted(path.name for path in folder.glob("*.dcm") if path.name not in readable | _list_hidden(folder))
     if damaged:
         raise ReaderError(
             f"{folder / damaged[0]} is no readable DICOM file; fetch it again or take it out of the series"
@@ -73,12 +73,12 @@ def _only_series(folder: Path, series: Any) -> tuple[str, ...]:
     return files
 
 
-def _hidden(folder: Path) -> set[str]:
+def _list_hidden(folder: Path) -> set[str]:
     """Names of the files that macOS leaves in archives."""
     return {path.name for path in folder.glob(".*")}
 
 
-def _stack(series: Any, files: list[Path], folder: Path) -> np.ndarray:
+def _measure_step(series: Any, files: list[Path], folder: Path) -> np.ndarray:
     """Return the step (mm, LPS, homogeneous) from a slice to the next one.
 
     Raises
@@ -86,8 +86,8 @@ def _stack(series: Any, files: list[Path], folder: Path) -> np.ndarray:
     ReaderError
         Slices are missing, doubled or turned against each other.
     """
-    positions = np.array([_numbers(series, index, POSITION, 3, files) for index in range(len(files))])
-    orientations = np.array([_numbers(series, index, ORIENTATION, 6, files) for index in range(len(files))])
+    positions = np.array([_read_numbers(series, index, POSITION, 3, files) for index in range(len(files))])
+    orientations = np.array([_read_numbers(series, index, ORIENTATION, 6, files) for index in range(len(files))])
     turned = np.abs(orientations - orientations[0]).max(axis=1)
     if turned.max() > 1e-3:
         raise ReaderError(
@@ -107,7 +107,7 @@ def _stack(series: Any, files: list[Path], folder: Path) -> np.ndarray:
     return np.append(step, 0.0)
 
 
-def _numbers(series: Any, index: int, tag: str, count: int, files: list[Path]) -> list[float]:
+def _read_numbers(series: Any, index: int, tag: str, count: int, files: list[Path]) -> list[float]:
     text = series.GetMetaData(index, tag) if series.HasMetaDataKey(index, tag) else ""
     try:
         numbers = [float(part) for part in text.split("\\")]

@@ -20,7 +20,10 @@ __all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "simpleitk"
 
 @cache
 def simpleitk() -> ModuleType:
-    """Import SimpleITK without its C++ warnings: what they warn of is an error of ours, with the file's name."""
+    """Import SimpleITK without its C++ warnings: what they warn of is an error of ours, with the file's name.
+
+    Kept for the life of the process, as `import` keeps every module.
+    """
     import SimpleITK
 
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)

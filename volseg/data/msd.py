@@ -9,12 +9,12 @@ import json
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from volseg.data.cases import Case, Task
+from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
 
@@ -53,8 +53,8 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
             f"{manifest} is nnU-Net's, not MSD's: it lacks 'modality' or a list of 'training' cases; add both, and put "
             "the channels of a case (CASE_0000.nii.gz, CASE_0001.nii.gz ...) into one 4D file"
         )
-    training = _cases(declared.get("training"), "training", folder)
-    test = _cases(declared.get("test", []), "test", folder)
+    training = _read_cases(declared.get("training"), "training", folder)
+    test = _read_cases(declared.get("test", []), "test", folder)
     if not training:
         raise DataError(
             f"{manifest} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
@@ -66,10 +66,10 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     return Task(
         name=folder.name if re.match(r"Task\d\d_", folder.name) else str(declared.get("name", folder.name)).strip(),
         root=folder,
-        modalities=_modalities(declared, manifest),
-        labels=_labels(declared.get("labels"), manifest),
+        modalities=_read_modalities(declared, manifest),
+        labels=_read_labels(declared.get("labels"), manifest),
         training=tuple(training),
-        test=tuple(_present(test, folder)),
+        test=tuple(_drop_absent(test, folder)),
     )
 
 
@@ -101,25 +101,25 @@ def find_task(root: str | Path) -> Path:
     return below[0]
 
 
-def _modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
+def _read_modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
     """Return the channel names; tasks write {"0": "MRI"}, some tools a list."""
     modality = declared.get("modality")
-    names = modality if isinstance(modality, list) else _by_number(modality, "modality", manifest)
+    names = modality if isinstance(modality, list) else _sort_by_number(modality, "modality", manifest)
     return tuple(str(name).strip() for name in names)
 
 
-def _labels(declared: Any, manifest: Path) -> dict[int, str]:
-    labels = dict(enumerate(str(name).strip() for name in _by_number(declared, "labels", manifest)))
+def _read_labels(declared: Any, manifest: Path) -> dict[int, str]:
+    labels = dict(enumerate(str(name).strip() for name in _sort_by_number(declared, "labels", manifest)))
     if len(labels) < 2:
         raise DataError(
             f"{manifest} declares the labels {labels}; needed: 0 for the background and at least one structure"
         )
-    if doubled := [name for name, count in Counter(labels.values()).items() if count > 1]:
+    if doubled := find_doubled(labels.values()):
         raise DataError(f"{manifest} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
     return labels
 
 
-def _by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
+def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     """Return the values of {"0": ..., "1": ...} in numeric order; the keys must count from 0 without a gap."""
     wanted = f"{manifest}: {key!r} should map the numbers 0, 1, 2 ... to names"
     if not isinstance(mapping, dict) or not mapping:
@@ -133,7 +133,7 @@ def _by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     return [by_number[number] for number in range(len(mapping))]
 
 
-def _cases(entries: Any, key: str, folder: Path) -> list[Case]:
+def _read_cases(entries: Any, key: str, folder: Path) -> list[Case]:
     """Turn the entries (dicts, or bare paths for test cases) into cases, sorted by id."""
     if not isinstance(entries, list):
         raise DataError(f"{folder / 'dataset.json'}: {key!r} should be a list of cases, got {type(entries).__name__}")
@@ -144,14 +144,14 @@ def _cases(entries: Any, key: str, folder: Path) -> list[Case]:
         where = f"{folder / 'dataset.json'}, {key}[{index}]"
         if not isinstance(files, dict) or not all(isinstance(files.get(field), str) for field in fields):
             raise DataError(f"{where} should name {' and '.join(fields)}, got {entry!r}")
-        paths = {field: _inside(folder, files[field], where) for field in fields}
+        paths = {field: _join_inside(folder, files[field], where) for field in fields}
         if paths["image"].name.startswith("._"):  # macOS leaves one beside each file of an archive
             continue
         cases.append({"case": stem(paths["image"]), **paths})
     return sorted(cases, key=lambda case: case["case"])
 
 
-def _inside(folder: Path, text: str, where: str) -> Path:
+def _join_inside(folder: Path, text: str, where: str) -> Path:
     """Join a declared path to the task's folder; it must not lead out of it (links inside it may)."""
     text = text.strip()
     path = PureWindowsPath(text)  # splits at both kinds of slash
@@ -161,8 +161,7 @@ def _inside(folder: Path, text: str, where: str) -> Path:
 
 
 def _refuse_doubles(cases: Sequence[Case], manifest: Path) -> None:
-    doubled = [name for name, count in Counter(case["case"] for case in cases).items() if count > 1]
-    if doubled:
+    if doubled := find_doubled(case["case"] for case in cases):
         raise DataError(
             f"{manifest} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
         )
@@ -171,15 +170,13 @@ def _refuse_doubles(cases: Sequence[Case], manifest: Path) -> None:
 def _refuse_absent(cases: Sequence[Case], manifest: Path) -> None:
     absent = [case[field] for case in cases for field in ("image", "label") if not case[field].exists()]
     if absent:
-        shown = ", ".join(str(path.relative_to(manifest.parent)) for path in absent[:5])
-        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        shown = list_some([str(path.relative_to(manifest.parent)) for path in absent])
         raise DataError(
-            f"{manifest} declares {len(absent)} absent file(s): {shown}{more}; "
-            "fetch them, or take the cases out of the list"
+            f"{manifest} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
         )
 
 
-def _present(test: Sequence[Case], folder: Path) -> list[Case]:
+def _drop_absent(test: Sequence[Case], folder: Path) -> list[Case]:
     """Leave out test cases that were not fetched: training does not need them."""
     present = [case for case in test if case["image"].exists()]
     if len(present) < len(test):

@@ -48,7 +48,9 @@ def read_nifti(path: Path) -> MetaTensor:
     scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
     affine[:3] *= scale
     stored = image.get_data_dtype()
-    voxels = _channels_first(_voxels(image, path) if stored.kind in "biuf" else np.empty(image.shape, stored), path)
+    voxels = _put_channels_first(
+        _read_voxels(image, path) if stored.kind in "biuf" else np.empty(image.shape, stored), path
+    )
     volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
     if sform_code and qform_code:
         # A prediction keeps both places: ITK-SNAP and others go by the qform.
@@ -70,7 +72,7 @@ def _parse(path: Path) -> nibabel.Nifti1Image:
     )
 
 
-def _voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
+def _read_voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             return image.get_fdata(dtype=np.float32, caching="unchanged")
@@ -78,7 +80,7 @@ def _voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
         raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 
-def _channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:
+def _put_channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:
     """Turn ``(D, H, W)``, ``(D, H, W, C)`` or ``(D, H, W, 1, C)`` into ``(C, D, H, W)``."""
     shape = voxels.shape
     if len(shape) == 5 and 1 in shape[3:]:

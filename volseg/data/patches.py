@@ -9,18 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from volseg.data.bank import CaseBank, Foreground
+from volseg.data.cases import Batch
+from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
 
 __all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
-
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def plan_epoch(
     cases = order.flatten()[:num_patches]
 
     room = shapes[cases] - torch.tensor(patch_size)
-    anywhere = _below(room.clamp(min=0) + 1, generator)
+    anywhere = _draw_below(room.clamp(min=0) + 1, generator)
     voxel, found = _draw_voxels(foreground, cases, generator)
     around = (voxel - torch.tensor(patch_size) // 2).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
     place_in_batch = torch.arange(num_patches) % batch_size
@@ -98,11 +96,11 @@ def _draw_voxels(foreground: Foreground, cases: Tensor, generator: torch.Generat
     lot = torch.rand(count.shape, generator=generator, dtype=torch.float64)
     chosen = lot.masked_fill(count == 0, -1.0).argmax(1, keepdim=True)
     count = count.gather(1, chosen).squeeze(1)
-    row = foreground.first[cases].gather(1, chosen).squeeze(1) + _below(count.clamp(min=1), generator)
+    row = foreground.first[cases].gather(1, chosen).squeeze(1) + _draw_below(count.clamp(min=1), generator)
     return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)], count > 0
 
 
-def _below(bounds: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_below(bounds: Tensor, generator: torch.Generator) -> Tensor:
     """Return random integers in [0, bounds)."""
     return (torch.rand(bounds.shape, generator=generator, dtype=torch.float64) * bounds).long()
 
@@ -169,8 +167,6 @@ class PatchBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Choose the patches of an epoch; `EpochPlan.corners` are those of the patch, without its margin."""
-        # SeedSequence spreads neighbouring pairs over unrelated seeds; torch takes a signed 64-bit seed.
-        mixed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]) >> 1
         return plan_epoch(
             self.bank.shapes,
             self.bank.foreground,
@@ -178,7 +174,7 @@ class PatchBatches:
             batch_size=self.batch_size,
             iterations=self.iterations,
             share=self.share,
-            generator=torch.Generator().manual_seed(mixed),
+            generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)),
         )
 
     def places(self, number: int) -> tuple[Tensor, Tensor, list[list[str]]]:
@@ -205,7 +201,7 @@ class PatchBatches:
             return self.bank.gather(cases[iteration], corners[iteration], self.source_size, pin=self._pin)
 
         begun = time.perf_counter()
-        for iteration, (image, label) in enumerate(_ahead(cut, range(start, len(names)), self._prefetch), start):
+        for iteration, (image, label) in enumerate(_make_ahead(cut, range(start, len(names)), self._prefetch), start):
             batch = {
                 "image": image.to(self.bank.device, non_blocking=True),
                 "label": label.to(self.bank.device, non_blocking=True),
@@ -231,7 +227,7 @@ class PatchBatches:
             )
 
 
-def _ahead(
+def _make_ahead(
     make: Callable[[int], tuple[Tensor, Tensor]], indices: Sequence[int], depth: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ``make(i)`` for every index, made by a thread up to ``depth`` items ahead of the caller."""

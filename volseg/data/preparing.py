@@ -1,16 +1,112 @@
 """Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
-from volseg.data.cases import Case
+from volseg.data.cases import Case, Task
+from volseg.data.checks import Problem, read_case, require_sound
 from volseg.data.readers import Read
+from volseg.data.threads import map_in_threads
+from volseg.errors import VolsegError
 
-__all__ = ["prepare", "prepare_all"]
+__all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound"]
 
 Preprocessing = Callable[[Case], Case]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCases:
+    """Cases of a training as the network sees them."""
+
+    training: Sequence[Case] = ()
+    validation: Sequence[Case] = ()
+    """Each with its ``reference``; see `prepare`."""
+    problems: Sequence[Problem] = ()
+    """Of cases that were left out."""
+
+
+def prepare_sound(
+    training: Sequence[Case],
+    validation: Sequence[Case],
+    task: Task,
+    preprocessing: Preprocessing,
+    *,
+    skip_bad: bool = False,
+    workers: int | None = None,
+    progress: Callable[[], object] | None = None,
+) -> PreparedCases:
+    """Check cases while preparing them: every file is decompressed once.
+
+    Every case is checked whatever was wrong with others, so that all bad ones are named at once.
+
+    Parameters
+    ----------
+    training, validation : sequence of Case
+        With paths; no case stands in both.
+    task : Task
+        Declares the channels and labels that the files must have.
+    preprocessing : callable
+        See `volseg.transforms.build_preprocessing`.
+    skip_bad : bool
+        Leave bad cases out instead of raising.
+    workers : int, optional
+        Threads; see `map_in_threads`.
+    progress : callable, optional
+        Called after each case.
+
+    Raises
+    ------
+    DataError
+        If a case is bad and ``skip_bad`` is off: all bad cases at once.
+    VolsegError
+        If no case is bad, or bad ones are left out, and one cannot be preprocessed: the first such case.
+    """
+    is_refused = Event()  # from then on cases are checked and not prepared any more: nothing will come of them
+
+    def attempt(case: Case, keep_reference: bool) -> _Attempt:
+        read, problems = read_case(case, task)
+        if problems and not skip_bad:
+            is_refused.set()
+        if problems or is_refused.is_set():
+            return _Attempt(problems=problems)
+        try:
+            return _Attempt(prepared=_preprocess(read, case, preprocessing, keep_reference))
+        except VolsegError as fault:  # told below, unless there are bad cases, which come first
+            return _Attempt(fault=fault)
+
+    sides = [*((case, False) for case in training), *((case, True) for case in validation)]
+    attempts: list[_Attempt] = []
+    for tried in map_in_threads(lambda side: attempt(*side), sides, workers):
+        attempts.append(tried)
+        if progress is not None:
+            progress()
+    problems = [problem for tried in attempts for problem in tried.problems]
+    if not skip_bad:
+        require_sound(problems)
+    return PreparedCases(
+        training=_take_prepared(attempts[: len(training)]),
+        validation=_take_prepared(attempts[len(training) :]),
+        problems=problems,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """What became of one case."""
+
+    problems: Sequence[Problem] = ()
+    prepared: Case | None = None
+    fault: VolsegError | None = None
+    """Why a case without problems could not be preprocessed."""
+
+
+def _take_prepared(attempts: Sequence[_Attempt]) -> list[Case]:
+    for tried in attempts:
+        if tried.fault is not None:
+            raise tried.fault
+    return [tried.prepared for tried in attempts if tried.prepared is not None]
 
 
 def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:
@@ -27,11 +123,14 @@ def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = 
         ``reference_file``.
     """
     fields = [field for field in ("image", "label") if field in case]
-    read = Read(fields)(case)
+    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference)
+
+
+def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool) -> Case:
     prepared = preprocessing(read)
     if keep_reference and "label" in read:
         prepared["reference"] = read["label"]
-        prepared["reference_file"] = Path(case["label"])
+        prepared["reference_file"] = Path(paths["label"])
     return prepared
 
 
@@ -43,20 +142,17 @@ def prepare_all(
     workers: int | None = None,
     show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
 ) -> list[Case]:
-    """Prepare cases in threads; decompression and resampling run outside Python's lock.
+    """Prepare cases in threads, unchecked.
 
     Parameters
     ----------
     cases, preprocessing, keep_reference
         As for `prepare`.
     workers : int, optional
-        Threads; by default one per core, at most 8, since each holds a case in memory.
+        Threads; see `map_in_threads`.
     show : callable
         Wraps the prepared cases, for instance in a progress bar.
     """
-
-    def prepared() -> Iterator[Case]:
-        with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as threads:
-            yield from threads.map(lambda case: prepare(case, preprocessing, keep_reference=keep_reference), cases)
-
-    return list(show(prepared()))
+    return list(
+        show(map_in_threads(lambda case: prepare(case, preprocessing, keep_reference=keep_reference), cases, workers))
+    )

@@ -5,7 +5,6 @@ a Dice can be compared with published ones fold by fold. scikit-learn itself is 
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from volseg.config.nearest import did_you_mean
+from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.files import replacing
 
@@ -31,10 +31,10 @@ class Split:
         if not self.training:
             raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
-            if doubled := [name for name, count in Counter(ids).items() if count > 1]:
-                raise DataError(f"{_some(doubled)} stand twice among the {side} cases; keep each once")
+            if doubled := find_doubled(ids):
+                raise DataError(f"{_list_ids(doubled)} stand twice among the {side} cases; keep each once")
         if shared := sorted(set(self.training) & set(self.validation)):
-            raise DataError(f"{_some(shared)} stand in training and in validation; keep each in one of them")
+            raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
 
 
 def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Split]:
@@ -60,8 +60,8 @@ def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Spl
     Split(training=('b', 'c'), validation=('a',))
     """
     names = sorted(ids)
-    if doubled := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"case ids must be unique, but {_some(doubled)} came twice")
+    if doubled := find_doubled(names):
+        raise DataError(f"case ids must be unique, but {_list_ids(doubled)} came twice")
     if not 2 <= num_folds <= len(names):
         raise DataError(
             f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
@@ -114,18 +114,18 @@ def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Spli
     if not isinstance(content, list) or not content:
         raise DataError(f'{path} should be a list of folds, [{{"train": [...], "val": [...]}}, ...]')
     known = None if ids is None else set(ids)
-    return [_split(entry, f"{path}, fold {fold}", known) for fold, entry in enumerate(content)]
+    return [_parse_split(entry, f"{path}, fold {fold}", known) for fold, entry in enumerate(content)]
 
 
-def _split(entry: object, where: str, known: set[str] | None) -> Split:
+def _parse_split(entry: object, where: str, known: set[str] | None) -> Split:
     if not isinstance(entry, dict) or set(entry) != {"train", "val"}:
-        raise DataError(f'{where} should be {{"train": [...], "val": [...]}}, got {_shape(entry)}')
+        raise DataError(f'{where} should be {{"train": [...], "val": [...]}}, got {_describe(entry)}')
     for side, ids in entry.items():
         if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
             raise DataError(f"{where}: {side!r} should be a list of case ids (strings)")
         if known is not None and (unknown := [name for name in ids if name not in known]):
             raise DataError(
-                f"{where}: {side!r} names {_some(unknown)}, not in the task; {did_you_mean(unknown[0], known)}"
+                f"{where}: {side!r} names {_list_ids(unknown)}, not in the task; {did_you_mean(unknown[0], known)}"
             )
     try:
         return Split(training=tuple(entry["train"]), validation=tuple(entry["val"]))
@@ -133,11 +133,9 @@ def _split(entry: object, where: str, known: set[str] | None) -> Split:
         raise DataError(f"{where}: {fault}") from None
 
 
-def _shape(entry: object) -> str:
+def _describe(entry: object) -> str:
     return f"keys {sorted(entry)}" if isinstance(entry, dict) else type(entry).__name__
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    """List the first names, and count the rest."""
-    rest = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {rest} more" if rest > 0 else "")
+def _list_ids(names: Sequence[str]) -> str:
+    return list_some([repr(name) for name in names])

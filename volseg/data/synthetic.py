@@ -74,7 +74,7 @@ def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed:
     # The manifest comes first: it marks a folder as ours, should the writing be interrupted.
     _write_manifest(root, names[:num_cases], names[num_cases:])
     for number, name in enumerate(names):
-        image, label = _case(np.random.default_rng([seed, number]))
+        image, label = _draw_case(np.random.default_rng([seed, number]))
         if number < num_cases:
             nibabel.save(image, root / "imagesTr" / f"{name}.nii.gz")
             nibabel.save(label, root / "labelsTr" / f"{name}.nii.gz")
@@ -119,16 +119,16 @@ def _write_manifest(root: Path, training: list[str], test: list[str]) -> None:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def _case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]:
+def _draw_case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]:
     """Draw one patient: anatomy, then the scanner's grid, then what the scanner adds."""
-    grid = _grid(rng)
+    grid = _draw_grid(rng)
     positions = grid.positions()
-    clean, label = _anatomy(positions, rng)
+    clean, label = _draw_anatomy(positions, rng)
     image = _scan(clean, positions, rng)
-    return _nifti(_digitise(image, rng), grid.affine), _nifti(label, grid.affine)
+    return _to_nifti(_digitise(image, rng), grid.affine), _to_nifti(label, grid.affine)
 
 
-def _grid(rng: np.random.Generator) -> Grid:
+def _draw_grid(rng: np.random.Generator) -> Grid:
     """Lay 32 to 48 voxels a side around the origin, in any orientation, half of the time obliquely."""
     spacing = rng.uniform(0.9, 1.2, size=3)
     order, signs = ORIENTATIONS[rng.integers(len(ORIENTATIONS))]
@@ -144,7 +144,7 @@ def _grid(rng: np.random.Generator) -> Grid:
     return Grid((int(shape[0]), int(shape[1]), int(shape[2])), affine)
 
 
-def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _draw_anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return noise-free intensities, about 0 to 1, and the label map."""
     along = np.linspace(0.0, 1.0, NUM_POINTS)  # from the head in front to the tail behind
     side = rng.choice((-1.0, 1.0))  # left or right hippocampus
@@ -153,15 +153,17 @@ def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarra
     head, tail = rng.uniform(5.5, 7.0), rng.uniform(3.2, 4.2)
     neck = rng.uniform(0.36, 0.46)  # where the tube narrows, and the labels meet just behind
     radius = tail + (head - tail) / (1 + np.exp((along - neck) / 0.05))
-    depth, nearest = _depth(positions, curve, radius)
+    depth, nearest = _measure_depth(positions, curve, radius)
     front = along[nearest] < neck + 0.05
     label = np.where(depth > 0, np.where(front, 1, 2), 0).astype(np.uint8)
 
-    white = 0.75 + 0.04 * _texture(positions.shape[:3], 3.0, rng)
-    ventricle, _ = _depth(
+    white = 0.75 + 0.04 * _draw_texture(positions.shape[:3], 3.0, rng)
+    ventricle, _ = _measure_depth(
         positions, curve + np.array([0.9 * head * side, 2.0, 5.0]), np.full(NUM_POINTS, rng.uniform(1.5, 2.5))
     )
-    cortex, _ = _depth(positions, curve + np.array([0.0, -3.0, -13.0]), np.full(NUM_POINTS, rng.uniform(2.0, 3.0)))
+    cortex, _ = _measure_depth(
+        positions, curve + np.array([0.0, -3.0, -13.0]), np.full(NUM_POINTS, rng.uniform(2.0, 3.0))
+    )
     image = white
     for inside, value in ((cortex, 0.5), (ventricle, 0.12), (depth, np.where(front, 0.52, 0.44))):
         share = 1 / (1 + np.exp(-inside / 0.35))  # partial volume over about one voxel
@@ -169,7 +171,7 @@ def _anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarra
     return image, label
 
 
-def _depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _measure_depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how deep each voxel lies in a tube (mm, negative outside) and the point of the curve that decides."""
     squares = (positions**2).sum(axis=-1)[..., None] - 2 * positions @ curve.T + (curve**2).sum(axis=-1)
     inside = radius - np.sqrt(np.maximum(squares, 0))
@@ -177,7 +179,7 @@ def _depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray) -> tupl
     return np.take_along_axis(inside, nearest[..., None], axis=-1)[..., 0], nearest
 
 
-def _texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
+def _draw_texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
     """Smooth noise of unit variance; ``width`` in voxels."""
     smooth = gaussian_filter(rng.standard_normal(shape), width)
     return smooth / smooth.std()
@@ -202,7 +204,7 @@ def _digitise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.round(image * scale).astype(np.int16) if kind == 1 else (image * scale).astype(np.float32)
 
 
-def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
+def _to_nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
     image = nibabel.Nifti1Image(voxels, affine)
     image.header.set_xyzt_units("mm")
     image.set_sform(affine, code="scanner")

@@ -16,7 +16,7 @@ from volseg.errors import ReaderError
 __all__ = ["SCANNER_ANATOMICAL", "as_volume"]
 
 SCANNER_ANATOMICAL = 1
-"""NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: coordinates of the scanner."""
+"""NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, which is what DICOM, MHA and NRRD give."""
 
 
 def as_volume(

@@ -91,18 +91,20 @@ def mean_intervals(
         raise DataError(
             f"intervals need 0 < confidence < 1 and num_resamples >= 1, got {confidence} and {num_resamples}"
         )
-    resampled = _resampled_means(values, num_resamples, np.random.default_rng(seed))
+    resampled = _resample_means(values, num_resamples, np.random.default_rng(seed))
     tails = [50 * (1 - confidence), 50 * (1 + confidence)]
     per_case = _nan_mean(values, axis=1)
     labels = [
-        _interval(column, float(mean), means, tails)
+        _compute_interval(column, float(mean), means, tails)
         for column, mean, means in zip(values.T, _nan_mean(values, axis=0), resampled.T, strict=True)
     ]
     overall_mean = float(_nan_mean(_nan_mean(values, axis=0), axis=0))
-    return labels, _interval(per_case, overall_mean, _nan_mean(resampled, axis=1), tails)
+    return labels, _compute_interval(per_case, overall_mean, _nan_mean(resampled, axis=1), tails)
 
 
-def _interval(values: NDArray[np.float64], mean: float, means: NDArray[np.float64], tails: list[float]) -> MeanInterval:
+def _compute_interval(
+    values: NDArray[np.float64], mean: float, means: NDArray[np.float64], tails: list[float]
+) -> MeanInterval:
     known, means = values[~np.isnan(values)], means[~np.isnan(means)]
     low, high = np.percentile(means, tails) if means.size else (math.nan, math.nan)
     return MeanInterval(
@@ -114,7 +116,7 @@ def _interval(values: NDArray[np.float64], mean: float, means: NDArray[np.float6
     )
 
 
-def _resampled_means(
+def _resample_means(
     values: NDArray[np.float64], num_resamples: int, generator: np.random.Generator
 ) -> NDArray[np.float64]:
     """Return the mean over drawn cases, ``(resamples, labels)``; a case is drawn with all its labels."""

@@ -59,8 +59,10 @@ def evaluate_case(prediction: LabelMap, label: LabelMap, labels: Mapping[int, st
     """
     _check_grids(prediction, label)
     known = {0, *labels}
-    joint = _joint_histogram(_values(prediction, "prediction", known), _values(label, "label", known), max(known) + 1)
-    return {value: _metrics(joint, value) for value in sorted(known - {0})}
+    joint = _count_pairs(
+        _flatten_values(prediction, "prediction", known), _flatten_values(label, "label", known), max(known) + 1
+    )
+    return {value: _compute_metrics(joint, value) for value in sorted(known - {0})}
 
 
 def _check_grids(prediction: LabelMap, label: LabelMap) -> None:
@@ -73,7 +75,7 @@ def _check_grids(prediction: LabelMap, label: LabelMap) -> None:
         Grid.of(label).require_same(Grid.of(prediction), "label", "prediction")
 
 
-def _values(label_map: LabelMap, name: str, known: set[int]) -> Tensor:
+def _flatten_values(label_map: LabelMap, name: str, known: set[int]) -> Tensor:
     """Return the values of a label map as a flat int64 tensor, all of them ``known``."""
     values = (label_map.as_tensor() if isinstance(label_map, MetaTensor) else torch.as_tensor(label_map)).flatten()
     whole = values.long()
@@ -86,13 +88,13 @@ def _values(label_map: LabelMap, name: str, known: set[int]) -> Tensor:
     return whole
 
 
-def _joint_histogram(prediction: Tensor, label: Tensor, size: int) -> Tensor:
+def _count_pairs(prediction: Tensor, label: Tensor, size: int) -> Tensor:
     """Return the number of voxels for each pair (label, predicted label)."""
     pairs = label * size + prediction.to(label.device)
     return torch.bincount(pairs, minlength=size * size).reshape(size, size).cpu()
 
 
-def _metrics(joint: Tensor, value: int) -> Metrics:
+def _compute_metrics(joint: Tensor, value: int) -> Metrics:
     both = int(joint[value, value])
     num_predicted, num_reference = int(joint[:, value].sum()), int(joint[value].sum())
     only_predicted, only_reference = num_predicted - both, num_reference - both

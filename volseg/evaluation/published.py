@@ -48,12 +48,12 @@ def published_results(task: Task) -> tuple[PublishedResult, ...]:
 
     Labels are compared without regard to case, as tasks are often written anew by hand.
     """
-    path = _folder() / f"{task.name}.yaml"
+    path = _find_manifests() / f"{task.name}.yaml"
     # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
-    if path not in _folder().glob("*.yaml"):
+    if path not in _find_manifests().glob("*.yaml"):
         return ()
     manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if _folded(manifest["labels"]) != _folded(task.labels):
+    if _fold_names(manifest["labels"]) != _fold_names(task.labels):
         logger.warning(
             "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
             task.name,
@@ -61,10 +61,10 @@ def published_results(task: Task) -> tuple[PublishedResult, ...]:
             task.labels,
         )
         return ()
-    return tuple(_result(row, manifest) for row in manifest["published"])
+    return tuple(_read_result(row, manifest) for row in manifest["published"])
 
 
-def _result(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> PublishedResult:
+def _read_result(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> PublishedResult:
     crossed = "cross-validation" in row["evaluation"]
     return PublishedResult(
         method=row["method"],
@@ -75,11 +75,11 @@ def _result(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> PublishedRes
     )
 
 
-def _folded(labels: Mapping[int, str]) -> dict[int, str]:
+def _fold_names(labels: Mapping[int, str]) -> dict[int, str]:
     return {value: name.casefold() for value, name in labels.items()}
 
 
-def _folder() -> Path:
+def _find_manifests() -> Path:
     """Return the folder of manifests: beside this file where volseg is installed, else in the source tree."""
     installed = Path(__file__).with_name("manifests")
     return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"

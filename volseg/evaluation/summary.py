@@ -61,9 +61,9 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     for case in per_case:
         if sorted(case.metrics) != labels:
             raise DataError(f"{case.prediction_file} has labels {sorted(case.metrics)}, the first case has {labels}")
-    mean = {label: _means(case.metrics[label] for case in per_case) for label in labels}
+    mean = {label: _average(case.metrics[label] for case in per_case) for label in labels}
     return {
-        "foreground_mean": _means(mean[label] for label in labels if label != 0),
+        "foreground_mean": _average(mean[label] for label in labels if label != 0),
         "mean": {str(label): metrics for label, metrics in mean.items()},
         "metric_per_case": [
             {
@@ -79,7 +79,7 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
 def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
     """Write ``summary`` as JSON, in one step or not at all; NaN becomes null. Return the path."""
     path = Path(path)
-    text = json.dumps(_nan_to_null(summary), indent=2, allow_nan=False)
+    text = json.dumps(_replace_nan(summary), indent=2, allow_nan=False)
     with replacing(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
     return path
@@ -104,7 +104,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     return summary
 
 
-def _means(several: Iterable[Mapping[str, float]]) -> Metrics:
+def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
     """Return the mean of each metric over those that are not NaN; NaN if none is."""
     rows = list(several)
     means = {}
@@ -114,9 +114,9 @@ def _means(several: Iterable[Mapping[str, float]]) -> Metrics:
     return means
 
 
-def _nan_to_null(value: Any) -> Any:
+def _replace_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _nan_to_null(item) for key, item in value.items()}
+        return {key: _replace_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_nan_to_null(item) for item in value]
+        return [_replace_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

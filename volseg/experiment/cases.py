@@ -1,18 +1,19 @@
-"""Which cases an experiment trains and validates on."""
+"""Which cases an experiment trains and validates on, and these cases as the network sees them."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, check_cases, require_sound
 from volseg.data.msd import load_task
+from volseg.data.preparing import PreparedCases, prepare_sound
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
+from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["ChosenCases", "choose_cases", "choose_split", "sound_cases"]
+__all__ = ["ChosenCases", "choose_cases", "choose_split", "prepare_chosen"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,6 @@ class ChosenCases:
     split: Split
     training: tuple[Case, ...]
     validation: tuple[Case, ...]
-    problems: tuple[Problem, ...]
-    """Of cases that were left out (``data.skip_bad``)."""
 
 
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
@@ -41,11 +40,11 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     split = choose_split(config, [case["case"] for case in task.training])
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
-    return ChosenCases(task=task, split=split, training=training, validation=validation, problems=())
+    return ChosenCases(task=task, split=split, training=training, validation=validation)
 
 
-def sound_cases(chosen: ChosenCases, *, skip_bad: bool) -> ChosenCases:
-    """Read every chosen case to its end and return those that can be used.
+def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool) -> PreparedCases:
+    """Read every chosen case once; return those that can be used, as the network sees them.
 
     The split was made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
 
@@ -54,20 +53,17 @@ def sound_cases(chosen: ChosenCases, *, skip_bad: bool) -> ChosenCases:
     DataError
         If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
     """
-    used = [*chosen.training, *chosen.validation]
-    with count_up(len(used), "checking") as count:
-        problems = check_cases(used, chosen.task, progress=count)
-    if not skip_bad:
-        require_sound(problems)
-    bad = {problem.case for problem in problems}
-    for problem in problems:
+    num_chosen = len(chosen.training) + len(chosen.validation)
+    with count_up(num_chosen, "checking and preparing") as count:
+        prepared = prepare_sound(
+            chosen.training, chosen.validation, chosen.task, preprocessing, skip_bad=skip_bad, progress=count
+        )
+    for problem in prepared.problems:
         logger.warning("left out: %s", problem)
-    training, validation = (
-        tuple(case for case in cases if case["case"] not in bad) for cases in (chosen.training, chosen.validation)
-    )
-    if not training or (chosen.validation and not validation):
-        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {len(used)} are bad")
-    return replace(chosen, training=training, validation=validation, problems=tuple(problems))
+    if not prepared.training or (chosen.validation and not prepared.validation):
+        num_bad = len({problem.case for problem in prepared.problems})
+        raise DataError(f"no sound case is left to train or validate on; {num_bad} of {num_chosen} are bad")
+    return prepared
 
 
 def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:

@@ -66,7 +66,7 @@ def cross_validate(
     _require_own_folder(config)
     task = load_task(config.data.root, require_files=False)
     plan = plan_folds(config, task)
-    chosen = _chosen(plan, folds)
+    chosen = _choose_folds(plan, folds)
     for fold in plan:
         fold.require_same()
     results = {fold.number: result for fold in plan if (result := fold.result())}
@@ -76,9 +76,9 @@ def cross_validate(
         if fold.number in results:
             logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
     begun_before = {fold.number for fold in waiting if fold.has_checkpoint}
-    seconds = _seconds_recorded(config.folder)
+    seconds = _read_seconds(config.folder)
 
-    def finished(fold: Fold, fold_seconds: float) -> None:
+    def keep_result(fold: Fold, fold_seconds: float) -> None:
         result = fold.result()
         assert result is not None, f"{fold.folder.path} ended well and is not finished"
         results[fold.number] = result
@@ -88,22 +88,22 @@ def cross_validate(
             seconds[fold.number] = fold_seconds
         logger.info("fold %d: Dice %.4f in %.0f s", fold.number, result.mean_dice, fold_seconds)
         if len(results) < len(plan):
-            _write(_gathered(config, task, plan, results, seconds, {}))
+            _write(_gather(config, task, plan, results, seconds, {}))
 
-    failures = _trained(waiting, choose_gpus(config, gpus) if gpus > 1 else None, finished)
+    failures = _train_folds(waiting, choose_gpus(config, gpus) if gpus > 1 else None, keep_result)
     if not results:
         raise next(iter(failures.values()))
-    gathered = _gathered(config, task, plan, results, seconds, failures)
+    gathered = _gather(config, task, plan, results, seconds, failures)
     _write(gathered)
     return gathered
 
 
-def _trained(
-    waiting: Sequence[Fold], gpus: Sequence[str | None] | None, finished: Callable[[Fold, float], None]
+def _train_folds(
+    waiting: Sequence[Fold], gpus: Sequence[str | None] | None, on_finished: Callable[[Fold, float], None]
 ) -> dict[int, VolsegError]:
     """Train folds; return the faults of those that failed by themselves and not all for the same reason."""
     if gpus is not None:
-        return dict(train_in_processes(waiting, gpus, finished))
+        return dict(train_in_processes(waiting, gpus, on_finished))
     failures: dict[int, VolsegError] = {}
     for place, fold in enumerate(waiting, start=1):
         logger.info("fold %d (%d of %d): %s", fold.number, place, len(waiting), fold.folder.path)
@@ -111,19 +111,19 @@ def _trained(
         try:
             train(fold.config, resume=fold.folder.exists)
         except (NonFiniteLossError, NonFinitePredictionError) as fault:
-            logger.error("%s", _told(fold.number, fault))
+            logger.error("%s", _tell(fold.number, fault))
             failures[fold.number] = fault
         else:
-            finished(fold, time.perf_counter() - begin)
+            on_finished(fold, time.perf_counter() - begin)
     return failures
 
 
-def _told(number: int, fault: VolsegError) -> str:
+def _tell(number: int, fault: VolsegError) -> str:
     # The fault of a process names its fold already.
     return str(fault) if isinstance(fault, ParallelError) else f"fold {number} failed: {fault}"
 
 
-def _gathered(
+def _gather(
     config: ExperimentConfig,
     task: Task,
     plan: Sequence[Fold],
@@ -137,7 +137,7 @@ def _gathered(
         num_folds=len(plan),
         folds=tuple(results[number] for number in sorted(results)),
         seconds=dict(seconds),
-        failures={number: _told(number, fault) for number, fault in sorted(failures.items())},
+        failures={number: _tell(number, fault) for number, fault in sorted(failures.items())},
     )
 
 
@@ -160,7 +160,7 @@ def _require_own_folder(config: ExperimentConfig) -> None:
         )
 
 
-def _chosen(plan: Sequence[Fold], numbers: Sequence[int] | None) -> list[Fold]:
+def _choose_folds(plan: Sequence[Fold], numbers: Sequence[int] | None) -> list[Fold]:
     if numbers is None:
         return list(plan)
     if unknown := sorted(set(numbers) - set(range(len(plan)))):
@@ -177,7 +177,7 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
         )
 
 
-def _seconds_recorded(folder: Path) -> dict[int, float]:
+def _read_seconds(folder: Path) -> dict[int, float]:
     """Return the seconds of folds that earlier calls wrote down."""
     path = folder / JSON_FILE
     if not path.exists():

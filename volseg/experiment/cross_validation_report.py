@@ -105,10 +105,10 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "task": crossed.task.name,
         "num_folds": crossed.num_folds,
         "num_cases": len(crossed.summary["metric_per_case"]),
-        "mean_dice": _known(crossed.mean_dice),
-        "labels": {label.name: _label_as_json(label) for label in crossed.labels},
+        "mean_dice": _drop_nan(crossed.mean_dice),
+        "labels": {label.name: _describe_label(label) for label in crossed.labels},
         "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
-        "folds": [_fold_as_json(fold, crossed) for fold in crossed.folds],
+        "folds": [_describe_fold(fold, crossed) for fold in crossed.folds],
         "failures": {str(number): message for number, message in crossed.failures.items()},
         "published": [{**asdict(row), "mean_dice": row.mean_dice} for row in crossed.published],
         "config": crossed.config.model_dump(mode="json"),
@@ -119,7 +119,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
 def cross_validation_words(crossed: CrossValidated) -> str:
     """Return what a cross-validation ends by saying."""
     report = crossed.folder / "report.md"
-    return "\n".join(["", *_results(crossed), "", f"All of it is in {crossed.folder}; report: {report}"])
+    return "\n".join(["", *_tabulate_results(crossed), "", f"All of it is in {crossed.folder}; report: {report}"])
 
 
 def cross_validation_report(crossed: CrossValidated) -> str:
@@ -130,11 +130,11 @@ def cross_validation_report(crossed: CrossValidated) -> str:
         "",
         f"{crossed.config.network.name}, {training.epochs} epochs of {training.iterations} batches per fold.",
         "",
-        *_results(crossed),
+        *_tabulate_results(crossed),
         "",
         "## Folds",
         "",
-        *_times(crossed),
+        *_tabulate_times(crossed),
         "",
         f"`{JSON_FILE}` holds these numbers unrounded with config and environment, `summary.json` every case.",
         "",
@@ -142,7 +142,7 @@ def cross_validation_report(crossed: CrossValidated) -> str:
     return "\n".join(lines)
 
 
-def _results(crossed: CrossValidated) -> list[str]:
+def _tabulate_results(crossed: CrossValidated) -> list[str]:
     """Return the tables and what has to be known to read them."""
     percent = f"{100 * CONFIDENCE:.0f} %"
     header = ["Dice", *(f"fold {fold.number}" for fold in crossed.folds)]
@@ -160,7 +160,7 @@ def _results(crossed: CrossValidated) -> list[str]:
     ]
     num_cases = len(crossed.summary["metric_per_case"])
     lines = [
-        *_table(header, rows),
+        *_format_table(header, rows),
         "",
         f"{num_cases} cases, each predicted by the network that did not train on it, compared on its original grid. "
         f"Interval of the mean of cases: percentile bootstrap over cases, {NUM_RESAMPLES} resamples "
@@ -171,18 +171,18 @@ def _results(crossed: CrossValidated) -> list[str]:
         lines += ["", f"Incomplete: fold(s) {done} of {crossed.num_folds}."]
     for message in crossed.failures.values():
         lines += ["", "```", message, "```"]
-    return [*lines, *_beside_published(crossed, num_cases)]
+    return [*lines, *_tabulate_published(crossed, num_cases)]
 
 
-def _beside_published(crossed: CrossValidated, num_cases: int) -> list[str]:
+def _tabulate_published(crossed: CrossValidated, num_cases: int) -> list[str]:
     if not crossed.published:
         return []
     labels = sorted(crossed.published[0].dice)
     header = ["method", "evaluation", "cases", *(crossed.task.labels[label] for label in labels), "mean", "source"]
     own_evaluation = f"{crossed.num_folds}-fold cross-validation"
     own = ["this run", own_evaluation, str(num_cases), *(f"{label.over_folds:.4f}" for label in crossed.labels), ""]
-    rows = [own, *(_published_row(row, labels) for row in crossed.published)]
-    lines = ["", "Published (Dice; of cross-validations the mean of folds):", "", *_table(header, rows)]
+    rows = [own, *(_format_published(row, labels) for row in crossed.published)]
+    lines = ["", "Published (Dice; of cross-validations the mean of folds):", "", *_format_table(header, rows)]
     other = sorted({row.num_cases for row in crossed.published if row.is_cross_validation} - {num_cases})
     if other:
         lines += [
@@ -195,7 +195,7 @@ def _beside_published(crossed: CrossValidated, num_cases: int) -> list[str]:
     return lines
 
 
-def _published_row(row: PublishedResult, labels: Sequence[int]) -> list[str]:
+def _format_published(row: PublishedResult, labels: Sequence[int]) -> list[str]:
     # As many digits as the source has, and one more for a mean of its numbers.
     digits = max(2, *(len(repr(dice).partition(".")[2]) for dice in row.dice.values()))
     dice = [f"{row.dice[label]:.{digits}f}" for label in labels]
@@ -203,7 +203,7 @@ def _published_row(row: PublishedResult, labels: Sequence[int]) -> list[str]:
     return [row.method, row.evaluation, str(row.num_cases), *dice, mean, row.source]
 
 
-def _times(crossed: CrossValidated) -> list[str]:
+def _tabulate_times(crossed: CrossValidated) -> list[str]:
     header = ["fold", "training cases", "validation cases", "epochs", "s in all", "s of batches", "folder"]
     rows = []
     for fold in crossed.folds:
@@ -211,10 +211,10 @@ def _times(crossed: CrossValidated) -> list[str]:
         row = [fold.number, len(fold.split.training), len(fold.split.validation), len(fold.history)]
         times = ["" if seconds is None else f"{seconds:.0f}", f"{fold.seconds_training:.0f}"]
         rows.append([*map(str, row), *times, str(fold.folder.path)])
-    return _table(header, rows)
+    return _format_table(header, rows)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     first, *rest = (
@@ -223,16 +223,16 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [first, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rest]
 
 
-def _label_as_json(label: LabelResult) -> dict[str, Any]:
-    statistics = {name: _known(value) for name, value in asdict(label.over_cases).items()}
+def _describe_label(label: LabelResult) -> dict[str, Any]:
+    statistics = {name: _drop_nan(value) for name, value in asdict(label.over_cases).items()}
     return {
-        "of_folds": [_known(dice) for dice in label.of_folds],
-        "mean_of_folds": _known(label.over_folds),
+        "of_folds": [_drop_nan(dice) for dice in label.of_folds],
+        "mean_of_folds": _drop_nan(label.over_folds),
         **statistics,
     }
 
 
-def _fold_as_json(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
+def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
     return {
         "fold": fold.number,
         "folder": str(fold.folder.path),
@@ -241,14 +241,14 @@ def _fold_as_json(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
         "epochs": len(fold.history),
         "seconds": crossed.seconds.get(fold.number),
         "seconds_training": fold.seconds_training,
-        "mean_dice": _known(fold.mean_dice),
+        "mean_dice": _drop_nan(fold.mean_dice),
         "dice": {
-            crossed.task.labels[int(label)]: _known(mean["Dice"])
+            crossed.task.labels[int(label)]: _drop_nan(mean["Dice"])
             for label, mean in fold.summary["mean"].items()
             if label != "0"
         },
     }
 
 
-def _known(value: float) -> float | None:
+def _drop_nan(value: float) -> float | None:
     return None if value != value else value

@@ -110,7 +110,7 @@ def train_in_processes(
                     if job.process.returncode == 0:
                         on_finished(job.fold, seconds)
                     elif not told:
-                        failures[job.fold.number] = _failure(job)
+                        failures[job.fold.number] = _describe_failure(job)
                         logger.error("%s", failures[job.fold.number])
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:  # a fault of ours or a second Ctrl-C: leave nobody training unseen
@@ -148,7 +148,7 @@ def _start(fold: Fold, gpu: str | None, num_processes: int) -> _Job:
     return _Job(fold=fold, gpu=gpu, process=process, log=path, log_begin=begin, started=time.perf_counter())
 
 
-def _failure(job: _Job) -> ParallelError:
+def _describe_failure(job: _Job) -> ParallelError:
     written = job.log.read_bytes()[job.log_begin :].decode("utf-8", errors="replace")
     # A progress bar rewrites its line: what counts is what stands after the last carriage return.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]

@@ -17,6 +17,7 @@ from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
+from volseg.workflow.hooks import Patience
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.state import TrainingState
 
@@ -167,6 +168,4 @@ def _trained_to_its_end(state: TrainingState, config: ExperimentConfig) -> bool:
         )
     if state.epoch == settings.epochs or settings.patience is None:
         return state.epoch == settings.epochs
-    # `workflow.Patience` ended it early: so many validations have passed since the best one.
-    scores = [record.score for record in state.history if record.score is not None]
-    return bool(scores) and len(scores) - 1 - scores.index(max(scores)) >= settings.patience
+    return Patience(settings.patience).has_run_out(state.history)

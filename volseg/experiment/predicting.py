@@ -1,13 +1,13 @@
 """Label maps for new images, from a run folder."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from volseg.data.cases import Case
 from volseg.data.checks import check_cases, require_sound
+from volseg.data.names import find_doubled
 from volseg.data.preparing import prepare
 from volseg.data.readers import SUFFIXES, stem
 from volseg.errors import DataError
@@ -50,12 +50,13 @@ def predict(
     cases = find_images(images)
     _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
+    # Hence each file is read twice: what waits for its turn need not fit into memory, as a training's cases do.
     with count_up(len(cases), "checking") as count:
         require_sound(check_cases(cases, trained.task, progress=count), "mend them, or leave them out")
     config = trained.config
     testing = Testing(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
-        _prepared(cases, preprocessing_of(config)),
+        _prepare_each(cases, preprocessing_of(config)),
         output,
         batch_size=config.inference.batch,
         show=partial(progress, title="predicting", total=len(cases)),
@@ -63,7 +64,7 @@ def predict(
     return testing()
 
 
-def _prepared(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[Case]:
+def _prepare_each(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[Case]:
     return (prepare(case, preprocessing) for case in cases)
 
 
@@ -82,16 +83,16 @@ def find_images(paths: Sequence[Path]) -> list[Case]:
     DataError
         For a path that is absent, or two images of one name, whose predictions would overwrite each other.
     """
-    images = [image for path in paths for image in _images_at(path)]
+    images = [image for path in paths for image in _list_images(path)]
     # The folder "." has a name too.
     cases: list[Case] = [{"case": stem(os.path.abspath(image)), "image": image} for image in images]
-    if doubled := [name for name, count in Counter(case["case"] for case in cases).items() if count > 1]:
+    if doubled := find_doubled(case["case"] for case in cases):
         same = [str(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
     return cases
 
 
-def _images_at(path: Path) -> list[Path]:
+def _list_images(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if path.is_file():

@@ -54,7 +54,7 @@ def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
         ]
     if outcome.validated is not None:
         summary = outcome.validated.summary
-        lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_worst(summary), ""]
+        lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_list_worst(summary), ""]
     if outcome.problems:
         lines += ["## Cases left out", "", *(f"- {problem}" for problem in outcome.problems), ""]
     return "\n".join(lines)
@@ -83,7 +83,7 @@ def dice_table(summary: Summary, task: Task) -> str:
     return "\n".join([f"| {'label':<{width}} | Dice   |", f"| {'-' * width} | ------ |", *body])
 
 
-def _worst(summary: Summary) -> list[str]:
+def _list_worst(summary: Summary) -> list[str]:
     """Return the cases with the lowest mean Dice, which are the first to look at."""
 
     def dice(case: dict) -> float:

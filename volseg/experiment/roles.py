@@ -16,7 +16,7 @@ from torch import nn
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.cases import Case, Task
-from volseg.data.preparing import prepare_all
+from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import (
     build_batches,
     build_metrics,
@@ -24,7 +24,7 @@ from volseg.experiment.building import (
     choose_device,
     preprocessing_of,
 )
-from volseg.experiment.cases import ChosenCases, sound_cases
+from volseg.experiment.cases import ChosenCases, prepare_chosen
 from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
@@ -75,27 +75,23 @@ class Follower:
         del resume
         return False
 
-    def check(self, chosen: ChosenCases) -> ChosenCases:
-        """Return the cases that can be used."""
-        return chosen
-
-    def prepare(self, cases: Sequence[Case], title: str, *, keep_reference: bool = False) -> list[Case]:
+    def prepare(self, chosen: ChosenCases) -> PreparedCases:
         """Return prepared cases: none, as their batches and volumes are sent."""
-        del cases, title, keep_reference
-        return []
+        del chosen
+        return PreparedCases()
 
     def make_batches(
-        self, chosen: ChosenCases, model: nn.Module, device: torch.device
+        self, cases: Sequence[Case], task: Task, model: nn.Module, device: torch.device
     ) -> AugmentedBatches | GroupBatches:
-        """Return the batches of the training, of which every process of a shared model gets its part."""
-        batches = self._read_batches(chosen, device)
+        """Return the batches of prepared training cases, of which every process of a shared model gets its part."""
+        batches = self._cut_batches(cases, task, device)
         if is_cut_over_processes(model):
             return GroupBatches(model, batches, self.config.training.iterations)
         assert batches is not None, "a follower of a model that is not shared"
         return batches
 
-    def _read_batches(self, chosen: ChosenCases, device: torch.device) -> AugmentedBatches | None:
-        del chosen, device
+    def _cut_batches(self, cases: Sequence[Case], task: Task, device: torch.device) -> AugmentedBatches | None:
+        del cases, task, device
         return None
 
     def make_validation(
@@ -117,7 +113,7 @@ class Follower:
         task : Task
             Its labels.
         cases : sequence of Case
-            What `prepare` returned.
+            What `prepare` returned to validate on.
         mirror : bool
             Whether predictions are averaged over mirrorings.
         folder : Path, optional
@@ -180,18 +176,12 @@ class Leader(Follower):
     def _goes_on(self, resume: bool) -> bool:
         return resume and self.folder.may_go_on()
 
-    def check(self, chosen: ChosenCases) -> ChosenCases:
-        """Return the cases without bad ones, if the config would rather leave these out than stop."""
-        return sound_cases(chosen, skip_bad=self.config.data.skip_bad)
+    def prepare(self, chosen: ChosenCases) -> PreparedCases:
+        """Return prepared cases, without bad ones if the config would rather leave these out than stop."""
+        return prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=self.config.data.skip_bad)
 
-    def prepare(self, cases: Sequence[Case], title: str, *, keep_reference: bool = False) -> list[Case]:
-        """Return prepared cases."""
-        preprocessing = preprocessing_of(self.config)
-        return prepare_all(cases, preprocessing, keep_reference=keep_reference, show=_bar(cases, title))
-
-    def _read_batches(self, chosen: ChosenCases, device: torch.device) -> AugmentedBatches:
-        cases = self.prepare(chosen.training, "preparing training")
-        return build_batches(self.config, chosen.task, cases, device)
+    def _cut_batches(self, cases: Sequence[Case], task: Task, device: torch.device) -> AugmentedBatches:
+        return build_batches(self.config, task, cases, device)
 
     def _judge(
         self, predictor: Predictor, task: Task, cases: Sequence[Case], folder: Path | None, show: bool

@@ -10,6 +10,7 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
+from volseg.data.checks import Problem
 from volseg.experiment.building import build_model, build_training, check_components, choose_device, join_processes
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.report import Outcome
@@ -64,6 +65,8 @@ class _Run:
     model: nn.Module
     held_out: Sequence[Case]
     """Cases that validate, prepared."""
+    problems: Sequence[Problem]
+    """Of cases that were left out."""
     training: Training
 
 
@@ -77,13 +80,15 @@ def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
         folder.require_same_split(chosen.split)
     device = choose_device(config)
     model = build_model(config, chosen.task, device)
-    chosen = role.check(chosen)
-    held_out = role.prepare(chosen.validation, "preparing validation", keep_reference=True)
+    prepared = role.prepare(chosen)
+    batches = role.make_batches(prepared.training, chosen.task, model, device)
+    held_out, problems = prepared.validation, prepared.problems
+    del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(role.make_validation, model, chosen.task, held_out)
     training = build_training(
         config,
         model,
-        role.make_batches(chosen, model, device),
+        batches,
         validation=validate(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, folder), *hooks],
     )
@@ -94,7 +99,7 @@ def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
         role.go_on(finished=training.finished)
     else:
         role.begin(chosen)
-    return _Run(role=role, chosen=chosen, model=model, held_out=held_out, training=training)
+    return _Run(role=role, chosen=chosen, model=model, held_out=held_out, problems=problems, training=training)
 
 
 def _fit(run: _Run) -> None:
@@ -124,7 +129,7 @@ def _finish(run: _Run, started: float) -> Outcome:
         task=chosen.task,
         history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
-        problems=chosen.problems,
+        problems=run.problems,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )

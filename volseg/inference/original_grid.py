@@ -70,7 +70,7 @@ def label_map_on(target: Grid, probabilities: Tensor, source: Grid) -> Tensor:
     if probabilities.shape[0] > MOST_LABELS:
         raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {probabilities.shape[0]} classes")
     labels = torch.empty(target.shape, dtype=torch.uint8, device=probabilities.device)
-    for slab, values in _slabs(target, probabilities, source, "bilinear"):
+    for slab, values in _resample_slabs(target, probabilities, source, "bilinear"):
         # 0 outside for every class: argmax returns the first of equals, which is the background.
         labels[slab] = values.argmax(0)
     return labels[None]
@@ -82,11 +82,11 @@ def resample(target: Grid, volume: Tensor, source: Grid, *, mode: str = "bilinea
     ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``, as in `torch.nn.functional.grid_sample`. The dtype is
     kept where no interpolation is needed and for ``"nearest"``.
     """
-    slabs = [values for _, values in _slabs(target, volume, source, mode)]
+    slabs = [values for _, values in _resample_slabs(target, volume, source, mode)]
     return torch.cat(slabs, dim=1)
 
 
-def _slabs(target: Grid, volume: Tensor, source: Grid, mode: str) -> Iterator[tuple[slice, Tensor]]:
+def _resample_slabs(target: Grid, volume: Tensor, source: Grid, mode: str) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the first axis of ``target`` and the volume there."""
     if tuple(volume.shape[1:]) != source.shape:
         raise GridError(f"a volume of shape {tuple(volume.shape)} does not lie on a grid of {source.shape} voxels")
@@ -99,9 +99,9 @@ def _slabs(target: Grid, volume: Tensor, source: Grid, mode: str) -> Iterator[tu
         slab = slice(start, min(start + thickness, depth))
         axes = [torch.arange(slab.start, slab.stop), torch.arange(height), torch.arange(width)]
         if moves_whole_voxels:
-            yield slab, _rearranged(volume, to_source.round().long(), axes)
+            yield slab, _rearrange(volume, to_source.round().long(), axes)
         else:
-            yield slab, _interpolated(volume, to_source, axes, mode)
+            yield slab, _interpolate(volume, to_source, axes, mode)
 
 
 def _is_whole(to_source: Tensor, target: Grid) -> bool:
@@ -111,7 +111,7 @@ def _is_whole(to_source: Tensor, target: Grid) -> bool:
     return permutes and bool(((to_source - whole) @ target.corners()).abs().max() <= WHOLE_VOXEL)
 
 
-def _rearranged(volume: Tensor, to_source: Tensor, axes: list[Tensor]) -> Tensor:
+def _rearrange(volume: Tensor, to_source: Tensor, axes: list[Tensor]) -> Tensor:
     """Return the volume permuted, flipped, cropped and padded with 0; exact.
 
     Along target axis t runs source axis a: ``index_a = sign * index_t + shift_a``.
@@ -127,7 +127,7 @@ def _rearranged(volume: Tensor, to_source: Tensor, axes: list[Tensor]) -> Tensor
     return volume
 
 
-def _interpolated(volume: Tensor, to_source: Tensor, axes: list[Tensor], mode: str) -> Tensor:
+def _interpolate(volume: Tensor, to_source: Tensor, axes: list[Tensor], mode: str) -> Tensor:
     """Return the volume at the target indices ``axes``, sampled between voxels; 0 outside."""
     d, h, w = (axis.to(volume.device, torch.float64) for axis in axes)
     inside = torch.ones((), dtype=torch.bool, device=volume.device)

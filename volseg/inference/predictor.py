@@ -105,25 +105,25 @@ class Predictor:
         A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
         come back in the order in which their groups fill, which need not be the order in which they came.
         """
-        for group in _equal_sizes(cases, lambda case: self._padded_shape(case[field]), batch_size):
+        for group in _group_equal_sizes(cases, lambda case: self._pad_shape(case[field]), batch_size):
             images = [case[field] for case in group]
-            for case, image, probabilities in zip(group, images, self._together(images), strict=True):
+            for case, image, probabilities in zip(group, images, self._predict_together(images), strict=True):
                 if not probabilities.isfinite().all():
-                    raise NonFinitePredictionError(_not_finite(case, image, self.autocast))
+                    raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
                 yield case, original_label_map(probabilities, image)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the class probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
-        device = self._device(images)
+        device = self._choose_device(images)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
             if self.window is None:
-                return self._class_probabilities(images.to(device)).to(self.stitch_on or device)
+                return self._average_probabilities(images.to(device)).to(self.stitch_on or device)
             blended = sliding_window_inference(
                 images.float(),
                 roi_size=tuple(self.window),
                 sw_batch_size=self.windows_per_step,
-                predictor=self._class_probabilities,
+                predictor=self._average_probabilities,
                 overlap=self.overlap,
                 mode="gaussian",
                 sw_device=device,
@@ -132,27 +132,27 @@ class Predictor:
         assert isinstance(blended, Tensor)
         return blended
 
-    def _together(self, images: Sequence[MetaTensor]) -> Iterator[Tensor]:
+    def _predict_together(self, images: Sequence[MetaTensor]) -> Iterator[Tensor]:
         """Predict images of one padded shape as one batch; yield each one's probabilities ``(K, D, H, W)``."""
-        shape = self._padded_shape(images[0])
-        margins = [_margins(image.shape[-3:], shape) for image in images]
+        shape = self._pad_shape(images[0])
+        margins = [_compute_margins(image.shape[-3:], shape) for image in images]
         batch = torch.stack([pad(image.as_tensor(), margin) for image, margin in zip(images, margins, strict=True)])
         for probabilities, image, margin in zip(self.probabilities(batch), images, margins, strict=True):
             w, _, h, _, d, _ = margin
             depth, height, width = image.shape[-3:]
             yield probabilities[:, d : d + depth, h : h + height, w : w + width]
 
-    def _padded_shape(self, image: Tensor) -> tuple[int, ...]:
+    def _pad_shape(self, image: Tensor) -> tuple[int, ...]:
         sides = tuple(image.shape[-3:])
         return sides if self.window is None else tuple(map(max, sides, self.window))
 
-    def _device(self, images: Tensor) -> torch.device:
+    def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
             return torch.device(self.device)
         parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
         return next((parameter.device for parameter in parameters), images.device)
 
-    def _class_probabilities(self, windows: Tensor) -> Tensor:
+    def _average_probabilities(self, windows: Tensor) -> Tensor:
         """Return the mean over models and mirrorings of the softmax, float32."""
         axes = self.mirror_axes
         mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
@@ -178,31 +178,12 @@ class Predictor:
             )
 
 
-def predict_case(
-    model: Model | Sequence[Model],
-    case: Mapping[str, Any],
-    *,
-    num_classes: int,
-    window: Sequence[int] | None = None,
-    overlap: float = 0.5,
-    mirror: bool | Sequence[int] = False,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-) -> MetaTensor:
+def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
     """Return the label map ``(1, D, H, W)`` uint8 of a preprocessed case on its image's original grid.
 
-    The parameters are those of `Predictor`, which serves many cases and batches them.
+    The settings are the fields of `Predictor`, which serves many cases and batches them.
     """
-    predictor = Predictor(
-        model=model,
-        num_classes=num_classes,
-        window=window,
-        overlap=overlap,
-        mirror=mirror,
-        device=device,
-        autocast=autocast,
-    )
-    return predictor(case)
+    return Predictor(model=model, **settings)(case)
 
 
 def full_logits(output: Any) -> Tensor:
@@ -234,7 +215,7 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
             module.training = mode
 
 
-def _equal_sizes(
+def _group_equal_sizes(
     cases: Iterable[Mapping[str, Any]], shape_of: Callable[[Mapping[str, Any]], tuple[int, ...]], batch_size: int
 ) -> Iterator[list[Mapping[str, Any]]]:
     """Group cases of equal shape, ``batch_size`` together; wait for companions of a few groups only."""
@@ -249,13 +230,13 @@ def _equal_sizes(
     yield from waiting.values()
 
 
-def _margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
+def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
     return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
 
 
-def _not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
+def _explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
     if not image.isfinite().all():
         remedy = "the preprocessed image is not finite either: check the file"
     elif autocast is torch.float16:

@@ -12,14 +12,12 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
+from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
 from volseg.transforms.grid import Grid
 
 __all__ = ["write_prediction"]
-
-SCANNER_ANATOMICAL = 1
-"""NIfTI-1 code of a position in the scanner: what DICOM, MHA and NRRD give."""
 
 STRIPPED_SHEAR = 1e-3
 """A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
@@ -57,7 +55,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
             "bring it there with volseg.inference.original_grid.resample"
         )
-    image = _nifti(_bytes(voxels.reshape(grid.shape), path), grid, reference.meta)
+    image = _to_nifti(_to_bytes(voxels.reshape(grid.shape), path), grid, reference.meta)
     content = image.to_bytes()
     if path.name.endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
@@ -66,7 +64,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     return path
 
 
-def _bytes(voxels: Tensor, path: Path) -> np.ndarray:
+def _to_bytes(voxels: Tensor, path: Path) -> np.ndarray:
     low, high = voxels.min().item(), voxels.max().item()
     whole = not voxels.is_floating_point() or torch.equal(voxels, voxels.round())
     if not (whole and low >= 0 and high <= 255):
@@ -74,7 +72,7 @@ def _bytes(voxels: Tensor, path: Path) -> np.ndarray:
     return voxels.to(torch.uint8).numpy()
 
 
-def _nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
+def _to_nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
     """Return the image with the sform and qform of the reference's header."""
     affine = grid.affine.numpy()
     image = nib.Nifti1Image(voxels, affine)

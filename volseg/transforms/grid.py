@@ -86,13 +86,23 @@ class Grid:
 
     def require_same(self, other: "Grid", name: str, other_name: str) -> None:
         """Raise `GridError` unless both grids have the same voxels, within `MISPLACED_VOXELS`."""
+        if fault := self.fault_of(other, name):
+            raise GridError(f"{other_name} {fault}")
+
+    def fault_of(self, other: "Grid", name: str) -> str | None:
+        """Say what keeps ``other`` from having this grid's voxels, within `MISPLACED_VOXELS`; None if nothing does.
+
+        ``name`` is what lies on this grid, such as ``image``; the sentence needs a subject, which lies on ``other``.
+        """
+        if self.shape != other.shape:
+            return f"has the shape {other.shape}, but its {name} has {self.shape}; resample it onto the {name}'s grid"
         allowed = MISPLACED_VOXELS * float(self.affine[:3, :3].norm(dim=0).min())
-        if (apart := self.distance(other)) > allowed:
-            how = f"are {apart:.3g} mm apart" if self.shape == other.shape else f"have {self.shape} and {other.shape}"
-            raise GridError(
-                f"{name} and {other_name} must lie on the same voxels, within {allowed:.2g} mm, but they {how}; "
-                f"resample the {other_name} to the {name}"
-            )
+        if (apart := self.distance(other)) <= allowed:
+            return None
+        return (
+            f"lies up to {apart:.3g} mm away from its {name} (at most {allowed:.3g} mm, {MISPLACED_VOXELS:g} voxel); "
+            f"copy the {name}'s affine if the voxels correspond, else resample"
+        )
 
     def corners(self) -> Tensor:
         """Return the indices of the eight corner voxels as homogeneous columns ``(4, 8)``."""

@@ -26,11 +26,10 @@ from monai.transforms import (
 
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
+from volseg.fields import Case
 from volseg.transforms.grid import Grid
 
 __all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
-
-Case = dict[str, Any]
 
 LABEL_FIELDS = frozenset({"label"})
 """Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
@@ -112,9 +111,9 @@ class RememberGrid(MapTransform):
         for field in (self.image, *(other for other in self.others if other not in LABEL_FIELDS)):
             if field not in case:
                 raise DataError(f"preprocessing needs the field {field!r}, the case has {sorted(case)}")
-        grid = _grid(case, self.image)
+        grid = _require_grid(case, self.image)
         for field in self.key_iterator(case):
-            grid.require_same(_grid(case, field), self.image, field)
+            grid.require_same(_require_grid(case, field), self.image, field)
             # One affine for all: a difference of 1e-6 may round to a side of one voxel more in Spacing.
             volume = MetaTensor(case[field].as_tensor()).copy_meta_from(case[field])
             volume.affine = grid.affine.clone()
@@ -124,7 +123,7 @@ class RememberGrid(MapTransform):
         return case
 
 
-def _grid(case: Mapping[str, Any], field: str) -> Grid:
+def _require_grid(case: Mapping[str, Any], field: str) -> Grid:
     volume = case[field]
     if not isinstance(volume, MetaTensor):
         raise GridError(
@@ -149,12 +148,12 @@ class StoreVoxels(MapTransform):
     def __call__(self, data: Mapping[str, Any]) -> Case:
         case = dict(data)
         for field in self.key_iterator(case):
-            dtype = _label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
+            dtype = _choose_label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
             case[field] = case[field].to(dtype).contiguous()
         return case
 
 
-def _label_dtype(label: MetaTensor, field: str) -> torch.dtype:
+def _choose_label_dtype(label: MetaTensor, field: str) -> torch.dtype:
     voxels = label.as_tensor()
     if voxels.is_floating_point() and not torch.equal(voxels, voxels.round()):
         fraction = voxels[voxels != voxels.round()].flatten()[0].item()
@@ -239,11 +238,11 @@ class ClipZScore(MapTransform):
     def __call__(self, data: Mapping[str, Any]) -> Case:
         case = dict(data)
         for field in self.key_iterator(case):
-            channels = [self._normalised(channel) for channel in case[field].as_tensor().float()]
+            channels = [self._normalise(channel) for channel in case[field].as_tensor().float()]
             case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
         return case
 
-    def _normalised(self, channel: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, channel: torch.Tensor) -> torch.Tensor:
         lower, upper = self.lower, self.upper
         if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
             lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()

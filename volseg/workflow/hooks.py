@@ -5,7 +5,7 @@ registration by name, so what happens at an event is what the list of hooks says
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Patience(Hook):
             raise ValueError(f"patience must be at least one validation, got {validations}")
         self.validations = validations
 
+    def has_run_out(self, history: Sequence["EpochRecord"]) -> bool:
+        """Tell whether so many validations have passed that a training with this history is at its end."""
+        return _validations_since_best(history) >= self.validations
+
     def on_training_begin(self, training: "Training") -> None:
         """Stop a resumed training where it had been stopped before."""
         self._judge(training)
@@ -71,10 +75,11 @@ class Patience(Hook):
             self._judge(training)
 
     def _judge(self, training: "Training") -> None:
-        scores = [past.score for past in training.history if past.score is not None]
-        if not scores:
-            return
-        scores = [-math.inf if math.isnan(score) else score for score in scores]
-        since_best = len(scores) - 1 - max(range(len(scores)), key=scores.__getitem__)
-        if since_best >= self.validations:
-            training.stop(f"no better score in {since_best} validations")
+        if self.has_run_out(training.history):
+            training.stop(f"no better score in {_validations_since_best(training.history)} validations")
+
+
+def _validations_since_best(history: Sequence["EpochRecord"]) -> int:
+    scores = [record.score for record in history if record.score is not None]
+    known = [-math.inf if math.isnan(score) else score for score in scores]  # a score of NaN is never the best
+    return len(known) - 1 - known.index(max(known)) if known else 0

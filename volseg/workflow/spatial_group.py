@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.data.augmented import EpochBatches
+from volseg.data.cases import Batch
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
@@ -20,8 +21,6 @@ from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 
 __all__ = ["FollowedModel", "GroupBatches", "GroupValidation", "Verdict", "dismiss", "follow", "is_cut_over_processes"]
-
-Batch = dict[str, Any]
 
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
+from volseg.data.cases import Batch
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.parallel import RecordedStep
 from volseg.parallel.devices import is_main_process
@@ -39,7 +40,6 @@ __all__ = ["CHECK_EVERY", "Score", "Training"]
 CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
-Batch = dict[str, Any]
 ScoreT = TypeVar("ScoreT", bound="Score")
 logger = logging.getLogger(__name__)
 

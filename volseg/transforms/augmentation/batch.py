@@ -11,7 +11,7 @@ from torch import Tensor
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
-from volseg.transforms.augmentation import intensity, spatial
+from volseg.transforms.augmentation import intensity, spatial, triton_reading
 from volseg.transforms.augmentation.parameters import AugmentationParameters, draw_parameters
 
 __all__ = ["BatchAugmentation"]
@@ -21,7 +21,7 @@ class BatchAugmentation:
     """Change a batch of patches at random.
 
     On an accelerator every effect is computed for every sample and kept where it was drawn: the work is the same for
-    every batch, nothing waits for the host, and the call can be captured in a CUDA graph (register the generator with
+    every batch, nothing waits for the host, and the call can be recorded in a CUDA graph (register the generator with
     it). On a CPU only the samples that an effect was drawn for are touched.
 
     Parameters
@@ -99,13 +99,11 @@ class BatchAugmentation:
         generator : torch.Generator
             The draws are those of ``__call__``, and so is the result, up to float32's rounding of positions.
         """
-        from volseg.transforms.augmentation import triton_reading
-
         parameters = self.sample(len(cases), generator, stack[0].shape[1])
         with _full_precision(stack[0].device.type):
-            columns, shift = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
+            steps = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
             images, labels = triton_reading.read_patches(
-                stack, cases, corners, columns, shift, self.patch_size, self.source_size, self._num_classes
+                stack, cases, corners, steps, self.patch_size, self.source_size, self._num_classes
             )
             return self._recolour(images, parameters, dense=True), labels
 

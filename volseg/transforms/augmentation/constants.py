@@ -1,10 +1,11 @@
 """Small constant tensors, made once per device.
 
-To make one copies from the host, which a CUDA graph under capture refuses; the warm-up that a capture needs anyway
-fills this cache.
+To make one copies from the host, which cannot be recorded in a CUDA graph; the call that goes before a recording
+anyway makes them. They live as long as the process and not as long as an augmentation: recordings read them at their
+addresses, so none may ever be freed, and all augmentations of a device share these few hundred bytes per patch size.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from torch import Tensor
 __all__ = ["constant", "positions"]
 
 
-@lru_cache(maxsize=256)
+@cache
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return ``values`` as a float32 tensor; not to be written to."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def positions(size: int, device: torch.device) -> Tensor:
     """Return 0, 1, ... ``size - 1`` in float32; not to be written to."""
     return torch.arange(size, dtype=torch.float32, device=device)

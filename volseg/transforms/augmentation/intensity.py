@@ -55,15 +55,15 @@ def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tens
 
 def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
     """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border the kernel's inner part counts for all."""
-    return _along_each_axis(volumes, _gaussians(sigma, volumes.shape[1:]))
+    return _multiply_each_axis(volumes, _compute_gaussians(sigma, volumes.shape[1:]))
 
 
 def coarsen(volumes: Tensor, zoom: Tensor) -> Tensor:
     """Keep ``zoom`` (N, 3) of the voxels along each axis, the nearest ones, and interpolate back linearly."""
-    return _along_each_axis(volumes, _down_and_up(zoom, volumes.shape[1:]))
+    return _multiply_each_axis(volumes, _compute_down_and_up(zoom, volumes.shape[1:]))
 
 
-def _along_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
+def _multiply_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
     """Multiply the axes of (N, D, H, W) by the matrices (N, 3, n, n), of which each uses its first rows and columns."""
     shape = volumes.shape
     # Each product turns the first axis into the last, (n, d, hw) -> (n, hw, d), so three of them end where they began.
@@ -73,7 +73,7 @@ def _along_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
     return volumes.view(shape)
 
 
-def _gaussians(sigma: Tensor, sides: Sequence[int]) -> Tensor:
+def _compute_gaussians(sigma: Tensor, sides: Sequence[int]) -> Tensor:
     """Return the blur of each volume and axis as a matrix whose rows sum to one, (N, 3, n, n)."""
     position = positions(max(sides), sigma.device)
     # At 1e-3 the neighbours' weight underflows to 0: the identity, without a division by 0.
@@ -85,7 +85,7 @@ def _gaussians(sigma: Tensor, sides: Sequence[int]) -> Tensor:
     return weight / weight.sum(-1, keepdim=True)
 
 
-def _down_and_up(zoom: Tensor, sides: Sequence[int]) -> Tensor:
+def _compute_down_and_up(zoom: Tensor, sides: Sequence[int]) -> Tensor:
     """Return nearest-exact sampling to ``zoom * side`` voxels and linear sampling back, as one matrix (N, 3, n, n)."""
     side = constant(tuple(map(float, sides)), zoom.device)
     position = positions(max(sides), zoom.device)

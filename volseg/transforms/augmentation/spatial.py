@@ -50,7 +50,7 @@ def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing
     ticks = [torch.linspace(-math.radians(a), math.radians(a), steps + 1, dtype=torch.float64) for a in limits]
     angles = torch.cartesian_prod(*ticks)
     size = torch.tensor(spacing, dtype=torch.float64)
-    turned = (_rotation(angles).abs() @ (half * size)).amax(0)
+    turned = (_compute_rotation(angles).abs() @ (half * size)).amax(0)
     # Between two grid points an angle is off by at most half a step, and the position by that times the radius.
     gap = sum(math.radians(limit) / steps for limit in limits) * (half * size).norm()
     reach = torch.maximum(turned, torch.minimum(turned + gap, (half * size).norm())) if gap else turned
@@ -70,13 +70,13 @@ def crop_and_mirror(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size)
     if mirror.device.type == "cpu":  # ten times as fast there as a gather, and there is no host to wait for
         dims = [[axis - 3 for axis, flip in enumerate(flips) if flip] for flips in mirror.tolist()]
         return [
-            torch.stack([sample.flip(d) for sample, d in zip(_centre(volume, patch_size), dims, strict=True)])
+            torch.stack([sample.flip(d) for sample, d in zip(_crop_centre(volume, patch_size), dims, strict=True)])
             for volume in volumes
         ]
     return _gather_mirrored(volumes, mirror, patch_size)
 
 
-def _centre(volume: Tensor, size: Size) -> Tensor:
+def _crop_centre(volume: Tensor, size: Size) -> Tensor:
     for dim, side in enumerate(size, start=2):
         volume = volume.narrow(dim, (volume.shape[dim] - side) // 2, side)
     return volume
@@ -92,7 +92,7 @@ def _gather_mirrored(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size
     sample = torch.arange(len(mirror), device=mirror.device).view(-1, 1, 1, 1, 1)
     channels = [torch.arange(volume.shape[1], device=mirror.device).view(1, -1, 1, 1, 1) for volume in volumes]
     return [
-        _centre(volume, patch_size)[sample, channel, index[0], index[1], index[2]]
+        _crop_centre(volume, patch_size)[sample, channel, index[0], index[1], index[2]]
         for volume, channel in zip(volumes, channels, strict=True)
     ]
 
@@ -104,8 +104,10 @@ def sampling_grid(
     device = parameters.rotation.device
     # In grid_sample's units: with align_corners=False the source spans [-1, 1] from face to face, so n voxels are
     # 2 n / size.
-    columns = _columns(parameters, spacing, [2 / size for size in source_size]).flip(2)[:, :, None, None, None, :]
-    sign = _sign(parameters)[:, :, None, None, None, None]
+    columns = _compute_columns(parameters, spacing, [2 / size for size in source_size]).flip(2)[
+        :, :, None, None, None, :
+    ]
+    sign = _compute_sign(parameters)[:, :, None, None, None, None]
     signed = (columns * sign).unbind(1)
     d, h, w = (positions(size, device) - (size - 1) / 2 for size in patch_size)
     grid = d.view(-1, 1, 1, 1) * signed[0]
@@ -126,21 +128,21 @@ def voxel_steps(
     The shifts are elastic displacements, to be added to a voxel's offset from the patch's centre, (B, 3, D, H, W); None
     where there are none.
     """
-    sign = _sign(parameters)
-    columns = _columns(parameters, spacing, (1.0, 1.0, 1.0)) * sign[:, :, None]
+    sign = _compute_sign(parameters)
+    columns = _compute_columns(parameters, spacing, (1.0, 1.0, 1.0)) * sign[:, :, None]
     if not parameters.elastic.numel():
         return columns, None
     return columns, displacement(parameters.elastic, patch_size) * sign[:, :, None, None, None]
 
 
-def _columns(parameters: AugmentationParameters, spacing: Sequence[float], units: Sequence[float]) -> Tensor:
+def _compute_columns(parameters: AugmentationParameters, spacing: Sequence[float], units: Sequence[float]) -> Tensor:
     """Return what one voxel along each axis of an unmirrored patch is in the source, in ``units``, (B, axis, to)."""
     between = [spacing[axis] / spacing[to] * units[to] for to in range(3) for axis in range(3)]  # by way of mm
-    turn = _rotation(parameters.rotation) * constant(tuple(between), parameters.rotation.device).view(3, 3)
+    turn = _compute_rotation(parameters.rotation) * constant(tuple(between), parameters.rotation.device).view(3, 3)
     return (turn * parameters.scale[:, None, None]).transpose(1, 2)
 
 
-def _sign(parameters: AugmentationParameters) -> Tensor:
+def _compute_sign(parameters: AugmentationParameters) -> Tensor:
     return 1 - 2 * parameters.mirror.float()
 
 
@@ -163,7 +165,7 @@ def displacement(control: Tensor, patch_size: Size) -> Tensor:
        doi:10.1109/42.796284.
     """
     weights = [
-        _spline_weights(size, points, control.device)
+        _compute_spline_weights(size, points, control.device)
         for size, points in zip(patch_size, control.shape[2:], strict=True)
     ]
     return torch.einsum("bcklm,dk,hl,wm->bcdhw", control, *weights)
@@ -190,7 +192,7 @@ def resample(image: Tensor, label: Tensor, grid: Tensor, num_classes: int | None
     return image, torch.where(share > background, foreground + 1, 0).to(label.dtype)
 
 
-def _rotation(angles: Tensor) -> Tensor:
+def _compute_rotation(angles: Tensor) -> Tensor:
     """Return R_W R_H R_D, rotations about each axis in turn, (..., 3, 3)."""
     c, s = angles.cos().unbind(-1), angles.sin().unbind(-1)
     (cd, ch, cw), (sd, sh, sw) = c, s
@@ -202,7 +204,7 @@ def _rotation(angles: Tensor) -> Tensor:
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
-def _spline_weights(size: int, points: int, device: torch.device) -> Tensor:
+def _compute_spline_weights(size: int, points: int, device: torch.device) -> Tensor:
     """Return the weight of each control point at each voxel, (size, points); each row sums to one."""
     position = (torch.arange(size, device=device) + 0.5) * ((points - 3) / size) + 1
     distance = (position[:, None] - torch.arange(points, device=device)).abs()

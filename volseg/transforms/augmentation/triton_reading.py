@@ -117,8 +117,7 @@ def read_patches(
     stack: tuple[Tensor, Tensor],
     cases: Tensor,
     corners: Tensor,
-    columns: Tensor,
-    shift: Tensor | None,
+    steps: tuple[Tensor, Tensor | None],
     patch_size: Sequence[int],
     source_size: Sequence[int],
     num_classes: int | None,
@@ -131,10 +130,9 @@ def read_patches(
         All images (N, C, D, H, W) and labels (N, 1, D, H, W) in uint8, 0 beyond each case: `CaseBank.stack`.
     cases, corners : Tensor
         Index of each patch's case, (B,), and the first voxel of its source patch, (B, 3).
-    columns : Tensor
-        How far one voxel along each axis of the patch leads in the source, (B, 3, 3), from ``spatial.voxel_steps``.
-    shift : Tensor, optional
-        Added to each voxel's offset from the patch's centre, (B, 3, *patch_size).
+    steps : (Tensor, Tensor or None)
+        From ``spatial.voxel_steps``: how far one voxel along each axis of the patch leads in the source, (B, 3, 3), and
+        what is added to each voxel's offset from the patch's centre, (B, 3, *patch_size).
     patch_size, source_size : sequence of int
         D, H, W of the patches, without and with the margin beyond which all is 0.
     num_classes : int, optional
@@ -145,7 +143,7 @@ def read_patches(
     voxels = patch_size[0] * patch_size[1] * patch_size[2]
     out_images = torch.empty(batch, channels, *patch_size, device=images.device)
     out_labels = torch.empty(batch, 1, *patch_size, dtype=labels.dtype, device=images.device)
-    columns = columns.contiguous()
+    columns, shift = steps[0].contiguous(), steps[1]
     with launch_on(images):
         _read_kernel[triton.cdiv(voxels, BLOCK), batch](
             images, labels, cases.contiguous(), corners.contiguous(), columns,

@@ -1,0 +1,88 @@
+"""Cases are checked while they are prepared: one reading of each file, and all bad cases at once."""
+
+import shutil
+
+import pytest
+import torch
+
+from volseg.data.checks import check_cases
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_all, prepare_sound
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError, GridError
+from volseg.transforms.preprocessing import build_preprocessing
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=4, num_test=0)
+
+
+@pytest.fixture
+def task(made, tmp_path):
+    """Return a task whose files a test may damage."""
+    return load_task(shutil.copytree(made, tmp_path / made.name))
+
+
+@pytest.fixture
+def preprocessing():
+    return build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}])
+
+
+def truncate(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def test_cases_are_those_of_preparing_alone_from_one_reading(task, preprocessing, reads):
+    seen = []
+    prepared = prepare_sound(
+        task.training[:3], task.training[3:], task, preprocessing, workers=2, progress=lambda: seen.append(1)
+    )
+    assert reads == {case[field]: 1 for case in task.training for field in ("image", "label")}
+    assert len(seen) == 4
+    assert prepared.problems == []
+    wanted = [
+        *prepare_all(task.training[:3], preprocessing),
+        *prepare_all(task.training[3:], preprocessing, keep_reference=True),
+    ]
+    for case, expected in zip([*prepared.training, *prepared.validation], wanted, strict=True):
+        assert case.keys() == expected.keys()
+        for field in case.keys() & {"image", "label", "reference"}:
+            assert torch.equal(case[field], expected[field])
+            assert torch.equal(case[field].affine, expected[field].affine)
+        assert case["case"] == expected["case"]
+    assert [case["case"] for case in prepared.validation if "reference" in case] == [task.training[3]["case"]]
+    assert not any("reference" in case for case in prepared.training)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_all_bad_cases_are_named_at_once_in_the_words_of_the_checks(task, preprocessing, reads, workers):
+    truncate(task.training[0]["image"])
+    task.training[3]["label"].unlink()
+    reads.clear()
+    with pytest.raises(DataError) as caught:
+        prepare_sound(task.training[:2], task.training[2:], task, preprocessing, workers=workers)
+    assert reads.keys() >= {case["image"] for case in task.training}
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 case(s) cannot be used:"
+    assert lines[1:-1] == [f"  {problem}" for problem in check_cases(task.training, task)]
+    assert "data.skip_bad" in lines[-1]
+
+
+def test_bad_cases_are_left_out_and_told(task, preprocessing):
+    truncate(task.training[1]["label"])
+    prepared = prepare_sound(task.training[:2], task.training[2:], task, preprocessing, skip_bad=True)
+    assert [case["case"] for case in prepared.training] == [task.training[0]["case"]]
+    assert [case["case"] for case in prepared.validation] == [case["case"] for case in task.training[2:]]
+    assert prepared.problems == check_cases(task.training, task)
+
+
+def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task):
+    nowhere = build_preprocessing([{"name": "CropForeground", "above": 1e9}])
+    first = task.training[0]["case"]
+    with pytest.raises(GridError, match=rf"^case {first}: .* no voxel that exceeds 1000000000.0"):
+        prepare_sound(task.training, (), task, nowhere)
+    truncate(task.training[3]["image"])
+    with pytest.raises(DataError, match=r"^1 case\(s\) cannot be used"):
+        prepare_sound(task.training, (), task, nowhere)

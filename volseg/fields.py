@@ -1,0 +1,17 @@
+"""What passes through volseg by field names: a case, and a batch of patches.
+
+Aliases and not TypedDicts: configs name further fields, and a field is looked up by a name that is a variable.
+"""
+
+from typing import Any
+
+__all__ = ["Batch", "Case"]
+
+Case = dict[str, Any]
+"""One patient: ``case`` (id), ``image`` and, except for prediction, ``label``.
+
+``image`` and ``label`` are paths until a reader replaces them by MetaTensors ``(C, D, H, W)`` and ``(1, D, H, W)``.
+"""
+
+Batch = dict[str, Any]
+"""Patches that train together: ``image`` (B, C, D, H, W), ``label`` (B, 1, D, H, W) and ``case``, their B ids."""
