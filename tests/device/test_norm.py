@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import triton_tiles
+from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import choice, statistics
 from volseg.device.norm.choice import Activation
 from volseg.parallel.spatial.transport.halo import roomy
@@ -99,10 +100,10 @@ def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
     x = slabs(torch.bfloat16, layout, 3)
     target = torch.full((2, 8, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
     target = target.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
-    choice.copy(x, target[:, 4:7])
+    copy_into(x, target[:, 4:7])
     assert target[:, 4:7].equal(x)
     assert bool(target[:, :4].isnan().all())
-    assert choice.in_layout(x, channels_last=last).equal(x)
+    assert in_layout(x, channels_last=last).equal(x)
 
 
 @with_kernels

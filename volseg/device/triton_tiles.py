@@ -28,6 +28,7 @@ __all__ = [
     "spaced",
     "split_voxels",
     "strides_of",
+    "takes",
     "tile_size",
     "tl",
     "triton",
@@ -41,6 +42,11 @@ TILE = 4096
 def available() -> bool:
     """Say whether Triton is installed."""
     return triton is not None
+
+
+def takes(tensor: Tensor) -> bool:
+    """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and triton is not None
 
 
 if triton is not None:

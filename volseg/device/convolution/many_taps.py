@@ -18,11 +18,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.convolution.settings import Settings
-from volseg.device.convolution.stacks import LIMIT
 from volseg.device.triton_tiles import launch_on, processors, tl, triton
 
-__all__ = ["divider", "forward", "forward_suits", "suits", "weight_gradient"]
+__all__ = ["divider", "forward", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one."""
@@ -32,24 +30,6 @@ FEWEST_VOXELS = 4096
 
 BV, BI, BO = 64, 128, 128
 """Voxels, channels in and channels out of a tile."""
-
-
-def suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether the convolution is one of these."""
-    ones = (1, 1, 1)
-    if min(weight.shape[:2]) < FEWEST_CHANNELS or prod(weight.shape[2:]) < FEWEST_TAPS:
-        return False
-    half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
-    simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
-    inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
-    small = slab.shape[0] * slab.shape[2:].numel() * max(weight.shape[:2]) <= LIMIT
-    here = triton is not None and slab.is_cuda and slab.ndim == 5
-    return here and half and simple and inside and small and slab.stride(1) == 1
-
-
-def forward_suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether ``forward`` is the faster way."""
-    return suits(slab, weight, settings) and slab.shape[0] * slab.shape[2:].numel() >= FEWEST_VOXELS
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:

@@ -10,24 +10,11 @@ contiguously, as losses read them.
 import torch
 from torch import Tensor
 
-from volseg.device import triton_tiles
-from volseg.device.convolution.settings import Settings
 from volseg.device.triton_tiles import even, launch_on, processors, spaced, tl, triton, voxel_count
 
-__all__ = ["backward", "forward", "suits"]
+__all__ = ["backward", "forward"]
 
 MOST_CLASSES, MOST_FEATURES = 16, 256
-
-
-def suits(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether the kernels take this convolution; ``tensor`` is its input, or the gradient of its output."""
-    dims = weight.ndim - 2
-    ones, zeros = (1,) * dims, (0,) * dims
-    point = weight.shape[2:] == ones and settings.stride == ones and settings.padding == zeros
-    simple = point and settings.groups == 1 and not settings.transposed
-    half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
-    small = weight.shape[0] <= MOST_CLASSES and weight.shape[1] <= MOST_FEATURES
-    return triton_tiles.available() and tensor.is_cuda and tensor.ndim == 5 and half and simple and small
 
 
 if triton is not None:

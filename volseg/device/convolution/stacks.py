@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM, layout_of
 
 __all__ = ["LIMIT", "convolution", "convolution_backward"]
 
@@ -79,9 +79,7 @@ def convolution(
         if whole is None:
             shape = list(part.shape)
             shape[DIM] = stacks[-1].outputs[1]
-            last = part.stride(1) == 1 and part.shape[1] > 1
-            layout = torch.channels_last_3d if last else torch.contiguous_format
-            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout_of(part))
         stack.result(whole).copy_(part)
     assert whole is not None
     return whole

@@ -24,13 +24,11 @@ __all__ = [
     "affine",
     "backward_coefficients",
     "coefficients",
-    "copy",
     "direct_backward_coefficients",
     "direct_coefficients",
     "fused",
     "gradient_input",
     "gradient_sums",
-    "in_layout",
     "moments",
     "shares",
 ]
@@ -160,24 +158,6 @@ def direct_backward_coefficients(
     mean, rstd, scale, shift = found
     partials = passes.gradient_sums(gradient, slab, mean, scale, shift, activation)
     return statistics.direct_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox)
-
-
-def copy(slab: Tensor, out: Tensor) -> None:
-    """Copy a slab into ``out``, which may be channels of a larger one."""
-    if fused(slab) and slab.dtype == out.dtype:
-        passes.copy(slab, out)
-    else:
-        out.copy_(slab)
-
-
-def in_layout(slab: Tensor, channels_last: bool) -> Tensor:
-    """Return a volume ``(B, C, D, H, W)`` densely in the wanted layout, itself where it is so already."""
-    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-    if slab.ndim != 5 or slab.is_contiguous(memory_format=layout):
-        return slab
-    out = torch.empty(slab.shape, dtype=slab.dtype, device=slab.device, memory_format=layout)
-    copy(slab, out)
-    return out
 
 
 def moments(slab: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 if triton is not None:
     from volseg.device.triton_tiles import elements
 
-__all__ = ["affine", "copy", "gradient_input", "gradient_sums"]
+__all__ = ["affine", "gradient_input", "gradient_sums"]
 
 KINDS = {"none": 0, "leaky": 1, "elu": 2}
 
@@ -49,10 +49,9 @@ if triton is not None:
         if ENDS:  # the first voxels and the last ones, of V in all
             v = tl.where(v < front, v, v + skipped)
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-        if KIND != 3:  # 3 copies
-            a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
-            s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
-            value = value * a[None, :] + s[None, :]
+        a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+        s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+        value = value * a[None, :] + s[None, :]
         if KIND == 1:
             value = tl.where(value > 0, value, value * alpha)
         if KIND == 2:
@@ -135,19 +134,6 @@ def affine(
             **settings(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
-
-
-def copy(slab: Tensor, out: Tensor) -> None:
-    """See ``kernels.copy``."""
-    slab = even(slab, slab)
-    # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
-    tile = max(tile_size(slab), tile_size(out), key=lambda size: size[1])
-    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with launch_on(slab):
-        _affine_kernel[grid](
-            slab, slab, slab, out, slab.shape[1], voxel_count(slab), 0.0,
-            *spaced(slab), *spaced(out), 0, 0, **settings(tile, KIND=3, ENDS=False),
-        )  # fmt: skip
 
 
 def gradient_sums(
