@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device import triton_tiles
 from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import choice, statistics
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.transport.halo import roomy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,9 +115,9 @@ def test_weights_need_not_be_dense() -> None:
     for weight, bias in ((every_second, one), (one, every_second)):
         results = [
             (
-                statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                statistics.exchange_coefficients(x, share, own_weight, own_bias, 1e-5, None),
                 statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
-                statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                statistics.exchange_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
                 statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
             )
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.norm import choice
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
 from volseg.device.peer.values import CAPACITY, Mailbox
 from volseg.parallel import launch
 from volseg.parallel.spatial.transport.mesh import start_group
@@ -72,7 +72,7 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     slabs = [torch.randn(2, 20, 3 + rank, 5, 4, device=device) * 3 + 7 for rank in range(shards)]
     gradients = [torch.randn_like(slab) for slab in slabs]
     weight, bias, activation = torch.rand(20, device=device), torch.rand(20, device=device), Activation("leaky", 0.1)
-    shares = choice.shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
+    shares = choice.compute_shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
     voxels = sum(slab[0, 0].numel() for slab in slabs)
     moments = torch.stack([choice.moments(slab) for slab in slabs])
     wanted = choice.coefficients(moments, shares, weight, bias, 1e-5, None)
@@ -86,13 +86,13 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                got.append(choice.direct_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
+                got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             box, known = sides[rank] if shards > 1 else None, (mean, rstd, scale, shift)
             given = gradients[rank], slabs[rank], known, activation, weight, voxels, box
             with torch.cuda.stream(stream):
-                back.append(choice.direct_backward_coefficients(*given))
+                back.append(choice.exchange_backward_coefficients(*given))
         torch.cuda.synchronize()
         return got, back
 

@@ -1,12 +1,11 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The norms' passes over the voxels in Triton: scale, shift and activation, its gradient, and copies."""
-
-from typing import TYPE_CHECKING
+"""The norms' passes over the voxels in Triton: scale, shift and activation, and their gradient."""
 
 import torch
 from torch import Tensor
 
+from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.triton_tiles import (
     even,
     launch_on,
@@ -18,9 +17,6 @@ from volseg.device.triton_tiles import (
     triton,
     voxel_count,
 )
-
-if TYPE_CHECKING:
-    from volseg.device.norm.choice import Activation
 
 if triton is not None:
     from volseg.device.triton_tiles import elements
@@ -113,11 +109,11 @@ def affine(
     slab: Tensor,
     scale: Tensor,
     shift: Tensor,
-    activation: "Activation",
-    out: Tensor | None,
+    activation: Activation = IDENTITY,
+    out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See ``kernels.affine``."""
+    """Compute ``reference.affine``."""
     slab = even(slab, slab)
     out = torch.empty_like(slab) if out is None else out
     tile = tile_size(slab)
@@ -137,9 +133,9 @@ def affine(
 
 
 def gradient_sums(
-    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: "Activation"
+    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
 ) -> Tensor:
-    """Return the sums of ``kernels.gradient_sums`` over each part of the slab, ``(parts, 2, B, C)``."""
+    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2, B, C)``."""
     slab = even(slab, slab)
     gradient = even(gradient, slab)
     batch, channels = slab.shape[:2]
@@ -163,10 +159,10 @@ def gradient_input(
     shift: Tensor,
     slope: Tensor,
     offset: Tensor,
-    activation: "Activation",
+    activation: Activation = IDENTITY,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``kernels.gradient_input``."""
+    """Compute ``reference.gradient_input``."""
     slab = even(slab, slab)
     gradient = even(gradient, slab)
     out = torch.empty_like(slab) if out is None else out

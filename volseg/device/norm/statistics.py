@@ -27,8 +27,8 @@ if triton is not None:
 __all__ = [
     "backward_coefficients",
     "coefficients",
-    "direct_backward_coefficients",
-    "direct_coefficients",
+    "exchange_backward_coefficients",
+    "exchange_coefficients",
     "moments",
 ]
 
@@ -191,7 +191,7 @@ if triton is not None:
         _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
 
     @triton.jit(do_not_specialize=["rank", "patience"])
-    def _direct_coefficients_kernel(
+    def _exchange_coefficients_kernel(
         means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
         WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
         PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -218,7 +218,7 @@ if triton is not None:
         _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
 
     @triton.jit(do_not_specialize=["rank", "patience"])
-    def _direct_backward_kernel(
+    def _exchange_backward_kernel(
         partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
         WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -254,7 +254,7 @@ def _partial_moments(slab: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def moments(slab: Tensor) -> Tensor:
-    """See ``kernels.moments``."""
+    """Compute ``reference.moments``."""
     slab = even(slab, slab)
     means, squares, per_program = _partial_moments(slab)
     parts, batch, channels = means.shape
@@ -267,17 +267,17 @@ def moments(slab: Tensor) -> Tensor:
     return out
 
 
-def direct_coefficients(
+def exchange_coefficients(
     slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: Mailbox | None
 ) -> Tensor:
-    """See ``kernels.direct_coefficients``."""
+    """Compute ``choice.exchange_coefficients``."""
     slab = even(slab, slab)
     means, squares, per_program = _partial_moments(slab)
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = means.new_empty((5, batch, channels))
     with launch_on(slab):
-        _direct_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
+        _exchange_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
             means, squares, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, parts, voxel_count(slab),
             per_program,
             **_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
@@ -285,15 +285,15 @@ def direct_coefficients(
     return out
 
 
-def direct_backward_coefficients(
+def exchange_backward_coefficients(
     partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: Mailbox | None
 ) -> Tensor:
-    """See ``kernels.direct_backward_coefficients``."""
+    """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``."""
     parts, _, batch, channels = partials.shape
     pairs = batch * channels
     out = partials.new_empty((4, batch, channels))
     with launch_on(partials):
-        _direct_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
+        _exchange_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
             partials, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, parts,
             **_peers(mailbox), WEIGHT=weight is not None, **TILE,
         )  # fmt: skip
@@ -313,7 +313,7 @@ def _peers(mailbox: Mailbox | None) -> dict[str, Any]:
 
 
 def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """See ``kernels.coefficients``."""
+    """Compute ``reference.coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((5, batch, channels))
@@ -326,7 +326,7 @@ def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: T
 
 
 def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
-    """See ``kernels.backward_coefficients``."""
+    """Compute ``reference.backward_coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((4, batch, channels))
