@@ -23,8 +23,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
 from volseg.errors import DataError
-from volseg.losses.dice import reference
-from volseg.losses.dice.reference import TRUTH, Terms
+from volseg.losses.dice import choice
+from volseg.losses.dice.terms import TRUTH, Terms
 
 __all__ = ["Terms", "at_grid", "class_sums", "dice_cross_entropy", "loss_of"]
 
@@ -78,7 +78,7 @@ def at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
 def class_sums(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     """Return the sums ``(parts, 4, B, K)`` of one slab, in any number of parts that are still to be added.
 
-    The rows are those of ``dice_kernels``: overlap, mass, truth, surprise.
+    The rows are those of ``dice.terms``: overlap, mass, truth, surprise.
     """
     return _ClassSums.apply(logits, label, terms.squared)
 
@@ -99,20 +99,20 @@ class _ClassSums(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, label: Tensor, squared: bool) -> Tensor:
         ctx.save_for_backward(logits, label)
         ctx.squared = squared
-        return reference.sums(logits, label, squared)
+        return choice.sums(logits, label, squared)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         # The loss depends on the sum of the parts alone: every part has the same slopes.
-        return reference.gradient(logits, label, slopes[0], ctx.squared), None, None
+        return choice.gradient(logits, label, slopes[0], ctx.squared), None, None
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, terms: Terms, shape: tuple[int, ...]) -> Tensor:
-        loss, slopes = reference.combine(sums, terms, shape)
+        loss, slopes = choice.combine(sums, terms, shape)
         ctx.save_for_backward(slopes)
         ctx.shape = sums.shape
         return loss

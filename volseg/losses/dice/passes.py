@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of ``dice_kernels`` in Triton: one pass over logits and label each, softmax in registers.
+"""Dice plus cross entropy of one slab in Triton: one pass over logits and label each, softmax in registers.
 
 A tile holds ``BV`` voxels with all their classes. Logits are addressed as (sample, class, voxel) with three strides,
 contiguous or channels last alike; the label by its own strides, so that a coarser head reads the full one at a stride.
@@ -8,16 +8,13 @@ Each program writes its own sums, which ``combine`` adds in a fixed order: no at
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from volseg.device.triton_tiles import launch_on, processors, tl, triton
-from volseg.losses.dice import reference
-
-if TYPE_CHECKING:
-    from volseg.losses.dice.reference import Terms
+from volseg.losses.dice.reference import empty_gradient
+from volseg.losses.dice.terms import Terms
 
 __all__ = ["combine", "gradient", "sums"]
 
@@ -146,7 +143,7 @@ def _label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
 
 
 def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
-    """See ``dice_kernels.sums``."""
+    """Compute ``reference.sums``, ``(parts, 4, B, K)``."""
     flat = logits.flatten(2)  # a view, unless the planes have gaps between them
     batch, classes, voxels = flat.shape
     tile = _tile(flat)
@@ -163,8 +160,8 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     return out
 
 
-def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """See ``dice_kernels.combine``."""
+def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Compute ``reference.combine``."""
     sums = sums.contiguous()
     parts, _, batch, classes = sums.shape
     pool = batch if terms.batch else 1
@@ -182,9 +179,9 @@ def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor,
 
 
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
-    """See ``dice_kernels.gradient``."""
+    """Compute ``reference.gradient``."""
     flat = logits.flatten(2)
-    out, flat_out = reference.empty_gradient(logits)
+    out, flat_out = empty_gradient(logits)
     batch, classes, voxels = flat.shape
     tile = _tile(flat)
     label, strides = _label(label)
