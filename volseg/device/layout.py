@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_tiles import (
-    even,
-    launch_on,
-    settings,
-    spaced,
+    choose_tile,
+    count_voxels,
+    describe_tile,
+    make_even,
+    read_strides,
+    select_device,
     takes,
-    tile_size,
     tl,
     triton,
-    voxel_count,
 )
 
 if triton is not None:
@@ -49,13 +49,13 @@ def copy_into(slab: Tensor, out: Tensor) -> None:
 
 def copy_by_triton(slab: Tensor, out: Tensor) -> None:
     """Copy a slab likewise by the kernel, which is the faster one between layouts."""
-    slab = even(slab, slab)
+    slab = make_even(slab, slab)
     # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
-    tile = max(tile_size(slab), tile_size(out), key=lambda size: size[1])
-    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with launch_on(slab):
+    tile = max(choose_tile(slab), choose_tile(out), key=lambda size: size[1])
+    grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with select_device(slab):
         _copy_kernel[grid](
-            slab, out, slab.shape[1], voxel_count(slab), *spaced(slab), *spaced(out), **settings(tile)
+            slab, out, slab.shape[1], count_voxels(slab), *read_strides(slab), *read_strides(out), **describe_tile(tile)
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from volseg.errors import DataError
 from volseg.losses.dice import choice
 from volseg.losses.dice.terms import TRUTH, Terms
 
-__all__ = ["Terms", "at_grid", "class_sums", "dice_cross_entropy", "loss_of"]
+__all__ = ["Terms", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
 
 
 def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
@@ -50,8 +50,8 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
         result: Tensor = handle_torch_function(dice_cross_entropy, (logits, label), logits, label, terms)
         return result
     check_shapes(logits, label)
-    label = at_grid(label, logits.shape[2:])
-    return loss_of(class_sums(logits, label, terms), [label], terms, logits.shape)
+    label = read_at_grid(label, logits.shape[2:])
+    return compute_loss(sum_classes(logits, label, terms), [label], terms, logits.shape)
 
 
 def check_shapes(logits: Tensor, label: Tensor) -> None:
@@ -64,7 +64,7 @@ def check_shapes(logits: Tensor, label: Tensor) -> None:
         )
 
 
-def at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
+def read_at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
     """Return the label map on a grid of ``size``, nearest-exact: a view where the grid is a whole number coarser."""
     factors = [fine // coarse for fine, coarse in zip(label.shape[2:], size, strict=True)]
     if all(fine == coarse * f for fine, coarse, f in zip(label.shape[2:], size, factors, strict=True)):
@@ -75,7 +75,7 @@ def at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(label, size=list(size), mode="nearest-exact")
 
 
-def class_sums(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
+def sum_classes(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     """Return the sums ``(parts, 4, B, K)`` of one slab, in any number of parts that are still to be added.
 
     The rows are those of ``dice.terms``: overlap, mass, truth, surprise.
@@ -83,7 +83,7 @@ def class_sums(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     return _ClassSums.apply(logits, label, terms.squared)
 
 
-def loss_of(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
+def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
     """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` are named if one is no class."""
     if not sums.is_cuda and bool(sums[:, TRUTH].isnan().any()):
         strangers = [value for label in labels for value in label.unique().tolist() if value not in range(shape[1])]

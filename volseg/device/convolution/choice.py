@@ -161,12 +161,12 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
         Whether volumes lie, and results shall lie, with channels last.
     """
     if not channels_last:
-        return stacks.convolution(slab, weight, bias, settings.arguments)
+        return stacks.convolve(slab, weight, bias, settings.arguments)
     call = Convolution(slab, weight, bias, settings)
     kernel = choose(FORWARD, call)
     if kernel is not None:
         return kernel.compute(call)
-    result = stacks.convolution(slab, weight, bias, settings.arguments)
+    result = stacks.convolve(slab, weight, bias, settings.arguments)
     # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
     return in_layout(result, channels_last=True)
 
@@ -215,5 +215,5 @@ def differentiate(
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
     if not any(rest):
         return found
-    others = stacks.convolution_backward(gradient, slab, weight, bias_sizes, settings.arguments, rest)
+    others = stacks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
     return [other if value is None else value for value, other in zip(found, others, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import launch_on, processors, tl, triton
+from volseg.device.triton_tiles import count_processors, select_device, tl, triton
 
 __all__ = ["forward", "weight_gradient", "weight_gradient_of_few_out"]
 
@@ -90,7 +90,7 @@ if triton is not None:
         tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
 
 
-def _geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
+def _describe_geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
     """Return the output's sides, and what both kernels are told of the volume."""
     sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, kernel, strict=True)]
     told = {
@@ -104,20 +104,20 @@ def _geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tup
     return sides, told
 
 
-def _tile(taps: int, channels: int) -> dict[str, int]:
+def _choose_tile(taps: int, channels: int) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(taps))
     return {"BT": width, "BN": max(16, triton.next_power_of_2(channels)), "BV": max(32, 4096 // width)}
 
 
 def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
-    sides, told = _geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
     channels = weight.shape[0]
     shape = (slab.shape[0], channels, *sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     voxels = slab.shape[0] * prod(sides)
-    tile = _tile(told["TAPS"], channels)
-    with launch_on(slab):
+    tile = _choose_tile(told["TAPS"], channels)
+    with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
             slab, weight.reshape(channels, -1).contiguous(), out, voxels, channels, **told, **tile, num_warps=4
         )
@@ -126,14 +126,14 @@ def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return the gradient of the weight from that of the output, which lies densely with channels last."""
-    sides, told = _geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
     channels = weight.shape[0]
     voxels = slab.shape[0] * prod(sides)
-    tile = _tile(told["TAPS"], channels)
-    per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), 4 * processors(slab.device)) * tile["BV"]
+    tile = _choose_tile(told["TAPS"], channels)
+    per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), 4 * count_processors(slab.device)) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, tile["BN"], tile["BT"]), dtype=torch.float32, device=slab.device)
-    with launch_on(slab):
+    with select_device(slab):
         _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
 

@@ -21,17 +21,17 @@ __all__ = [
 ]
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _over_voxels(pairs: Tensor, like: Tensor) -> Tensor:
+def _spread_over_voxels(pairs: Tensor, like: Tensor) -> Tensor:
     return pairs.reshape(*pairs.shape, *([1] * (like.ndim - 2)))
 
 
 def moments(slab: Tensor) -> Tensor:
     """Return mean and biased variance over the voxels, ``(2, B, C)``."""
-    variance, mean = torch.var_mean(_wide(slab).flatten(2), 2, correction=0)
+    variance, mean = torch.var_mean(_widen(slab).flatten(2), 2, correction=0)
     return torch.stack([mean, variance])
 
 
@@ -127,16 +127,18 @@ def affine(
         for start, count in ((0, front), (slab.shape[2] - back, back)):
             affine(slab.narrow(2, start, count), scale, shift, activation, out.narrow(2, start, count))
         return out
-    result = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
+    result = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
     result = activation.apply(result).to(slab.dtype)
     return result if out is None else out.copy_(result)
 
 
-def _before_activation(gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation) -> Tensor:
-    wide = _wide(gradient)
+def _differentiate_activation(
+    gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation
+) -> Tensor:
+    wide = _widen(gradient)
     if activation.kind == "none":
         return wide
-    value = torch.addcmul(_over_voxels(shift, slab), _wide(slab), _over_voxels(scale, slab))
+    value = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
     return wide * activation.derivative(value)
 
 
@@ -154,8 +156,8 @@ def gradient_sums(
     mean
         Of the slab, ``(B, C)``.
     """
-    before = _before_activation(gradient, slab, scale, shift, activation).flatten(2)
-    centered = _wide(slab).flatten(2) - mean.unsqueeze(-1)
+    before = _differentiate_activation(gradient, slab, scale, shift, activation).flatten(2)
+    centered = _widen(slab).flatten(2) - mean.unsqueeze(-1)
     return torch.stack([before.sum(2), (before * centered).sum(2)])
 
 
@@ -180,7 +182,7 @@ def gradient_input(
     out
         Where the result goes.
     """
-    before = _before_activation(gradient, slab, scale, shift, activation)
-    result = torch.addcmul(_over_voxels(offset, slab), _wide(slab), _over_voxels(slope, slab))
-    result = result.addcmul_(before, _over_voxels(scale, slab)).to(slab.dtype)
+    before = _differentiate_activation(gradient, slab, scale, shift, activation)
+    result = torch.addcmul(_spread_over_voxels(offset, slab), _widen(slab), _spread_over_voxels(slope, slab))
+    result = result.addcmul_(before, _spread_over_voxels(scale, slab)).to(slab.dtype)
     return result if out is None else out.copy_(result)

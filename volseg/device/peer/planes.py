@@ -28,7 +28,7 @@ from torch import Tensor
 from volseg.device import triton_tiles
 from volseg.device.peer.memory import map_together
 from volseg.device.peer.values import PATIENCE
-from volseg.device.triton_tiles import launch_on, tl, triton
+from volseg.device.triton_tiles import select_device, tl, triton
 from volseg.errors import ParallelError
 
 __all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "plane_mailbox", "small_enough"]
@@ -300,7 +300,7 @@ class PlaneMailbox:
             arguments += [box, max(words, 1) if there else 0, start, *described[1:]]
             most, whole = max(most, words), whole and words <= run
         programs = 2 * min(PROGRAMS, -(-most // BLOCK))
-        with launch_on(self.calls):
+        with select_device(self.calls):
             kernel[(programs,)](self.calls, *arguments, **more, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.device.peer.memory import map_together
-from volseg.device.triton_tiles import launch_on, tl, triton
+from volseg.device.triton_tiles import select_device, tl, triton
 
 __all__ = ["CAPACITY", "PATIENCE", "Mailbox", "mailbox"]
 
@@ -60,7 +60,7 @@ if triton is not None:
 
     @triton.jit
     def count(calls, call):
-        """Count the call, once all programs of the launch have come here."""
+        """Count the call, once all programs of the kernel have come here."""
         tl.debug_barrier()
         if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
             tl.store(calls + 1, 0)
@@ -131,7 +131,7 @@ class Mailbox:
         """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
-        with launch_on(partial):
+        with select_device(partial):
             _exchange_kernel[(triton.cdiv(partial.numel(), 512),)](
                 partial, out, n=partial.numel(), **self.told(), BLOCK=512, num_warps=4,
             )  # fmt: skip

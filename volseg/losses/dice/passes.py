@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import launch_on, processors, tl, triton
+from volseg.device.triton_tiles import count_processors, select_device, tl, triton
 from volseg.losses.dice.reference import empty_gradient
 from volseg.losses.dice.terms import Terms
 
@@ -130,13 +130,13 @@ if triton is not None:
         tl.store(loss, tl.sum(total, 0))
 
 
-def _tile(flat: Tensor) -> dict[str, int]:
+def _choose_tile(flat: Tensor) -> dict[str, int]:
     width = triton.next_power_of_2(flat.shape[1])
     size = TILE_LAST if flat.stride(1) == 1 else TILE
     return {"BV": max(16, size // width), "BK": width, "num_warps": 4}
 
 
-def _label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+def _describe_label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     """Return a label map that Triton can read, and the strides of its samples, planes, rows and voxels."""
     label = label.to(torch.uint8) if label.dtype == torch.bool else label
     return label, (label.stride(0), label.stride(2), label.stride(3), label.stride(4))
@@ -146,13 +146,13 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     """Compute ``reference.sums``, ``(parts, 4, B, K)``."""
     flat = logits.flatten(2)  # a view, unless the planes have gaps between them
     batch, classes, voxels = flat.shape
-    tile = _tile(flat)
-    wanted = max(1, 4 * processors(logits.device) // batch)
+    tile = _choose_tile(flat)
+    wanted = max(1, 4 * count_processors(logits.device) // batch)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), wanted) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, 4, batch, classes), dtype=torch.float32, device=logits.device)
-    label, strides = _label(label)
-    with launch_on(logits):
+    label, strides = _describe_label(label)
+    with select_device(logits):
         _sums_kernel[(parts, batch)](
             flat, label, out, classes, voxels, *label.shape[3:], per_program, *flat.stride(), *strides,
             SQUARED=squared, **tile,
@@ -169,7 +169,7 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
     loss = sums.new_empty(())
     slopes = sums.new_empty((4, batch // pool, classes))
     block = min(32, triton.next_power_of_2(pairs))
-    with launch_on(sums):
+    with select_device(sums):
         _combine_kernel[(1,)](
             sums, loss, slopes, parts * pool, pool, batch * classes, pairs, classes, int(not terms.include_background),
             *terms.denominator, terms.smooth_nr, terms.smooth_dr, *terms.factors(shape),
@@ -183,9 +183,9 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     flat = logits.flatten(2)
     out, flat_out = empty_gradient(logits)
     batch, classes, voxels = flat.shape
-    tile = _tile(flat)
-    label, strides = _label(label)
-    with launch_on(logits):
+    tile = _choose_tile(flat)
+    label, strides = _describe_label(label)
+    with select_device(logits):
         _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
             flat, label, slopes.contiguous(), flat_out, classes, voxels, *label.shape[3:], *flat.stride(), *strides,
             *flat_out.stride(), SQUARED=squared, **tile,

@@ -21,7 +21,7 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     """Return the sums of a slab, ``(parts, 4, B, K)`` in float32 or float64."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros((4, *logits.shape[:2]), dtype=wide, device=logits.device)
-    for sample, _, values, hits in _chunks(logits, label):
+    for sample, _, values, hits in _iterate_chunks(logits, label):
         logs = values.log_softmax(0)
         probabilities = logs.exp()
         out[OVERLAP, sample] += (probabilities * hits).sum(1)
@@ -68,7 +68,7 @@ def empty_gradient(logits: Tensor) -> tuple[Tensor, Tensor]:
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
     """Return the gradient of the logits from the loss's derivatives by the sums, ``(4, B, K)``."""
     out, flat = empty_gradient(logits)
-    for sample, voxels, values, hits in _chunks(logits, label):
+    for sample, voxels, values, hits in _iterate_chunks(logits, label):
         overlap, mass, _, surprise = slopes[:, sample, :, None].unbind()
         probabilities = values.softmax(0)
         by_probability = overlap * hits + mass * (2 * probabilities if squared else 1.0)
@@ -78,7 +78,7 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     return out
 
 
-def _chunks(logits: Tensor, label: Tensor) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+def _iterate_chunks(logits: Tensor, label: Tensor) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """Yield sample, voxels, and there the logits in float32 or wider and the one-hot label, ``(K, voxels)`` both."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     classes = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
