@@ -1,10 +1,8 @@
 """The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
 
-import os
-from typing import Any
-
 import pytest
 import torch
+from kernels import DEVICE, with_kernels
 from torch import Tensor
 
 from volseg.device import triton_tiles
@@ -13,9 +11,6 @@ from volseg.device.norm import choice, statistics
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.transport.halo import roomy
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
 
 

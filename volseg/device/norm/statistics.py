@@ -279,7 +279,8 @@ def exchange_coefficients(
     with select_device(slab):
         _exchange_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
             means, squares, shares, _make_dense(weight), _make_dense(bias), out, eps, channels, pairs, parts,
-            count_voxels(slab), per_program, **_describe_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
+            count_voxels(slab), per_program, **_describe_peers(mailbox),
+            WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
         )  # fmt: skip
     return out
 
