@@ -19,7 +19,7 @@ from volseg.device.convolution import few_taps, many_taps, one_voxel
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.peer.planes import PlaneMailbox
-from volseg.device.peer.values import Mailbox
+from volseg.device.peer.values import ValueMailbox
 from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
 from volseg.losses.dice.terms import Terms
@@ -193,11 +193,11 @@ def exchange_coefficients() -> None:
         del memory
 
 
-def mailboxes(shards: int) -> tuple[Tensor, list[Mailbox | None]]:
+def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
     """Return memory and mailboxes of so many shards, who wait for nobody; None for one alone."""
-    memory = torch.zeros(shards, Mailbox.size(shards), dtype=torch.uint8, device=DEVICE)
+    memory = torch.zeros(shards, ValueMailbox.size(shards), dtype=torch.uint8, device=DEVICE)
     places = [box.data_ptr() for box in memory]
-    boxes = [Mailbox(places, rank, memory.device, patience=0) for rank in range(shards)]
+    boxes = [ValueMailbox(places, rank, memory.device, patience=0) for rank in range(shards)]
     return memory, [None] if shards == 1 else [*boxes]
 
 
@@ -218,7 +218,7 @@ def exchange_values() -> None:
     del memory
 
 
-@covers("device.peer.planes._send_kernel", "device.peer.planes._receive_kernel")
+@covers("device.peer.planes._exchange_kernel")
 def exchange_planes() -> None:
     memory = torch.zeros(3, PlaneMailbox.size(), dtype=torch.uint8, device=DEVICE)
     places = [box.data_ptr() for box in memory]

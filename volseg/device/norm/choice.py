@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.peer.values import Mailbox
+from volseg.device.peer.values import ValueMailbox
 from volseg.device.triton_tiles import takes
 
 __all__ = [
@@ -70,7 +70,7 @@ def exchange_coefficients(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    mailbox: Mailbox | None,
+    mailbox: ValueMailbox | None,
 ) -> Tensor:
     """Return ``coefficients`` of this process's slab and those of the others, exchanged by the kernel that uses them.
 
@@ -93,7 +93,7 @@ def exchange_backward_coefficients(
     activation: Activation,
     weight: Tensor | None,
     voxels: int,
-    mailbox: Mailbox | None,
+    mailbox: ValueMailbox | None,
 ) -> Tensor:
     """Return ``backward_coefficients`` likewise.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.peer.values import CAPACITY, Mailbox
+from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.device.triton_tiles import (
     choose_tile,
     count_voxels,
@@ -268,7 +268,7 @@ def moments(slab: Tensor) -> Tensor:
 
 
 def exchange_coefficients(
-    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: Mailbox | None
+    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: ValueMailbox | None
 ) -> Tensor:
     """Compute ``choice.exchange_coefficients``."""
     slab = make_even(slab, slab)
@@ -286,7 +286,7 @@ def exchange_coefficients(
 
 
 def exchange_backward_coefficients(
-    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: Mailbox | None
+    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: ValueMailbox | None
 ) -> Tensor:
     """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``."""
     parts, _, batch, channels = partials.shape
@@ -305,11 +305,11 @@ def _make_dense(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.contiguous()
 
 
-def _describe_peers(mailbox: Mailbox | None) -> dict[str, Any]:
+def _describe_peers(mailbox: ValueMailbox | None) -> dict[str, Any]:
     """Return what a kernel is told of the other processes."""
     if mailbox is None:
         return {"boxes": None, "calls": None, "rank": 0, "patience": 0, "SHARDS": 1, "CAPACITY": CAPACITY}
-    return mailbox.told()
+    return mailbox.describe()
 
 
 def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
