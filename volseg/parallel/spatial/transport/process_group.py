@@ -16,6 +16,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
+from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, box, buckets
 
@@ -48,11 +49,9 @@ class ProcessGroupShards(Communicator):
         self.coordinates = [tuple(reversed(position))]
         # Gradients are summed on a stream of their own, while the backward pass goes on.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.side_stream is not None and hasattr(
-            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"
-        ):
+        if self.side_stream is not None:
             # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+            accept_gradients_of_other_streams()
 
     @cached_property
     def mailbox(self) -> ValueMailbox | None:  # type: ignore[override]
