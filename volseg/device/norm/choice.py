@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.peer.values import ValueMailbox
@@ -152,7 +153,8 @@ def gradient_input(
 
 # Names of before, until their callers have the new ones.
 
-__all__ += ["IDENTITY", "Activation", "direct_backward_coefficients", "direct_coefficients", "fused", "shares"]
-fused = takes
+__all__ += ["IDENTITY", "Activation", "copy", "direct_backward_coefficients", "direct_coefficients", "fused"]
+__all__ += ["in_layout", "shares"]
+copy, fused = copy_into, takes
 direct_coefficients, direct_backward_coefficients = exchange_coefficients, exchange_backward_coefficients
 shares = cache(compute_shares)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from volseg.device.dims import DIM
-from volseg.device.layout import copy_into
 from volseg.device.norm import choice
 
 __all__ = ["Copy", "Join", "Normalize", "Recipe", "Write", "joined", "kept", "normalized"]
@@ -54,7 +53,7 @@ class Copy:
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy it."""
-        copy_into(_planes(tensors[0], start, out), out)
+        choice.copy(_planes(tensors[0], start, out), out)
 
 
 @dataclass(frozen=True, slots=True)
