@@ -293,6 +293,14 @@ def test_compiled_modules_are_told() -> None:
     assert internals.is_compiled(part)
 
 
+def test_modules_apply_functions_to_what_they_own() -> None:
+    part = Part()
+    weight = part.weight
+    assert internals.apply_to_tensors(part, lambda tensor: tensor.double()) is part
+    assert part.weight is weight  # of a new dtype, in place: optimizers hold it
+    assert {tensor.dtype for tensor in (part.weight, part.kept, part.left)} == {torch.float64}
+
+
 def test_modules_load_what_they_own() -> None:
     part, missing = Part(), []
     state = OrderedDict({"at.weight": torch.ones(2), "at.child.other": torch.ones(1)})

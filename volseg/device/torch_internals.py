@@ -45,6 +45,7 @@ __all__ = [
     "accept_gradients_of_other_streams",
     "add_each",
     "add_each_",
+    "apply_to_tensors",
     "count_dispatch_modes",
     "find_backward_pass",
     "find_default_group",
@@ -189,6 +190,11 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
 def is_compiled(module: nn.Module) -> bool:
     """Say whether ``torch.compile`` has wrapped the module, or its own ``compile`` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
+    return module._apply(*args, **kwargs)
 
 
 def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
