@@ -330,7 +330,7 @@ def read_patches() -> None:
     columns = torch.eye(3, device=DEVICE).repeat(2, 1, 1)
     columns[1, 2, 2] = -1.0  # the second one backwards along its last axis
     for num_classes in (3, None):
-        got = triton_reading.read_patches((images, labels), cases, corners, columns, None, size, size, num_classes)
+        got = triton_reading.read_patches((images, labels), cases, corners, (columns, None), size, size, num_classes)
         for of, found in zip((images, labels), got, strict=True):
             first, second = of[1, :, 1:4, 0:3, 2:7], of[0, :, 2:5, 1:4, 0:5].flip(-1)
             torch.testing.assert_close(found, torch.stack([first, second]), rtol=1e-6, atol=0)
