@@ -11,9 +11,9 @@ import pytest
 import torch
 from in_group import Found, assert_well, run_in_group
 from torch import Tensor, nn
-from volseg.parallel.spatial.verify import TOLERANCE, compare
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 
 class Net(nn.Module):

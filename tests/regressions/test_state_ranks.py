@@ -18,10 +18,10 @@ from networks import WithLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
-from volseg.parallel.spatial.verify import TOLERANCE, compare
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
