@@ -79,8 +79,8 @@ class Entry:
     perhaps
         Whether that depends on how the argument lies in memory.
     merged
-        Whether the handler honours a cut dim that was merged with its neighbours (see ``layout.Merged``). Any other
-        one gets the volume in planes, or not at all.
+        Whether the handler honours a cut dim that was merged with its neighbours (see ``plan.shards.Merged``). Any
+        other one gets the volume in planes, or not at all.
     """
 
     name: str
