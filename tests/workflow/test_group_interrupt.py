@@ -1,20 +1,14 @@
-"""Ctrl-C that only the leading process gets, in the middle of its validation, ends the group together, all saved.
+"""Ctrl-C that only the leading process gets, in the middle of its validation, ends the group together, all saved."""
 
-``python test_group_interrupt.py FOLDER`` in each process writes what it found.
-"""
-
-import json
 import os
 import signal
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from in_group import in_group
 from torch import nn
 
-from volseg.parallel import ModelParallel, launch
-from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel import ModelParallel
 from volseg.workflow import Hook, Named, Training
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation
@@ -54,8 +48,7 @@ class Saved(Hook):
         self.at = [training.epoch, training.position, len(training.state_dict()["losses"])]
 
 
-def follow(folder):
-    start_group()
+def interrupted():
     torch.manual_seed(0)
     model = ModelParallel(nn.Conv3d(1, 2, 3, padding=1), strategy="spatial")
     leads = dist.get_rank() == 0
@@ -75,17 +68,10 @@ def follow(folder):
         training.run()
     except KeyboardInterrupt:
         ended = "by Ctrl-C"
-    found = {"ended": ended, "saved": saved.at, "judged": validation.judged if validation else None}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {"ended": ended, "saved": saved.at, "judged": validation.judged if validation else None}
 
 
-def test_the_group_leaves_the_validation_together(tmp_path):
-    launch([__file__, str(tmp_path)], 2)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_the_group_leaves_the_validation_together():
+    first, second = in_group(2, interrupted)
     assert first == {"ended": "by Ctrl-C", "saved": [0, 2, 2], "judged": 2}
     assert second == {"ended": "by Ctrl-C", "saved": [0, 2, 2], "judged": None}
-
-
-if __name__ == "__main__":
-    follow(Path(sys.argv[1]))
