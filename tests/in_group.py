@@ -210,7 +210,7 @@ def serve(pipe: Connection, meeting: str) -> None:
             break
         torch.manual_seed(0)
         random.seed(0)
-        faulthandler.dump_traceback_later(0.9 * seconds)  # into the log, which the test shows
+        faulthandler.dump_traceback_later(0.8 * seconds)  # into the log, which the test shows
         try:
             answer = True, getattr(_loaded(file), name)(*arguments)
             # Nobody goes on to the next function while another one is in this.
