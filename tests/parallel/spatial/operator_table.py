@@ -7,7 +7,7 @@
 ``operator_database`` counts how many cases of an operator are equal. Here is asked, of each function that the table
 names: along which cuts does it run at all? The list (``operator_table.json``) names the exceptions, entry by entry:
 
-- ``refused``: every case with this cut was refused;
+- ``refused``: every case with this cut was refused (of functions that draw numbers: one was);
 - ``torch refuses``: torch refuses every one as well, such as ``bool`` of a volume that has more than one voxel;
 - ``no such cut``: no argument has such a dim, such as a vector's third.
 
@@ -154,15 +154,20 @@ def examine(label: str, function: Callable, cases: Cases) -> Found:
             if verdict.outcome in ("WRONG", "CRASH"):
                 found.faults.append(described(call, placement, verdict))
             outcomes[verdict.outcome] += 1
-            if verdict.outcome == "equal":
+            if verdict.outcome == "equal" and not call.random:
                 break
-        found.outcomes[cut] = (
-            "equal" if outcomes["equal"] else "refused" if outcomes["refused"] else "torch refuses" if outcomes else ""
-        ) or "no such cut"
+        found.outcomes[cut] = _outcome(outcomes, strict=label in RANDOM_ENTRIES)
     if not met:
         found.faults.append("no case calls it on a volume: write it a sample in table_samples.py")
     found.seconds = time.process_time() - start
     return found
+
+
+def _outcome(outcomes: Counter[str], strict: bool) -> str:
+    """Sum up a cut. ``strict``: one refusal is a refusal, where another case is equal because it draws nothing."""
+    if outcomes["equal"] and not (strict and outcomes["refused"]):
+        return "equal"
+    return "refused" if outcomes["refused"] else "torch refuses" if outcomes else "no such cut"
 
 
 class Noted:
