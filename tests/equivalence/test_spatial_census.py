@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from volseg.parallel.spatial.verify import TOLERANCE, default_objective
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.verification.verify import TOLERANCE, default_objective
 
 HERE = Path(__file__).parent
 NETWORKS: dict[str, Any] = runpy.run_path(str(HERE / "monai_networks.py"))["NETWORKS"]

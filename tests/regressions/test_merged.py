@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from volseg.parallel.spatial.verify import TOLERANCE, compare
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 DEVICES = ["cpu", "cpu:1", "cpu:2"]
 

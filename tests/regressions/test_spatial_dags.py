@@ -12,10 +12,10 @@ import torch
 from networks import WithLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from volseg.parallel.spatial.verify import compare
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
+from volseg.parallel.verification.verify import compare
 
 DEVICES = [["cpu"], ["cpu", "cpu:1"]]
 TOLERANCE = 1e-9
