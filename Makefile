@@ -1,21 +1,48 @@
 # Needs Python >= 3.11, make, and a network with PyPI; everything else is installed into .venv.
+# Tests that need a certain machine also run where all that is there, without a network: make test-gpu PYTHON=python3
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+ifeq ($(origin PYTHON),command line)
+TESTER := $(PYTHON)
+READY :=
+else
+TESTER := $(BIN)/python
+READY := $(INSTALLED)
+endif
 # Two processes for the tests: each imports torch, and the machines this runs on may be small.
 WORKERS ?= 2
+GPU_WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -q
+# One arithmetic thread each: two processes with as many threads as cores wait for each other most of the time.
+ONE_THREAD := OMP_NUM_THREADS=1
+# What is quick: a folder per part of volseg, without the comparison with torch's database, which takes half a minute.
+UNIT := $(filter-out tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
+	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart test test-all lint format bench clean
+.PHONY: quickstart check test test-all test-gpu test-kernels lint format clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
 
+check: lint
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile $(UNIT)
+
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not multi_gpu"
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not multi_gpu"
+
+test-gpu: $(READY)
+	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'
+	$(TESTER) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m gpu
+	$(TESTER) -m pytest -q -m multi_gpu
+
+# Triton's kernels without a GPU, by its interpreter.
+test-kernels: $(READY)
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check volseg tests workflows

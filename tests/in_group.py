@@ -1,64 +1,245 @@
-"""Cases that run in every process of a group: one test file names them, and looks at what each process found.
+"""Functions that run in every process of a group, which is started once and serves test after test.
 
-``python in_group.py TEST_FILE FOLDER`` in each process runs the file's ``CASES``, functions by name that raise, or
-return what is wrong, and writes what it found.
+``in_group(2, function, *arguments)`` calls the function in two processes that are joined by gloo, and returns what each
+returned. Starting Python, torch and a group takes seconds, a call takes milliseconds: so the processes stay, one group
+at a time, until a test asks for another number of them or something goes wrong. A function that raises, or does not
+return in time, fails its own test with the traceback of the process it failed in; that group ends, and the next call
+starts a fresh one.
+
+The function is found again by its file and its name, so it must stand at the top level of its module. It finds the
+default process group, ``RANK`` and ``WORLD_SIZE`` as under torchrun, no GPU, and leaves the group as it was.
 """
 
+import atexit
 import contextlib
-import json
+import importlib.util
 import os
-import runpy
+import pickle
+import random
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
+__all__ = ["GroupError", "assert_all_well", "end_group", "in_group"]
 
-from volseg.errors import ParallelError
-from volseg.parallel import launch
+SECONDS = 240
+"""For one call, unless it says otherwise."""
 
-Found = list[dict[str, str | None]]
-"""Of each process: what is wrong with each case, or None."""
+START_SECONDS = 180
+"""For a group to start."""
 
-
-def run_in_group(test_file: str, folder: Path, processes: int = 2) -> Found:
-    """Run a test file's cases in so many processes."""
-    with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
-        launch([__file__, test_file, str(folder)], processes)
-    files = [folder / f"{rank}.json" for rank in range(processes)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+GRACE_SECONDS = 2
+"""For the other processes after one has failed: they may fail too, or wait for it for ever."""
 
 
-def assert_well(found: Found, name: str) -> None:
-    """Fail with what the first process found wrong with the case."""
-    for rank, results in enumerate(found):
-        assert name in results, f"rank {rank} did not reach {name}: it or another one failed before"
-        assert results[name] is None, f"rank {rank}: {results[name]}"
+class GroupError(AssertionError):
+    """A process raised, ended, or did not return in time."""
 
 
-def main(cases: Mapping[str, Callable[[], str | None]], folder: Path) -> None:
-    """Run the cases in this process."""
-    torch.set_num_threads(1)
-    # A rank that fails leaves the others waiting: not for long.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found: dict[str, str | None] = {}
-    for name, case in cases.items():
+class Group:
+    """Processes that wait for calls."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory(prefix="group")
+        self.pipes: list[Connection] = []
+        self.processes: list[subprocess.Popen] = []
+        for rank in range(size):
+            own, other = Pipe()
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            command = [sys.executable, __file__, str(other.fileno()), f"{self.folder.name}/meet"]
+            with other, self._log(rank).open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[other.fileno()])
+                )
+            self.pipes.append(own)
         try:
-            found[name] = case()
-        except Exception:
-            found[name] = traceback.format_exc()
+            self._collect(START_SECONDS)
+        except BaseException:
+            self.end(politely=False)
+            raise
+
+    def _log(self, rank: int) -> Path:
+        return Path(self.folder.name) / f"{rank}.log"
+
+    def call(self, message: bytes, seconds: float) -> list[Any]:
+        """Return what each process returned."""
+        for pipe in self.pipes:
+            with contextlib.suppress(ConnectionError):  # it has ended: told below
+                pipe.send_bytes(message)
+        return self._collect(seconds)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        deadline, faults = time.monotonic() + seconds, {}
+        results: dict[int, Any] = {}
+        while len(results) + len(faults) < self.size:
+            waiting = {
+                self.pipes[rank]: rank for rank in range(self.size) if rank not in results and rank not in faults
+            }
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    returned, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    returned, value = False, f"the process ended\n{self._told(rank)}"
+                (results if returned else faults)[rank] = value
+                if not returned:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if faults:
+            raise GroupError("\n".join(f"rank {rank} of {self.size}: {fault}" for rank, fault in faults.items()))
+        if len(results) < self.size:
+            late = sorted(set(range(self.size)) - results.keys())
+            told = "\n".join(self._told(rank) for rank in late)
+            raise GroupError(f"ranks {late} of {self.size} did not return within {seconds:g} s\n{told}")
+        return [results[rank] for rank in range(self.size)]
+
+    def _told(self, rank: int) -> str:
+        """Return the end of what a process wrote."""
+        return self._log(rank).read_text(errors="replace")[-4000:]
+
+    def end(self, politely: bool) -> None:
+        """End the processes: at once where they may wait for each other."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            if not politely:
+                process.kill()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.folder.cleanup()
+
+
+_group: Group | None = None
+"""The one that is running."""
+
+
+def in_group(processes: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
+    """Call a function in each process of a group; return what each returned, by rank.
+
+    Parameters
+    ----------
+    processes
+        The size of the group.
+    function
+        A function at the top level of a module.
+    *arguments
+        What it is called with; pickled, as its results are.
+    seconds
+        After which the call has failed.
+
+    Raises
+    ------
+    GroupError
+        With the traceback, if the function raises in any process, or does not return.
+    """
+    global _group
+    if "<" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__} cannot be found by its name; put it at the top level of its module")
+    message = pickle.dumps((function.__code__.co_filename, function.__qualname__, arguments, seconds))
+    if _group is not None and _group.size != processes:
+        end_group()
+    try:
+        _group = _group or Group(processes)
+        return _group.call(message, seconds)
+    except BaseException:
+        end_group(politely=False)
+        raise
+
+
+def end_group(politely: bool = True) -> None:
+    """End the running group, if there is one."""
+    global _group
+    group, _group = _group, None
+    if group is not None:
+        group.end(politely)
+
+
+atexit.register(end_group)
+
+
+def assert_all_well(found: Sequence[str | None]) -> None:
+    """Fail with what the processes say is wrong; None is well."""
+    wrong = [f"rank {rank}: {what}" for rank, what in enumerate(found) if what is not None]
+    assert not wrong, "\n".join(wrong)
+
+
+def serve(pipe: Connection, meeting: str) -> None:
+    """Be one of the processes: run what comes until the pipe is closed."""
+    # Only here: the test process imports this module before it knows whether it needs a group.
+    import faulthandler
+
+    import torch
+    import torch.distributed as dist
+
+    # A comparison of ours, and what a network of somebody else's warns of, is told to the test by its result.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A rank that fails leaves the others waiting: not for long.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    pipe.send_bytes(pickle.dumps((True, "ready")))
+    while True:
+        try:
+            file, name, arguments, seconds = pickle.loads(pipe.recv_bytes())
+        except EOFError:
             break
-        finally:
-            (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
+        torch.manual_seed(0)
+        random.seed(0)
+        faulthandler.dump_traceback_later(0.8 * seconds)  # into the log, which the test shows
+        try:
+            answer = True, getattr(_loaded(file), name)(*arguments)
+            # Nobody goes on to the next function while another one is in this.
+            dist.barrier()
+        except BaseException:  # the test shows it
+            answer = False, traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
 
 
+_modules: dict[str, Any] = {}
+
+
+def _loaded(file: str) -> Any:
+    """Import a file, whatever pytest calls it; it finds the modules beside it."""
+    if file not in _modules:
+        sys.path.append(str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(f"in_group_{Path(file).stem}_{len(_modules)}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _modules[file] = module
+    return _modules[file]
+
+
 if __name__ == "__main__":
-    main(runpy.run_path(sys.argv[1])["CASES"], Path(sys.argv[2]))
-    # gloo's threads can linger at interpreter exit.
-    sys.stdout.flush()
+    serve(Connection(int(sys.argv[1])), sys.argv[2])
+    # gloo's threads can linger at interpreter exit, and abort it.
     os._exit(0)

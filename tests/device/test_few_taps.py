@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import few_taps
-from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
     "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),
@@ -16,23 +15,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]]
     "V-Net's kernel, odd width": ((1, 1, 16, 7, 15), 20, (5, 5, 5), (2, 2, 2)),
     "flat kernel, four channels": ((2, 4, 4, 5, 5), 64, (1, 3, 3), (0, 1, 1)),
 }
-
-
-def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
-    slab, weight = torch.zeros(1, 1, 4, 4, 4).bfloat16(), torch.zeros(32, 1, 3, 3, 3).bfloat16()
-    assert not few_taps.suits(slab, weight, None, settings((1, 1, 1)))  # on the CPU
-
-
-@pytest.mark.gpu
-def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
-    slab = torch.zeros(1, 1, 4, 4, 4, device="cuda").bfloat16()
-    weight = torch.zeros(32, 1, 3, 3, 3, device="cuda").bfloat16()
-    padding = (1, 1, 1)
-    assert few_taps.suits(slab, weight, None, settings(padding))
-    assert not few_taps.suits(slab.float(), weight.float(), None, settings(padding))
-    assert not few_taps.suits(slab, weight, weight[:, 0, 0, 0, 0], settings(padding))
-    assert not few_taps.suits(slab, weight, None, settings(padding, stride=(2, 2, 2)))
-    assert not few_taps.suits(slab.repeat(1, 8, 1, 1, 1), weight.repeat(1, 8, 1, 1, 1), None, settings(padding))
 
 
 @pytest.mark.gpu
@@ -64,7 +46,7 @@ def test_kernels_equal_float64(name: str, channels_last: bool, dtype: torch.dtyp
     [(3, (5, 5, 5), (2, 2, 2)), (3, (5, 5, 5), (0, 2, 2)), (2, (4, 4, 4), (1, 2, 1)), (4, (5, 5, 3), (1, 2, 0))],
 )
 def test_weight_gradient_of_few_channels_out_equals_float64(
-    classes: int, kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
+    classes: int, kernel: tuple[int, ...], padding: tuple[int, ...]
 ) -> None:
     def half(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
@@ -73,9 +55,6 @@ def test_weight_gradient_of_few_channels_out_equals_float64(
     exact = weight.double().requires_grad_()
     expected = F.conv3d(x.double(), exact, padding=padding)
     gradient = half(*expected.shape)
-    assert few_taps.few_out_suits(gradient, x, weight, settings(padding))
-    assert not few_taps.few_out_suits(gradient, x, weight, settings(padding, dilation=(2, 2, 2)))
-    assert not few_taps.few_out_suits(gradient, x.contiguous(), weight, settings(padding))
     (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
     got = few_taps.weight_gradient_of_few_out(gradient, x, weight, padding)
     assert got.shape == wanted.shape

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import many_taps
-from volseg.device.convolution.settings import Settings
 
 SHAPES = {
     "even": ((1, 128, 8, 8, 8), 128, (2, 2, 2)),
@@ -31,29 +30,10 @@ def test_forward_is_the_input_gradient_of_the_flipped_kernel(padding: tuple[int,
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 10, 127, 128, 129, 160, 1000, 2**20 + 7])
 def test_divider(n: int) -> None:
-    multiplier, shift = many_taps.divider(n)
+    multiplier, shift = many_taps.find_divider(n)
     assert -(2**31) <= multiplier < 2**31
     for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
         assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
-
-
-def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
-    slab, weight = torch.zeros(1, 128, 4, 4, 4).bfloat16(), torch.zeros(128, 128, 5, 5, 5).bfloat16()
-    assert not many_taps.suits(slab, weight, settings((2, 2, 2)))  # on the CPU
-
-
-@pytest.mark.gpu
-def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
-    slab, weight, padding = half(1, 128, 4, 4, 4), half(128, 128, 5, 5, 5), (2, 2, 2)
-    assert many_taps.suits(slab, weight, settings(padding))
-    assert not many_taps.suits(slab.float(), weight.float(), settings(padding))
-    assert not many_taps.suits(slab, weight, settings(padding, stride=(2, 2, 2)))
-    assert not many_taps.suits(slab, weight, settings((5, 2, 2)))
-    assert not many_taps.suits(slab, weight[:64], settings(padding))
-    assert not many_taps.suits(slab, weight[..., :3, :3, :3], settings(padding))
-    assert not many_taps.suits(slab.contiguous(), weight, settings(padding))
-    assert not many_taps.forward_suits(slab, weight, settings(padding))
-    assert many_taps.forward_suits(half(1, 128, 16, 16, 16), weight, settings(padding))
 
 
 @pytest.mark.gpu

@@ -1,20 +1,16 @@
 """The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
 
-import os
-from typing import Any
-
 import pytest
 import torch
+from kernels import DEVICE, with_kernels
 from torch import Tensor
 
 from volseg.device import triton_tiles
+from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import choice, statistics
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.transport.room import allocate_with_room
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-with_kernels: Any = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
 
 
@@ -99,10 +95,10 @@ def test_triton_copies_between_layouts(layout: str, last: bool) -> None:
     x = slabs(torch.bfloat16, layout, 3)
     target = torch.full((2, 8, *x.shape[2:]), torch.nan, device="cuda", dtype=x.dtype)
     target = target.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
-    choice.copy(x, target[:, 4:7])
+    copy_into(x, target[:, 4:7])
     assert target[:, 4:7].equal(x)
     assert bool(target[:, :4].isnan().all())
-    assert choice.in_layout(x, channels_last=last).equal(x)
+    assert in_layout(x, channels_last=last).equal(x)
 
 
 @with_kernels
@@ -114,9 +110,9 @@ def test_weights_need_not_be_dense() -> None:
     for weight, bias in ((every_second, one), (one, every_second)):
         results = [
             (
-                statistics.direct_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                statistics.exchange_coefficients(x, share, own_weight, own_bias, 1e-5, None),
                 statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
-                statistics.direct_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                statistics.exchange_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
                 statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
             )
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from volseg.device.convolution import one_voxel
-from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "U-Net": ((9, 32, 20, 28, 20), 3),
@@ -16,24 +15,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "odd features, one class": ((2, 40, 3, 5, 7), 1),
     "widest": ((1, 256, 9, 9, 9), 16),
 }
-
-
-def test_what_has_no_kernel_is_left_to_torch(settings: Callable[..., Settings]) -> None:
-    slab, weight = torch.zeros(1, 32, 4, 4, 4).bfloat16(), torch.zeros(3, 32, 1, 1, 1).bfloat16()
-    assert not one_voxel.suits(slab, weight, settings())  # on the CPU
-
-
-@pytest.mark.gpu
-def test_which_convolutions_have_kernels(settings: Callable[..., Settings]) -> None:
-    slab = torch.zeros(1, 32, 4, 4, 4, device="cuda").bfloat16()
-    weight = torch.zeros(3, 32, 1, 1, 1, device="cuda").bfloat16()
-    assert one_voxel.suits(slab, weight, settings())
-    assert not one_voxel.suits(slab.float(), weight.float(), settings())
-    assert not one_voxel.suits(slab, weight, settings(stride=(2, 2, 2)))
-    assert not one_voxel.suits(slab, weight, settings(padding=(1, 0, 0)))
-    assert not one_voxel.suits(slab, weight, settings(transposed=True))
-    assert not one_voxel.suits(slab, weight.repeat(6, 1, 1, 1, 1), settings())
-    assert not one_voxel.suits(slab, weight.repeat(1, 1, 3, 3, 3), settings())
 
 
 @pytest.mark.gpu

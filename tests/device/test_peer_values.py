@@ -1,6 +1,6 @@
 """Values sent from GPU to GPU by one kernel arrive, in order, call after call.
 
-``python test_mailbox.py FOLDER`` in each process of a group writes what it found.
+``python test_peer_values.py FOLDER`` in each process of a group writes what it found.
 """
 
 import sys
@@ -12,28 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.norm import choice
-from volseg.device.norm.choice import Activation
-from volseg.device.peer.values import CAPACITY, Mailbox
+from volseg.device.norm.activation import Activation
+from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.parallel import launch
 from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 
 def test_what_can_be_sent() -> None:
-    assert Mailbox.takes(torch.zeros(2, 3))
-    assert Mailbox.takes(torch.zeros(CAPACITY))
-    assert not Mailbox.takes(torch.zeros(CAPACITY + 1))
-    assert not Mailbox.takes(torch.zeros(0))
-    assert not Mailbox.takes(torch.zeros(2, dtype=torch.float64))
+    assert ValueMailbox.takes(torch.zeros(2, 3))
+    assert ValueMailbox.takes(torch.zeros(CAPACITY))
+    assert not ValueMailbox.takes(torch.zeros(CAPACITY + 1))
+    assert not ValueMailbox.takes(torch.zeros(0))
+    assert not ValueMailbox.takes(torch.zeros(2, dtype=torch.float64))
 
 
 class Shards:
     """Shards of one GPU, each with a mailbox and a stream; nobody waits before ``begin``."""
 
     def __init__(self, number: int) -> None:
-        self.memory = torch.zeros(number, Mailbox.size(number), dtype=torch.uint8, device="cuda")
+        self.memory = torch.zeros(number, ValueMailbox.size(number), dtype=torch.uint8, device="cuda")
         boxes = [box.data_ptr() for box in self.memory]
-        self.sides = [Mailbox(boxes, rank, self.memory.device, patience=0) for rank in range(number)]
+        self.sides = [ValueMailbox(boxes, rank, self.memory.device, patience=0) for rank in range(number)]
         self.streams = [torch.cuda.Stream() for _ in range(number)]
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     slabs = [torch.randn(2, 20, 3 + rank, 5, 4, device=device) * 3 + 7 for rank in range(shards)]
     gradients = [torch.randn_like(slab) for slab in slabs]
     weight, bias, activation = torch.rand(20, device=device), torch.rand(20, device=device), Activation("leaky", 0.1)
-    shares = choice.shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
+    shares = choice.compute_shares(tuple(slab[0, 0].numel() for slab in slabs), torch.float32, device)
     voxels = sum(slab[0, 0].numel() for slab in slabs)
     moments = torch.stack([choice.moments(slab) for slab in slabs])
     wanted = choice.coefficients(moments, shares, weight, bias, 1e-5, None)
@@ -86,13 +86,13 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                got.append(choice.direct_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
+                got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             box, known = sides[rank] if shards > 1 else None, (mean, rstd, scale, shift)
             given = gradients[rank], slabs[rank], known, activation, weight, voxels, box
             with torch.cuda.stream(stream):
-                back.append(choice.direct_backward_coefficients(*given))
+                back.append(choice.exchange_backward_coefficients(*given))
         torch.cuda.synchronize()
         return got, back
 
@@ -107,8 +107,8 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
 
 @pytest.mark.gpu
 def test_who_does_not_come_leaves_nan() -> None:
-    memory = torch.zeros(2, Mailbox.size(2), dtype=torch.uint8, device="cuda")
-    alone = Mailbox([box.data_ptr() for box in memory], 0, memory.device, patience=100)
+    memory = torch.zeros(2, ValueMailbox.size(2), dtype=torch.uint8, device="cuda")
+    alone = ValueMailbox([box.data_ptr() for box in memory], 0, memory.device, patience=100)
     own, other = alone.stack(torch.ones(3, device="cuda"))
     assert (own == 1).all()
     assert other.isnan().all()

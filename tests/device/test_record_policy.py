@@ -1,15 +1,11 @@
 """What is recorded when, and that processes decide alike; CUDA is not needed for any of it."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from in_group import in_group
 
 from volseg.device.record_policy import MOST_KINDS, Kind, Recorder, Recordings
-from volseg.parallel import launch
 
 
 class Played:
@@ -160,9 +156,8 @@ def test_kinds_that_are_ever_new_are_forgotten_but_for_those_with_recordings():
     assert recordings.find_kind("counted").calls == 0
 
 
-def follow(folder: Path) -> None:
+def recorded_together():
     """Sum over two processes in every call; recording fails on one of them, the first time around."""
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
 
     def total(x):
@@ -189,17 +184,11 @@ def follow(folder: Path) -> None:
         recorder = Recorder(total, record, agree, warm_up=1, limit=1)
         results[name] = [recorder(torch.full((size,), 1.0 + rank)) for size in (1, 1, 1)]
         results[f"{name}: refused"] = recorder.refused
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
-def test_processes_of_which_one_fails_go_on_together(tmp_path):
-    launch([__file__, str(tmp_path)], 2)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_processes_of_which_one_fails_go_on_together():
+    first, second = in_group(2, recorded_together)
     assert first["fails"] == second["fails"] == [3, 3, 3]
     assert first["works"] == second["works"] == [3, 1003, 1003]
     assert (first["fails: refused"], second["fails: refused"]) == ("in another process", "out of memory")
-
-
-if __name__ == "__main__":
-    follow(Path(sys.argv[1]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.device.convolution.stacks import convolution, convolution_backward
+from volseg.device.convolution.stacks import convolve, differentiate
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -21,10 +21,10 @@ def test_stacks_equal_the_whole(
     bias = torch.randn(6, dtype=torch.float64)
     expected = torch.ops.aten.convolution(slab, weight, bias, *arguments)
     for limit in (slab.numel() // 5, slab.numel() // 2, 1):
-        torch.testing.assert_close(convolution(slab, weight, bias, arguments, limit), expected)
+        torch.testing.assert_close(convolve(slab, weight, bias, arguments, limit), expected)
     gradient = torch.randn_like(expected)
     mask = [True, True, True]
     derived = torch.ops.aten.convolution_backward(gradient, slab, weight, [6], *arguments, mask)
     for limit in (slab.numel() // 5, 1):
-        found = convolution_backward(gradient, slab, weight, [6], arguments, mask, limit)
+        found = differentiate(gradient, slab, weight, [6], arguments, mask, limit)
         torch.testing.assert_close(list(found), list(derived))

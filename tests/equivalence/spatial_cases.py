@@ -1,18 +1,7 @@
-"""Networks and volumes on which N shards must equal one device; run in one process and across processes.
+"""Networks and volumes on which N shards must equal one device; run in one process and across processes."""
 
-As a script, under a launcher, it runs the named cases with one shard per process and writes each error to a JSON file
-per rank.
-"""
-
-import json
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -477,28 +466,6 @@ EXTRA = {
 }
 
 
-def main(names: list[str], folder: Path) -> None:
-    """Run cases on this process's rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    # A rank that fails leaves the others waiting: not for long.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results: dict[str, Any] = {}
-    path = folder / f"{dist.get_rank()}.json"
-    for name in names:
-        try:
-            results[name] = EXTRA[name]() if name in EXTRA else run({**CASES, "vnet": VNET}[name])
-        except Exception:
-            results[name] = traceback.format_exc()
-            break
-        finally:
-            path.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    # gloo's threads can linger at interpreter exit.
-    sys.stdout.flush()
-    os._exit(0)
+def run_by_name(name: str) -> dict[str, float]:
+    """Run a case where each process of a group holds one slab."""
+    return EXTRA[name]() if name in EXTRA else run({**CASES, "vnet": VNET}[name])

@@ -1,19 +1,14 @@
 """N shards equal one device: outputs, every gradient, buffers and steps, in one process and across processes."""
 
-import contextlib
-import json
 import runpy
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from in_group import in_group
 
-from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.launcher import launch
 from volseg.parallel.verification.verify import TOLERANCE, compare
 
 SCRIPT = Path(__file__).with_name("spatial_cases.py")
@@ -60,37 +55,20 @@ CASES_OF = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict]]:
-    """Return a function that runs all cases on so many processes, once, and returns what each rank found."""
-
-    @cache
-    def run(processes: int) -> list[dict]:
-        folder = tmp_path_factory.mktemp(f"ranks{processes}")
-        with contextlib.suppress(ParallelError):  # the failing case's own test shows its traceback
-            launch([str(SCRIPT), json.dumps(CASES_OF[processes]), str(folder)], processes)
-        files = [folder / f"{rank}.json" for rank in range(processes)]
-        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-    return run
-
-
-def check_ranks(found: list[dict], name: str) -> None:
-    for rank, results in enumerate(found):
-        assert name in results, f"rank {rank} did not reach {name!r}: it or another one failed before"
-        assert not isinstance(results[name], str), f"rank {rank}:\n{results[name]}"
-        assert_equal(results[name])
+def check_ranks(processes: int, name: str) -> None:
+    for errors in in_group(processes, spatial.run_by_name, name):
+        assert_equal(errors)
 
 
 @pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (2, 4) for name in CASES_OF[n]])
-def test_processes_equal_one_device(processes: int, name: str, ranks: Callable[[int], list[dict]]) -> None:
-    check_ranks(ranks(processes), name)
+def test_processes_equal_one_device(processes: int, name: str) -> None:
+    check_ranks(processes, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "name"), [(n, name) for n in (3, 8) for name in CASES_OF[n]])
-def test_more_processes_equal_one_device(processes: int, name: str, ranks: Callable[[int], list[dict]]) -> None:
-    check_ranks(ranks(processes), name)
+def test_more_processes_equal_one_device(processes: int, name: str) -> None:
+    check_ranks(processes, name)
 
 
 def test_the_check_rejects_what_is_wrong() -> None:

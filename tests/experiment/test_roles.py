@@ -19,14 +19,14 @@ def test_one_process_leads(configured):
 def test_a_follower_reads_no_case_and_writes_nothing(configured):
     follower, chosen = Follower(configured()), choose_cases(configured())
     assert follower.claim(resume=True) is False  # unless the leader says so
-    assert follower.check(chosen) is chosen
-    assert follower.prepare(chosen.training, "preparing") == []
+    prepared = follower.prepare(chosen)
+    assert (prepared.training, prepared.validation, prepared.problems) == ((), (), ())
     follower.begin(chosen)
     follower.go_on(finished=False)
     follower.forget_validation()
     assert not follower.folder.path.exists()
     with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
-        follower.make_batches(chosen, nn.Conv3d(1, 1, 1), "cpu")
+        follower.make_batches(prepared.training, chosen.task, nn.Conv3d(1, 1, 1), "cpu")
 
 
 def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_begins(configured):

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.errors import DataError
-from volseg.losses.dice import reference
-from volseg.losses.dice.reference import Terms
-from volseg.losses.dice_cross_entropy import at_grid, dice_cross_entropy
+from volseg.losses.dice import choice
+from volseg.losses.dice.terms import Terms
+from volseg.losses.dice_cross_entropy import dice_cross_entropy, read_at_grid
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import from_whole
@@ -51,7 +51,7 @@ def test_loss_of_slabs_equals_loss_of_the_volume(
 
 def test_a_coarser_head_copies_no_label() -> None:
     y = torch.randint(0, 3, (2, 1, 8, 6, 4), dtype=torch.uint8)
-    assert at_grid(y, (4, 2, 4)).untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    assert read_at_grid(y, (4, 2, 4)).untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def test_a_label_that_is_no_class_is_refused_by_all_shards() -> None:
@@ -102,15 +102,15 @@ def test_triton_equals_plain(
     assert triton_tiles.available()
     x = on_gpu(classes, layout, dtype)
     exact = x.double()
-    y = at_grid(torch.randint(0, classes, (2, 1, 12, 9, 22), device="cuda").to(label_dtype), x.shape[2:])
-    sums, expected = (reference.sums(volume, y, terms.squared) for volume in (x, exact))
+    y = read_at_grid(torch.randint(0, classes, (2, 1, 12, 9, 22), device="cuda").to(label_dtype), x.shape[2:])
+    sums, expected = (choice.sums(volume, y, terms.squared) for volume in (x, exact))
     torch.testing.assert_close(sums.sum(0).double(), expected.sum(0), rtol=1e-5, atol=1e-4)  # float32 sums of 594
-    (loss, slopes), (wanted, exact_slopes) = (reference.combine(s, terms, x.shape) for s in (sums, expected))
+    (loss, slopes), (wanted, exact_slopes) = (choice.combine(s, terms, x.shape) for s in (sums, expected))
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     torch.testing.assert_close(slopes.double(), exact_slopes, rtol=1e-4, atol=1e-9)
     slopes, exact_slopes = (s.expand(4, *x.shape[:2]) for s in (slopes, exact_slopes))
-    gradient = reference.gradient(x, y, slopes, terms.squared)
-    wanted = reference.gradient(exact, y, exact_slopes, terms.squared)
+    gradient = choice.gradient(x, y, slopes, terms.squared)
+    wanted = choice.gradient(exact, y, exact_slopes, terms.squared)
     rounding = {torch.float32: 1e-4, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(gradient.double(), wanted, rtol=rounding, atol=1e-7)
 

@@ -1,23 +1,15 @@
 """Random networks for the spatial strategy, and the comparison of each with itself on one device.
 
 A seed draws everything: the layers, the steps of the network's forward, its inputs, the shards, and how it is trained.
-So a seed is all that is needed to see a failure again, and all ranks of a launch draw the same network from it.
-
-As a script, under a launcher, it runs a range of seeds with one shard per process and writes each rank's outcomes to a
-JSON file.
+So a seed is all that is needed to see a failure again, and all ranks of a group draw the same network from it.
 """
 
 import copy
-import json
-import os
 import random
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -729,27 +721,13 @@ def shrunken(plan: Plan, same: Callable[[Plan], bool]) -> Plan:
     return plan
 
 
-def main(first: int, count: int, folder: Path) -> None:
-    """Compare the networks of a range of seeds on this process's rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    # A rank that waits for another one that gave up does not wait for long.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    path = folder / f"{dist.get_rank()}.json"
+def compared_on_processes(first: int, count: int) -> dict[int, tuple[str, str]]:
+    """Compare the networks of a range of seeds where each process of a group holds one slab."""
     outcomes = {}
     for seed in range(first, first + count):
         plan = draw(seed, shards=dist.get_world_size())
         outcome = compared(plan)
-        outcomes[seed] = [outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"]
-        path.write_text(json.dumps(outcomes))
+        outcomes[seed] = outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"
         if outcome.verdict == "CRASH":  # the processes may have parted
             break
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # gloo's threads can linger at interpreter exit.
-    sys.stdout.flush()
-    os._exit(0)
+    return outcomes

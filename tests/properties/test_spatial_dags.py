@@ -1,17 +1,14 @@
 """Random networks on slabs: each equals itself on one device, or is refused with a typed error."""
 
-import contextlib
-import json
 import runpy
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from in_group import in_group
 from torch import Tensor
 
-from volseg.errors import ParallelError
-from volseg.parallel.launcher import launch
 from volseg.parallel.spatial.volume import ShardedVolume
 
 SCRIPT = Path(__file__).with_name("spatial_dags.py")
@@ -41,10 +38,8 @@ def test_more_random_networks(first: int) -> None:
     assert_equal_or_refused(range(first, first + 500))
 
 
-def check_ranks(processes: int, first: int, count: int, folder: Path) -> None:
-    with contextlib.suppress(ParallelError):  # what the processes wrote shows why
-        launch([str(SCRIPT), str(first), str(count), str(folder)], processes)
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+def check_ranks(processes: int, first: int, count: int) -> None:
+    found = in_group(processes, dags.compared_on_processes, first, count, seconds=count * 10)
     for rank, outcomes in enumerate(found):
         for seed, (verdict, what) in outcomes.items():
             assert verdict not in ("WRONG", "CRASH"), f"seed {seed} on rank {rank} is {verdict}: {what}"
@@ -55,14 +50,14 @@ def check_ranks(processes: int, first: int, count: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_random_networks_on_processes(processes: int, tmp_path: Path) -> None:
-    check_ranks(processes, 0, 25, tmp_path)
+def test_random_networks_on_processes(processes: int) -> None:
+    check_ranks(processes, 0, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_more_random_networks_on_processes(processes: int, tmp_path: Path) -> None:
-    check_ranks(processes, 1000, 400, tmp_path)
+def test_more_random_networks_on_processes(processes: int) -> None:
+    check_ranks(processes, 1000, 400)
 
 
 def plan_of(*steps: tuple[str, str]) -> object:

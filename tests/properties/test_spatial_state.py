@@ -1,20 +1,16 @@
-"""Random networks that keep, change and reuse state train on slabs as they do whole, with and without recomputation.
-
-``python test_spatial_state.py FOLDER`` in each process of a group does so for some seeds and writes what it found.
-"""
+"""Random networks that keep, change and reuse state train on slabs as they do whole, with and without recomputation."""
 
 import copy
 import random
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_group import assert_well, run_in_group
+from in_group import in_group
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
@@ -231,14 +227,10 @@ def test_random_numbers_are_repeated_where_blocks_are_recomputed(seed: int, devi
     check(seed, True, devices=devices, checkpoint="all")
 
 
-def of_seed(seed: int) -> None:
+def check_on_processes(seed: int) -> None:
     check(seed, noisy=seed % 3 == 2, checkpoint="all" if seed % 3 else None)
 
 
-CASES = {str(seed): partial(of_seed, seed) for seed in RANKS_SEEDS}
-
-
-def test_state_on_slabs_of_processes_is_that_of_one_device(tmp_path: Path) -> None:
-    found = run_in_group(__file__, tmp_path)
-    for name in CASES:
-        assert_well(found, name)
+@pytest.mark.parametrize("seed", RANKS_SEEDS)
+def test_state_on_slabs_of_processes_is_that_of_one_device(seed: int) -> None:
+    in_group(2, check_on_processes, seed)

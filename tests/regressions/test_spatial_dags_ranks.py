@@ -1,7 +1,4 @@
-"""What random networks found where each process holds one slab: a process that waits for another one.
-
-``python test_spatial_dags_ranks.py FOLDER`` in each process of a group writes what it found.
-"""
+"""What random networks found where each process holds one slab: a process that waits for another one."""
 
 import copy
 from collections.abc import Callable
@@ -9,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from in_group import Found, assert_well, run_in_group
+from in_group import assert_all_well, in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 
 class Net(nn.Module):
@@ -66,11 +63,6 @@ def change_the_input_of_one_process() -> None:
 CASES = {case.__name__: case for case in (assign_planes_of_one_process, change_the_input_of_one_process)}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_in_group(__file__, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, found: Found) -> None:
-    assert_well(found, name)
+def test_processes(name: str) -> None:
+    assert_all_well(in_group(2, CASES[name]))

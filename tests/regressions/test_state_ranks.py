@@ -1,7 +1,4 @@
-"""The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ.
-
-``python test_state_ranks.py FOLDER`` in each process of a group writes what it found.
-"""
+"""The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ."""
 
 import contextlib
 import copy
@@ -13,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from in_group import Found, assert_well, run_in_group
+from in_group import assert_all_well, in_group
 from networks import WithLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.comparison import TOLERANCE, compare
+from volseg.parallel.verification.verify import TOLERANCE, compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
@@ -255,11 +252,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_in_group(__file__, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, found: Found) -> None:
-    assert_well(found, name)
+def test_processes(name: str) -> None:
+    assert_all_well(in_group(2, CASES[name]))

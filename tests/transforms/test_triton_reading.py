@@ -1,25 +1,18 @@
 """Patches read straight from the stack of cases are those that are cut out first and then moved.
 
-Runs on a GPU, or anywhere under Triton's interpreter (``TRITON_INTERPRET=1``).
+Runs on a GPU, or anywhere by Triton's interpreter.
 """
-
-import os
 
 import pytest
 import torch
+from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.bank import CaseBank
-from volseg.transforms.augmentation import BatchAugmentation, triton_reading
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(
-    not triton_reading.available() or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton and a GPU, or its interpreter",
-)
+from volseg.transforms.augmentation import BatchAugmentation
 
 PATCH = (9, 7, 10)
+NUM = 4 if INTERPRETED else 7  # patches: of each case, and one beyond
 MOVED = {"rotation": {"probability": 0.7}, "scaling": {"probability": 0.7}}
 ELASTIC = {**MOVED, "elastic": {"probability": 0.7, "spacing_voxels": 5, "displacement_voxels": (0, 2)}}
 RECOLOURING = ("noise", "blur", "brightness", "contrast", "low_resolution", "inverted_gamma", "gamma")
@@ -37,7 +30,7 @@ def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32) -> CaseBan
     return CaseBank(cases, device=DEVICE, keep="device", image_dtype=image_dtype)
 
 
-def places(augmentation: BatchAugmentation, num: int = 7):
+def places(augmentation: BatchAugmentation, num: int = NUM):
     """Return cases and corners, of which some lie outside of their case."""
     generator = torch.Generator().manual_seed(1)
     cases = torch.arange(num) % 3
@@ -57,11 +50,11 @@ def both_ways(augmentation: BatchAugmentation, cases: CaseBank):
     return plain, augmentation.from_stack(cases.stack, where, corners, generators[1])
 
 
-@needs_triton
-@pytest.mark.parametrize("margin", [1.0, 0.3, 0.0])
+@with_kernels
+@pytest.mark.parametrize("margin", fewer([0.3, 1.0, 0.0], 1))
 @pytest.mark.parametrize("interpolation", ["linear", "nearest"])
 @pytest.mark.parametrize("effects", [MOVED, ELASTIC], ids=["affine", "elastic"])
-@pytest.mark.parametrize(("channels", "dtype"), [(1, torch.float32), (3, torch.float16)])
+@pytest.mark.parametrize(("channels", "dtype"), fewer([(3, torch.float16), (1, torch.float32)], 1))
 def test_patches_are_those_of_the_plain_way(margin, interpolation, effects, channels, dtype):
     config = AugmentationConfig.model_validate(
         {**STILL, **effects, "margin": margin, "label_interpolation": interpolation}
@@ -77,7 +70,7 @@ def test_patches_are_those_of_the_plain_way(margin, interpolation, effects, chan
     assert fused_label.dtype == label.dtype
 
 
-@needs_triton
+@with_kernels
 def test_patches_that_are_only_mirrored_are_copied():
     config = AugmentationConfig.model_validate({**STILL, "rotation": {"probability": 0}, "scaling": {"probability": 0}})
     augmentation = BatchAugmentation(config, PATCH, num_classes=4)
@@ -86,7 +79,7 @@ def test_patches_that_are_only_mirrored_are_copied():
     assert torch.equal(fused_label, label)
 
 
-@needs_triton
+@with_kernels
 def test_intensities_change_as_they_do_in_the_plain_way():
     config = AugmentationConfig.model_validate(
         {name: {"probability": 1} for name in RECOLOURING} | {"rotation": {"probability": 1}}
@@ -96,7 +89,7 @@ def test_intensities_change_as_they_do_in_the_plain_way():
     torch.testing.assert_close(fused, image, atol=5e-3, rtol=0)
 
 
-@needs_triton
+@with_kernels
 def test_nothing_beside_the_stack_is_read():
     """The stack lies between numbers that would show in any sum."""
     augmentation = BatchAugmentation(AugmentationConfig.model_validate({**STILL, **MOVED}), PATCH, num_classes=4)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from in_group import in_group
 from torch import nn
 
 from volseg.parallel import ModelParallel, launch
@@ -135,16 +136,19 @@ def interrupted():
     return {"ended": ended, "saved": saved.at, "judged": validation.judged if validation else None}
 
 
-def follow(folder):
-    torch.backends.cudnn.allow_tf32 = False
-    start_group()
-    results = {
+def trained_thrice():
+    return {
         "eager": found(trained(record=False)),
         "recorded": found(trained(record=True)),
         # Masks of recorded steps are others than those of eager ones; what all processes must share is the weights.
         "dropout": found(trained(record=True, dropout=[nn.Dropout3d(0.5), nn.Dropout(0.2)])),
     }
-    results = {"interrupted": interrupted(), "trained": results}
+
+
+def follow(folder):
+    torch.backends.cudnn.allow_tf32 = False
+    start_group()
+    results = {"interrupted": interrupted(), "trained": trained_thrice()}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.ended").touch()
@@ -175,9 +179,12 @@ def assert_same_training(first, second):
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="processes take the GPUs where there are some")
-def test_processes_without_gpus_train_alike_and_record_nothing(tmp_path):
-    first, second = launched(tmp_path)
+def test_the_group_leaves_the_validation_together():
+    assert_ended_together(*in_group(2, interrupted))
+
+
+def test_processes_without_gpus_train_alike_and_record_nothing():
+    first, second = in_group(2, trained_thrice)
     assert_same_training(first, second)
     assert first["recorded"]["recorded"] is None
 

@@ -23,10 +23,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
 from volseg.errors import DataError
-from volseg.losses.dice import reference
-from volseg.losses.dice.reference import TRUTH, Terms
+from volseg.losses.dice import choice
+from volseg.losses.dice.terms import TRUTH, Terms
 
-__all__ = ["Terms", "at_grid", "class_sums", "dice_cross_entropy", "loss_of"]
+__all__ = ["Terms", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
 
 
 def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
@@ -50,8 +50,8 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
         result: Tensor = handle_torch_function(dice_cross_entropy, (logits, label), logits, label, terms)
         return result
     check_shapes(logits, label)
-    label = at_grid(label, logits.shape[2:])
-    return loss_of(class_sums(logits, label, terms), [label], terms, logits.shape)
+    label = read_at_grid(label, logits.shape[2:])
+    return compute_loss(sum_classes(logits, label, terms), [label], terms, logits.shape)
 
 
 def check_shapes(logits: Tensor, label: Tensor) -> None:
@@ -64,7 +64,7 @@ def check_shapes(logits: Tensor, label: Tensor) -> None:
         )
 
 
-def at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
+def read_at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
     """Return the label map on a grid of ``size``, nearest-exact: a view where the grid is a whole number coarser."""
     factors = [fine // coarse for fine, coarse in zip(label.shape[2:], size, strict=True)]
     if all(fine == coarse * f for fine, coarse, f in zip(label.shape[2:], size, factors, strict=True)):
@@ -75,15 +75,15 @@ def at_grid(label: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(label, size=list(size), mode="nearest-exact")
 
 
-def class_sums(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
+def sum_classes(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     """Return the sums ``(parts, 4, B, K)`` of one slab, in any number of parts that are still to be added.
 
-    The rows are those of ``dice_kernels``: overlap, mass, truth, surprise.
+    The rows are those of ``dice.terms``: overlap, mass, truth, surprise.
     """
     return _ClassSums.apply(logits, label, terms.squared)
 
 
-def loss_of(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
+def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
     """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` are named if one is no class."""
     if not sums.is_cuda and bool(sums[:, TRUTH].isnan().any()):
         strangers = [value for label in labels for value in label.unique().tolist() if value not in range(shape[1])]
@@ -99,20 +99,20 @@ class _ClassSums(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, label: Tensor, squared: bool) -> Tensor:
         ctx.save_for_backward(logits, label)
         ctx.squared = squared
-        return reference.sums(logits, label, squared)
+        return choice.sums(logits, label, squared)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         # The loss depends on the sum of the parts alone: every part has the same slopes.
-        return reference.gradient(logits, label, slopes[0], ctx.squared), None, None
+        return choice.gradient(logits, label, slopes[0], ctx.squared), None, None
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, terms: Terms, shape: tuple[int, ...]) -> Tensor:
-        loss, slopes = reference.combine(sums, terms, shape)
+        loss, slopes = choice.combine(sums, terms, shape)
         ctx.save_for_backward(slopes)
         ctx.shape = sums.shape
         return loss

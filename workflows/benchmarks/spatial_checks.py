@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.device.norm import choice
-from volseg.losses.dice import reference
+from volseg.losses.dice import choice as dice
 from volseg.parallel import ModelParallel
 
 __all__ = ["CHECKS"]
@@ -147,14 +147,14 @@ def _loss(row: dict[str, Any], device: torch.device) -> dict[str, float]:
     for s in _slices(depth):
         logits[:, :, s].normal_()
         label[:, :, s].random_(0, 3)
-    total = reference.sums(logits, label, False).double().sum(0)
+    total = dice.sums(logits, label, False).double().sum(0)
     slopes = torch.ones_like(total, dtype=torch.float32) * torch.arange(1, 5, device=device).view(4, 1, 1)
-    back = reference.gradient(logits, label, slopes, False)
+    back = dice.gradient(logits, label, slopes, False)
     by_slice, worst = torch.zeros_like(total), 0.0
     for s in _slices(depth, 320):
         own, truth = logits[:, :, s].contiguous(), label[:, :, s].contiguous()
-        by_slice += reference.sums(own, truth, False).double().sum(0)
-        worst = max(worst, relative(back[:, :, s], reference.gradient(own, truth, slopes, False)))
+        by_slice += dice.sums(own, truth, False).double().sum(0)
+        worst = max(worst, relative(back[:, :, s], dice.gradient(own, truth, slopes, False)))
     return {"loss elements": float(logits.numel()), "loss sums": relative(total, by_slice), "loss gradient": worst}
 
 

@@ -1,4 +1,4 @@
-"""Milliseconds of a training step by part: operators, layouts, recording, determinism, side by side in one run.
+"""Milliseconds of a training step by part: kernels, layouts, recording, determinism, side by side in one run.
 
 python workflows/benchmarks/training_step.py configs/task04_unet.yaml DIR/Task04_Hippocampus --result step.json
 """
@@ -32,24 +32,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("root", type=Path, help="the task's folder")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, and needed by the deterministic variants
     variants = {}
-    for operators, layout, record, repeatable in product(
-        ("plain", "own"), ("contiguous", "channels_last"), (False, True), (False, True)
+    for kernels, layout, record, repeatable in product(
+        ("torch", "fast"), ("contiguous", "channels_last"), (False, True), (False, True)
     ):
         if repeatable and not record:
             continue
-        name = f"{operators} operators, {layout}, {'recorded' if record else 'eager'}"
+        name = f"{kernels} kernels, {layout}, {'recorded' if record else 'eager'}"
         name += ", deterministic" if repeatable else ""
         try:
             with deterministic(repeatable):
-                variants[name] = measure(chosen, operators, layout, record)
+                variants[name] = measure(chosen, kernels, layout, record)
         except Exception as fault:  # one variant must not lose the others
             variants[name] = {"failed": f"{type(fault).__name__}: {fault}"}
         print(name, variants[name], flush=True)
-    config = configured(chosen, "plain", "contiguous", record=False)
+    config = configured(chosen, "torch", "contiguous", record=False)
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
@@ -59,16 +60,17 @@ def main() -> None:
     chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def configured(chosen: argparse.Namespace, operators: str, layout: str, *, record: bool) -> ExperimentConfig:
-    """Return the config of a variant; the own operators are the fast kernels."""
-    overrides = [f"data.root={chosen.root}", f"training.memory_format={layout}", f"training.record={record}"]
-    overrides += ["parallel={strategy: none}", f"training.kernels={'fast' if operators == 'own' else 'torch'}"]
+def configured(chosen: argparse.Namespace, kernels: str, layout: str, *, record: bool) -> ExperimentConfig:
+    """Return the config of a variant."""
+    training = [f"training.{key}={value}" for key, value in (("memory_format", layout), ("record", record))]
+    overrides = [*chosen.overrides, f"data.root={chosen.root}", *training]
+    overrides += ["parallel={strategy: none}", f"training.kernels={kernels}"]
     return experiment.load_config(chosen.config, overrides)
 
 
-def measure(chosen: argparse.Namespace, operators: str, layout: str, record: bool) -> dict[str, float]:
+def measure(chosen: argparse.Namespace, kernels: str, layout: str, record: bool) -> dict[str, float]:
     """Return median milliseconds: of the whole loop, undisturbed; of its parts, the device waited for after each."""
-    config = configured(chosen, operators, layout, record=record)
+    config = configured(chosen, kernels, layout, record=record)
     device, task = choose_device(config), load_task(chosen.root)
     cases = prepare_all(task.training[:NUM_CASES], preprocessing_of(config))
     batches = build_batches(config, task, cases, device)

@@ -6,5 +6,7 @@ collect_ignore = [
     "differential.py",
     "module_database.py",
     "operator_database.py",
+    "operator_table.py",
+    "table_samples.py",
     "volume_samples.py",
 ]

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import from_whole
 
@@ -42,15 +43,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """Which of a call's tensors are volumes, by the dims that they are cut along; ``thin``: one of the few."""
+    """Which of a call's tensors are volumes, by the dims that they are cut along.
+
+    ``thin``: one of the few. ``merged``: how the cut dim was merged with its neighbours, None for planes.
+    """
 
     cuts: dict[int, tuple[int, ...]]
     grid: tuple[int, ...]
     thin: bool = False
+    merged: Merged | None = None
 
     def __str__(self) -> str:
         cut = ", ".join(f"tensor {index} along {','.join(map(str, dims))}" for index, dims in self.cuts.items())
-        return f"{cut}; {'x'.join(map(str, self.grid))} shards"
+        layout = "" if self.merged is None else ", merged"
+        return f"{cut}{layout}; {'x'.join(map(str, self.grid))} shards"
 
 
 PLAIN = Placement({}, ())
@@ -196,7 +202,7 @@ def _attempt(call: Call, placement: Placement, step: str) -> Seen:
     if placement.cuts:
         context = Context(_shards(placement.grid))
         for index, dims in placement.cuts.items():
-            given[index] = from_whole(given[index], dims, context)
+            given[index] = from_whole(given[index], dims, context, placement.merged)
     stand_ins = {id(tensor): value for tensor, value in zip(call.tensors, given, strict=True)}
     args, kwargs = tree_map(lambda leaf: stand_ins.get(id(leaf), leaf), (call.args, call.kwargs))
     versions = [] if placement.cuts else [tensor._version for tensor in given]

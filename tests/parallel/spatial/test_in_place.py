@@ -1,20 +1,14 @@
-"""A slab changed in place behind a convolution is refused as torch refuses it, or not changed where torch copies.
+"""A slab changed in place behind a convolution is refused as torch refuses it, or not changed where torch copies."""
 
-``python test_in_place.py FOLDER`` in each process of a group writes what it found.
-"""
-
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from in_group import in_group
 from torch import Tensor, nn
 
-from volseg.parallel import ModelParallel, launch
-from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel import ModelParallel
 
 
 class ChangedAroundAConvolution(nn.Module):
@@ -33,7 +27,8 @@ class ChangedAroundAConvolution(nn.Module):
         return result + features
 
 
-def refusal(network: nn.Module) -> str:
+def refusal() -> str:
+    network = ModelParallel(ChangedAroundAConvolution(), strategy="spatial")
     try:
         result = network(torch.ones(1, 1, 8, 4, 4) + torch.arange(8.0).reshape(8, 1, 1))
         (result if type(result) is Tensor else result.full_tensor()).square().sum().backward()
@@ -42,10 +37,9 @@ def refusal(network: nn.Module) -> str:
     return "none"
 
 
-def test_a_convolutions_input_changed_in_place_is_refused(tmp_path: Path) -> None:
-    launch([__file__, str(tmp_path)], 2)
-    for rank in range(2):
-        assert "modified by an inplace operation" in (tmp_path / str(rank)).read_text()
+def test_a_convolutions_input_changed_in_place_is_refused() -> None:
+    for found in in_group(2, refusal):
+        assert "modified by an inplace operation" in found
 
 
 class Rectified(nn.Module):
@@ -82,10 +76,3 @@ def test_what_torch_copies_is_not_changed(operator: Callable[[Tensor], Tensor], 
     sharded = ModelParallel(Rectified(operator), devices=["cpu"] * shards, strategy="spatial")
     (total, features), expected = sharded(image), Rectified(operator)(image)
     torch.testing.assert_close((total, features.full_tensor()), expected)
-
-
-if __name__ == "__main__":
-    start_group()
-    found = refusal(ModelParallel(ChangedAroundAConvolution(), strategy="spatial"))
-    (Path(sys.argv[1]) / str(dist.get_rank())).write_text(found)
-    dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Every operator and module of torch's own test database on volumes: equal to torch or refused, never wrong."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -21,10 +21,12 @@ FOLDER = Path(__file__).parent
 UNAVAILABLE = 77
 
 
-def compare(*options: str, seconds: int) -> None:
-    """Run the comparison in a process of its own: torch's database changes global settings when it is imported."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(volseg.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / "operator_database.py"), *options]
+def compare(script: str, *options: str, seconds: int) -> None:
+    """Run a comparison in a process of its own: torch's database changes global settings when it is imported."""
+    # Without GPUs: what torch refuses must not hang on the machine.
+    paths = {"PYTHONPATH": str(Path(volseg.__file__).parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **paths}
+    command = [sys.executable, str(FOLDER / script), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
     if done.returncode == UNAVAILABLE:
         pytest.skip(done.stdout.strip())
@@ -32,24 +34,82 @@ def compare(*options: str, seconds: int) -> None:
 
 
 def test_two_samples_of_each_operator_are_equal_or_refused() -> None:
-    compare("--thin", seconds=500)
+    compare("operator_database.py", "--thin", seconds=500)
+
+
+def test_every_entry_of_the_table_runs_along_every_cut_or_stands_in_the_list() -> None:
+    compare("operator_table.py", seconds=500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_sample_of_each_operator_is_equal_or_refused() -> None:
-    compare("--jobs", "2", seconds=3500)
+    compare("operator_database.py", "--jobs", "2", seconds=3500)
+
+
+def loaded(name: str) -> ModuleType:
+    """Import a module of this folder, whose modules import each other; none of these imports torch's database."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
 def differential() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("differential", FOLDER / "differential.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["differential"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return loaded("differential")
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    return loaded("operator_table")
+
+
+def test_the_list_of_refusals_only_shrinks(table: ModuleType) -> None:
+    frozen = {"torch": table.version(), "refused": {"a": "D H"}, "torch refuses": {}, "no such cut": {"b": "W"}}
+    now = {"refused": {"a": "D H"}, "torch refuses": {}, "no such cut": {"b": "W"}}
+    assert list(table.complaints(now, frozen, ["a", "b"])) == []
+    for change, message in {
+        ("refused", "a", "D H W"): "a: refused along W, which the list does not have",
+        ("refused", "a", "D"): "a: no longer 'refused' along H: take it off the list (--write)",
+        ("no such cut", "b", "W D"): "b: no such cut along D, which the list does not have",
+    }.items():
+        outcome, entry, cuts = change
+        changed = {**now, outcome: {entry: cuts}}
+        assert list(table.complaints(changed, frozen, ["a", "b"])) == [message]
+    assert list(table.complaints(now, frozen, ["a"])) == ["the list names what the table does not: b"]
+    other = {**frozen, "torch": "0.1"}
+    assert list(table.complaints({**now, "refused": {}}, other, ["a", "b"])) == []
+    assert list(table.complaints({**now, "refused": {"b": "H"}}, other, ["a", "b"])) == [
+        "b: refused along H, which the list does not have"
+    ]
+
+
+class NoCases:
+    @staticmethod
+    def of(label: str, function: Callable) -> list[Any]:
+        return []
+
+
+def test_an_entry_without_a_case_fails(table: ModuleType) -> None:
+    found = table.examine("torch.relu", torch.relu, NoCases)
+    assert found.faults == ["no case calls it on a volume: write it a sample in table_samples.py"]
+
+
+class OneCase:
+    @staticmethod
+    def of(label: str, function: Callable) -> list[Any]:
+        return [((torch.arange(48, dtype=torch.float64).reshape(1, 2, 6, 2, 2),), {})]
+
+
+def test_the_outcomes_are_what_happens_on_the_cuts(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("D", "H", "W", "batch", "DxH", "DxW", "HxW", "merged")
+    assert set(table.examine("torch.relu", torch.relu, OneCase).outcomes) == set(names)
+    monkeypatch.setitem(table.FUNCTIONS, "torch.relu", lambda x: x.relu().movedim(2, 3).tolist() if cut(x) else x)
+    found = table.examine("torch.relu", torch.relu, OneCase).outcomes
+    assert found["D"] == found["HxW"] == found["merged"] == "refused"
+    assert found["batch"] == "no such cut"
+    monkeypatch.setitem(table.FUNCTIONS, "torch.relu", lambda x: x.relu() * (1 + cut(x)))
+    assert any("value of output" in fault for fault in table.examine("torch.relu", torch.relu, OneCase).faults)
 
 
 def cut(x: Tensor) -> bool:

@@ -17,41 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.convolution.settings import Settings
-from volseg.device.triton_tiles import tl, triton
+from volseg.device.triton_tiles import count_processors, select_device, tl, triton
 
-__all__ = ["few_out_suits", "forward", "suits", "weight_gradient", "weight_gradient_of_few_out"]
+__all__ = ["forward", "weight_gradient", "weight_gradient_of_few_out"]
 
 MOST_TAPS = 128
 """Of one output voxel: 125 for the first convolution of a V-Net."""
 
-MOST_OUT = 4
+FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
+"""Out, or in where few go out."""
 
-
-def suits(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> bool:
-    """Say whether the kernels take this convolution."""
-    taps = weight.shape[1] * prod(weight.shape[2:])
-    return bias is None and taps <= MOST_TAPS and _simple(slab, weight.shape[0], weight, settings)
-
-
-def few_out_suits(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether the weight's gradient of this convolution is such a one: a wide kernel and few channels out."""
-    taps = prod(weight.shape[2:])
-    if (
-        weight.shape[0] > MOST_OUT
-        or not 64 <= taps <= MOST_TAPS
-        or not _simple(gradient, weight.shape[1], weight, settings)
-    ):
-        return False
-    inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
-    return inside and slab.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-def _simple(slab: Tensor, channels: int, weight: Tensor, settings: Settings) -> bool:
-    ones = (1,) * (slab.ndim - 2)
-    simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
-    half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
-    return triton is not None and slab.is_cuda and slab.ndim == 5 and half and simple and 16 <= channels <= 64
+MOST_OUT, FEWEST_TAPS_OF_FEW_OUT = 4, 64
+"""Where few channels go out."""
 
 
 if triton is not None:
@@ -113,7 +90,7 @@ if triton is not None:
         tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
 
 
-def _geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
+def _describe_geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
     """Return the output's sides, and what both kernels are told of the volume."""
     sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, kernel, strict=True)]
     told = {
@@ -127,20 +104,20 @@ def _geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tup
     return sides, told
 
 
-def _tile(taps: int, channels: int) -> dict[str, int]:
+def _choose_tile(taps: int, channels: int) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(taps))
     return {"BT": width, "BN": max(16, triton.next_power_of_2(channels)), "BV": max(32, 4096 // width)}
 
 
 def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
-    sides, told = _geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
     channels = weight.shape[0]
     shape = (slab.shape[0], channels, *sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     voxels = slab.shape[0] * prod(sides)
-    tile = _tile(told["TAPS"], channels)
-    with torch.cuda.device_of(slab):
+    tile = _choose_tile(told["TAPS"], channels)
+    with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
             slab, weight.reshape(channels, -1).contiguous(), out, voxels, channels, **told, **tile, num_warps=4
         )
@@ -149,15 +126,14 @@ def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return the gradient of the weight from that of the output, which lies densely with channels last."""
-    sides, told = _geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
     channels = weight.shape[0]
     voxels = slab.shape[0] * prod(sides)
-    tile = _tile(told["TAPS"], channels)
-    programs = 4 * torch.cuda.get_device_properties(slab.device).multi_processor_count if slab.is_cuda else 3
-    per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), programs) * tile["BV"]
+    tile = _choose_tile(told["TAPS"], channels)
+    per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), 4 * count_processors(slab.device)) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, tile["BN"], tile["BT"]), dtype=torch.float32, device=slab.device)
-    with torch.cuda.device_of(slab):
+    with select_device(slab):
         _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
 

@@ -18,11 +18,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.convolution.settings import Settings
-from volseg.device.convolution.stacks import LIMIT
-from volseg.device.triton_tiles import launch_on, processors, tl, triton
+from volseg.device.triton_tiles import count_processors, select_device, tl, triton
 
-__all__ = ["divider", "forward", "forward_suits", "suits", "weight_gradient"]
+__all__ = ["find_divider", "forward", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one."""
@@ -32,24 +30,6 @@ FEWEST_VOXELS = 4096
 
 BV, BI, BO = 64, 128, 128
 """Voxels, channels in and channels out of a tile."""
-
-
-def suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether the convolution is one of these."""
-    ones = (1, 1, 1)
-    if min(weight.shape[:2]) < FEWEST_CHANNELS or prod(weight.shape[2:]) < FEWEST_TAPS:
-        return False
-    half = slab.dtype in (torch.float16, torch.bfloat16) and weight.dtype == slab.dtype
-    simple = settings.stride == settings.dilation == ones and settings.groups == 1 and not settings.transposed
-    inside = all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
-    small = slab.shape[0] * slab.shape[2:].numel() * max(weight.shape[:2]) <= LIMIT
-    here = triton is not None and slab.is_cuda and slab.ndim == 5
-    return here and half and simple and inside and small and slab.stride(1) == 1
-
-
-def forward_suits(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether ``forward`` is the faster way."""
-    return suits(slab, weight, settings) and slab.shape[0] * slab.shape[2:].numel() >= FEWEST_VOXELS
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
@@ -63,8 +43,8 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
 if triton is not None:
 
     @triton.jit
-    def _divided(v, multiplier, shift):
-        """Return ``v // n`` for ``v`` below 2**31; see ``divider``."""
+    def _divide(v, multiplier, shift):
+        """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
         v = v.to(tl.uint32)
         return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
 
@@ -84,9 +64,9 @@ if triton is not None:
         total = tl.zeros((BO, BI), tl.float32)
         for first in range(part * per_part, stop, BV):
             v = first + tl.arange(0, BV)
-            line = _divided(v, mul_w, shr_w)
-            plane = _divided(line, mul_h, shr_h)
-            b = _divided(plane, mul_d, shr_d)
+            line = _divide(v, mul_w, shr_w)
+            plane = _divide(line, mul_h, shr_h)
+            b = _divide(plane, mul_d, shr_d)
             d, h, w = plane - b * OD + kd - PD, line - plane * OH + kh - PH, v - line * OW + kw - PW
             inside = (v < stop) & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
             voxel = b.to(tl.int64) * sb + d.to(tl.int64) * sd + h.to(tl.int64) * sh + w.to(tl.int64) * sw
@@ -99,7 +79,7 @@ if triton is not None:
 
 
 @lru_cache(maxsize=1024)
-def divider(n: int) -> tuple[int, int]:
+def find_divider(n: int) -> tuple[int, int]:
     """Return a multiplier, as the bits of a signed number, and a shift that divide by ``n`` without a division.
 
     Granlund and Montgomery, 1994, doi:10.1145/178243.178249, figure 4.1.
@@ -117,14 +97,14 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     voxels, taps = gradient.shape[0] * prod(sides), prod(kernel)
     columns, rows = taps * triton.cdiv(own, BI), triton.cdiv(out, BO)
     # Two waves of programs, if that leaves each enough to do.
-    wanted = max(1, min(2 * processors(slab.device) // (columns * rows), voxels // (8 * BV)))
+    wanted = max(1, min(2 * count_processors(slab.device) // (columns * rows), voxels // (8 * BV)))
     per_part = triton.cdiv(triton.cdiv(voxels, wanted), BV) * BV
     parts = triton.cdiv(voxels, per_part)
     dtype = weight.dtype if parts == 1 else torch.float32
     found = torch.empty((parts, out, *kernel, own), dtype=dtype, device=slab.device)
     sb, _, sd, sh, sw = slab.stride()
-    dividers = [number for side in reversed(sides) for number in divider(side)]
-    with launch_on(slab):
+    dividers = [number for side in reversed(sides) for number in find_divider(side)]
+    with select_device(slab):
         _weight_kernel[(columns, rows, parts)](
             slab, gradient, found, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, sw, *padding, *dividers,
             CI=own, CO=out, KH=kernel[1], KW=kernel[2], TAPS=taps, BV=BV, BI=BI, BO=BO, num_warps=8, num_stages=3,

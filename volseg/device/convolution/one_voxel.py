@@ -10,30 +10,25 @@ contiguously, as losses read them.
 import torch
 from torch import Tensor
 
-from volseg.device import triton_tiles
-from volseg.device.convolution.settings import Settings
-from volseg.device.triton_tiles import even, launch_on, processors, spaced, tl, triton, voxel_count
+from volseg.device.triton_tiles import (
+    count_processors,
+    count_voxels,
+    make_even,
+    read_strides,
+    select_device,
+    tl,
+    triton,
+)
 
-__all__ = ["backward", "forward", "suits"]
+__all__ = ["backward", "forward"]
 
 MOST_CLASSES, MOST_FEATURES = 16, 256
-
-
-def suits(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether the kernels take this convolution; ``tensor`` is its input, or the gradient of its output."""
-    dims = weight.ndim - 2
-    ones, zeros = (1,) * dims, (0,) * dims
-    point = weight.shape[2:] == ones and settings.stride == ones and settings.padding == zeros
-    simple = point and settings.groups == 1 and not settings.transposed
-    half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
-    small = weight.shape[0] <= MOST_CLASSES and weight.shape[1] <= MOST_FEATURES
-    return triton_tiles.available() and tensor.is_cuda and tensor.ndim == 5 and half and simple and small
 
 
 if triton is not None:
 
     @triton.jit
-    def _place(base, b, rows, columns, SB, SC, SV):
+    def _locate(base, b, rows, columns, SB, SC, SV):
         """Return where the voxels ``rows`` and channels ``columns`` of sample b are, ``[rows, columns]``."""
         at = b.to(tl.int64) * SB + rows[:, None].to(tl.int64) * SV
         return base + at + columns[None, :].to(tl.int64) * SC
@@ -45,7 +40,7 @@ if triton is not None:
     ):  # fmt: skip
         b = tl.program_id(1)
         v, c, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BC), tl.arange(0, BN)
-        features = tl.load(_place(x, b, v, c, xb, xc, xv), mask=(v[:, None] < V) & (c[None, :] < C), other=0.0)
+        features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=(v[:, None] < V) & (c[None, :] < C), other=0.0)
         kernel = tl.load(weight + n[None, :] * C + c[:, None], mask=(n[None, :] < N) & (c[:, None] < C), other=0.0)
         logits = tl.dot(features, kernel)
         if BIAS:
@@ -68,9 +63,9 @@ if triton is not None:
             v = first + tl.arange(0, BV)
             inside = (v[:, None] < stop) & (c[None, :] < C)
             slopes = tl.load(
-                _place(gradient, b, v, n, gb, gc, gv), mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0
+                _locate(gradient, b, v, n, gb, gc, gv), mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0
             )
-            features = tl.load(_place(x, b, v, c, xb, xc, xv), mask=inside, other=0.0)
+            features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=inside, other=0.0)
             of_weight += tl.dot(tl.trans(slopes), features)
             of_bias += tl.sum(slopes.to(tl.float32), 0)
             if INPUT:
@@ -81,21 +76,21 @@ if triton is not None:
         tl.store(own + n * (BC + 1) + BC, of_bias)
 
 
-def _tile(features: int) -> dict[str, int]:
+def _choose_tile(features: int) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(features))
     return {"BV": max(32, min(256, 8192 // width)), "BC": width, "BN": MOST_CLASSES, "num_warps": 4}
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits, ``(B, N, D, H, W)``, contiguous."""
-    slab = even(slab, slab)
+    slab = make_even(slab, slab)
     batch, features = slab.shape[:2]
-    classes, voxels, tile = weight.shape[0], voxel_count(slab), _tile(features)
+    classes, voxels, tile = weight.shape[0], count_voxels(slab), _choose_tile(features)
     out = slab.new_empty((batch, classes, *slab.shape[2:]))
     weight = weight.reshape(classes, features).contiguous()
-    with launch_on(slab):
+    with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
-            slab, weight, weight if bias is None else bias, out, voxels, classes, features, *spaced(slab),
+            slab, weight, weight if bias is None else bias, out, voxels, classes, features, *read_strides(slab),
             BIAS=bias is not None, **tile,
         )  # fmt: skip
     return out
@@ -103,18 +98,19 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def backward(gradient: Tensor, slab: Tensor, weight: Tensor, needs_input: bool) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of the input (with channels last, None unless needed), the weight and a bias."""
-    slab, gradient = even(slab, slab), even(gradient, gradient)
+    slab, gradient = make_even(slab, slab), make_even(gradient, gradient)
     batch, features = slab.shape[:2]
-    classes, voxels, tile = weight.shape[0], voxel_count(slab), _tile(features)
-    wanted = max(1, 4 * processors(slab.device) // batch)
+    classes, voxels, tile = weight.shape[0], count_voxels(slab), _choose_tile(features)
+    wanted = max(1, 4 * count_processors(slab.device) // batch)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), wanted) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty_like(slab, memory_format=torch.channels_last_3d) if needs_input else None
     sums = slab.new_empty((batch * parts, tile["BN"], tile["BC"] + 1), dtype=torch.float32)
-    with launch_on(slab):
+    with select_device(slab):
         _backward_kernel[(parts, batch)](
             slab, gradient, weight.reshape(classes, features).contiguous(), slab if out is None else out, sums,
-            voxels, classes, features, per_program, *spaced(slab), *spaced(gradient), INPUT=needs_input, **tile,
+            voxels, classes, features, per_program, *read_strides(slab), *read_strides(gradient),
+            INPUT=needs_input, **tile,
         )  # fmt: skip
     total = sums.sum(0)[:classes]
     of_weight = total[:, :features].reshape(weight.shape).to(weight.dtype)

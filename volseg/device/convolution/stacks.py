@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM, layout_of
 
-__all__ = ["LIMIT", "convolution", "convolution_backward"]
+__all__ = ["LIMIT", "convolve", "differentiate"]
 
 LIMIT = 2**31 - 1
 """Elements of the largest tensor that is convolved at once."""
@@ -28,18 +28,18 @@ class _Stack:
     inputs: tuple[int, int]
     zeros: tuple[int, int]
 
-    def of(self, slab: Tensor) -> Tensor:
+    def cut(self, slab: Tensor) -> Tensor:
         """Return the input planes, zeros included."""
         start, stop = self.inputs
         planes = slab.narrow(DIM, start, stop - start)
         return F.pad(planes, (0, 0, 0, 0, *self.zeros)) if any(self.zeros) else planes
 
-    def result(self, whole: Tensor) -> Tensor:
+    def cut_output(self, whole: Tensor) -> Tensor:
         """Return the output planes of a whole tensor."""
         return whole.narrow(DIM, self.outputs[0], self.outputs[1] - self.outputs[0])
 
 
-def _stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) -> list[_Stack]:
+def _cut_stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) -> list[_Stack]:
     """Return one stack where nothing is large; ``arguments`` are those of ``torch.ops.aten.convolution``."""
     stride, padding, dilation, transposed = arguments[:4]
     elements = slab.shape[0] * slab.shape[2:].numel() * max(slab.shape[1], weight.shape[0])
@@ -61,33 +61,29 @@ def _stacks(slab: Tensor, weight: Tensor, arguments: Sequence[Any], limit: int) 
     return found
 
 
-def _inside(arguments: Sequence[Any]) -> list[Any]:
+def _drop_depth_padding(arguments: Sequence[Any]) -> list[Any]:
     stride, padding, *rest = arguments
     return [stride, [0, *padding[1:]], *rest]
 
 
-def convolution(
-    slab: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], limit: int = LIMIT
-) -> Tensor:
+def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], limit: int = LIMIT) -> Tensor:
     """Return ``torch.ops.aten.convolution`` of these arguments."""
-    stacks = _stacks(slab, weight, arguments, limit)
+    stacks = _cut_stacks(slab, weight, arguments, limit)
     if not stacks:
         return torch.ops.aten.convolution(slab, weight, bias, *arguments)
     whole = None
     for stack in stacks:
-        part = torch.ops.aten.convolution(stack.of(slab), weight, bias, *_inside(arguments))
+        part = torch.ops.aten.convolution(stack.cut(slab), weight, bias, *_drop_depth_padding(arguments))
         if whole is None:
             shape = list(part.shape)
             shape[DIM] = stacks[-1].outputs[1]
-            last = part.stride(1) == 1 and part.shape[1] > 1
-            layout = torch.channels_last_3d if last else torch.contiguous_format
-            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
-        stack.result(whole).copy_(part)
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout_of(part))
+        stack.cut_output(whole).copy_(part)
     assert whole is not None
     return whole
 
 
-def convolution_backward(
+def differentiate(
     gradient: Tensor,
     slab: Tensor,
     weight: Tensor,
@@ -98,14 +94,16 @@ def convolution_backward(
 ) -> Sequence[Tensor | None]:
     """Return ``torch.ops.aten.convolution_backward`` of these arguments; the weights' parts add up in float32."""
     backward = torch.ops.aten.convolution_backward
-    stacks = _stacks(slab, weight, arguments, limit)
+    stacks = _cut_stacks(slab, weight, arguments, limit)
     if not stacks:
         found: Sequence[Tensor | None] = backward(gradient, slab, weight, bias_sizes, *arguments, mask)
         return found
     inputs = torch.zeros_like(slab) if mask[0] else None
     weights: list[Tensor | None] = [None, None]
     for stack in stacks:
-        parts = backward(stack.result(gradient), stack.of(slab), weight, bias_sizes, *_inside(arguments), mask)
+        parts = backward(
+            stack.cut_output(gradient), stack.cut(slab), weight, bias_sizes, *_drop_depth_padding(arguments), mask
+        )
         if inputs is not None:
             start, stop = stack.inputs
             # Neighbouring stacks share the planes of their halo.

@@ -1,38 +1,34 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The norms' passes over the voxels in Triton: scale, shift and activation, its gradient, and copies."""
-
-from typing import TYPE_CHECKING
+"""The norms' passes over the voxels in Triton: scale, shift and activation, and their gradient."""
 
 import torch
 from torch import Tensor
 
+from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.triton_tiles import (
-    even,
-    launch_on,
-    settings,
-    spaced,
+    choose_tile,
+    count_voxels,
+    describe_tile,
+    make_even,
+    read_strides,
+    select_device,
     split_voxels,
-    tile_size,
     tl,
     triton,
-    voxel_count,
 )
-
-if TYPE_CHECKING:
-    from volseg.device.norm.choice import Activation
 
 if triton is not None:
     from volseg.device.triton_tiles import elements
 
-__all__ = ["affine", "copy", "gradient_input", "gradient_sums"]
+__all__ = ["affine", "gradient_input", "gradient_sums"]
 
 KINDS = {"none": 0, "leaky": 1, "elu": 2}
 
 if triton is not None:
 
     @triton.jit
-    def _derivative(value, alpha, KIND: tl.constexpr):
+    def _differentiate_activation(value, alpha, KIND: tl.constexpr):
         if KIND == 1:
             return tl.where(value > 0, 1.0, alpha)
         return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
@@ -49,10 +45,9 @@ if triton is not None:
         if ENDS:  # the first voxels and the last ones, of V in all
             v = tl.where(v < front, v, v + skipped)
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-        if KIND != 3:  # 3 copies
-            a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
-            s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
-            value = value * a[None, :] + s[None, :]
+        a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+        s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+        value = value * a[None, :] + s[None, :]
         if KIND == 1:
             value = tl.where(value > 0, value, value * alpha)
         if KIND == 2:
@@ -80,7 +75,7 @@ if triton is not None:
             value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
             grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
             if KIND != 0:
-                grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+                grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
             first_sum += tl.sum(grad, 0)
             second_sum += tl.sum(grad * (value - m[None, :]), 0)
         pairs = tl.num_programs(2) * C
@@ -105,7 +100,7 @@ if triton is not None:
         grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         if KIND != 0:
             s = tl.load(shift + b * C + c, mask=inside, other=0.0)
-            grad *= _derivative(value * a[None, :] + s[None, :], alpha, KIND)
+            grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
         result = grad * a[None, :] + value * k[None, :] + o[None, :]
         tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
 
@@ -114,58 +109,45 @@ def affine(
     slab: Tensor,
     scale: Tensor,
     shift: Tensor,
-    activation: "Activation",
-    out: Tensor | None,
+    activation: Activation = IDENTITY,
+    out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See ``kernels.affine``."""
-    slab = even(slab, slab)
+    """Compute ``reference.affine``."""
+    slab = make_even(slab, slab)
     out = torch.empty_like(slab) if out is None else out
-    tile = tile_size(slab)
-    voxels, front, skipped = voxel_count(slab), 0, 0
+    tile = choose_tile(slab)
+    voxels, front, skipped = count_voxels(slab), 0, 0
     if ends is not None:
         plane = slab.shape[3:].numel()
         front, skipped = ends[0] * plane, voxels - sum(ends) * plane
         voxels -= skipped
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with launch_on(slab):
+    with select_device(slab):
         _affine_kernel[grid](
             slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], voxels, activation.parameter,
-            *spaced(slab), *spaced(out), front, skipped,
-            **settings(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
+            *read_strides(slab), *read_strides(out), front, skipped,
+            **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
 
 
-def copy(slab: Tensor, out: Tensor) -> None:
-    """See ``kernels.copy``."""
-    slab = even(slab, slab)
-    # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
-    tile = max(tile_size(slab), tile_size(out), key=lambda size: size[1])
-    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with launch_on(slab):
-        _affine_kernel[grid](
-            slab, slab, slab, out, slab.shape[1], voxel_count(slab), 0.0,
-            *spaced(slab), *spaced(out), 0, 0, **settings(tile, KIND=3, ENDS=False),
-        )  # fmt: skip
-
-
 def gradient_sums(
-    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: "Activation"
+    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
 ) -> Tensor:
-    """Return the sums of ``kernels.gradient_sums`` over each part of the slab, ``(parts, 2, B, C)``."""
-    slab = even(slab, slab)
-    gradient = even(gradient, slab)
+    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2, B, C)``."""
+    slab = make_even(slab, slab)
+    gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
-    tile = tile_size(slab)
+    tile = choose_tile(slab)
     parts, per_program = split_voxels(slab, tile)
     out = slab.new_empty((parts, 2, batch, channels), dtype=torch.float32)
     grid = (parts, triton.cdiv(channels, tile[1]), batch)
-    with launch_on(slab):
+    with select_device(slab):
         _sums_kernel[grid](
-            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels, voxel_count(slab),
-            per_program, activation.parameter, *spaced(gradient), *spaced(slab),
-            **settings(tile, KIND=KINDS[activation.kind]),
+            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels,
+            count_voxels(slab), per_program, activation.parameter, *read_strides(gradient), *read_strides(slab),
+            **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out
 
@@ -177,19 +159,19 @@ def gradient_input(
     shift: Tensor,
     slope: Tensor,
     offset: Tensor,
-    activation: "Activation",
+    activation: Activation = IDENTITY,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``kernels.gradient_input``."""
-    slab = even(slab, slab)
-    gradient = even(gradient, slab)
+    """Compute ``reference.gradient_input``."""
+    slab = make_even(slab, slab)
+    gradient = make_even(gradient, slab)
     out = torch.empty_like(slab) if out is None else out
-    tile = tile_size(slab)
-    grid = (triton.cdiv(voxel_count(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
-    with launch_on(slab):
+    tile = choose_tile(slab)
+    grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
+    with select_device(slab):
         _input_kernel[grid](
             gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
-            voxel_count(slab), activation.parameter, *spaced(gradient), *spaced(slab), *spaced(out),
-            **settings(tile, KIND=KINDS[activation.kind]),
+            count_voxels(slab), activation.parameter, *read_strides(gradient), *read_strides(slab), *read_strides(out),
+            **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out

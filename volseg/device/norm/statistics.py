@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.peer.values import CAPACITY, Mailbox
+from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.device.triton_tiles import (
-    even,
-    launch_on,
-    settings,
-    spaced,
+    choose_tile,
+    count_voxels,
+    describe_tile,
+    make_even,
+    read_strides,
+    select_device,
     split_voxels,
-    tile_size,
     tl,
     triton,
-    voxel_count,
 )
 
 if triton is not None:
@@ -27,8 +27,8 @@ if triton is not None:
 __all__ = [
     "backward_coefficients",
     "coefficients",
-    "direct_backward_coefficients",
-    "direct_coefficients",
+    "exchange_backward_coefficients",
+    "exchange_coefficients",
     "moments",
 ]
 
@@ -78,7 +78,7 @@ if triton is not None:
         tl.store(squares + place, square, mask=inside)
 
     @triton.jit
-    def _joined(
+    def _join_parts(
         means, squares, i, inside, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         """Return mean and biased variance of the pairs ``i`` over all parts of the slab."""
@@ -102,7 +102,7 @@ if triton is not None:
         return mean, square / (V * 1.0)
 
     @triton.jit
-    def _summed(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    def _sum_parts(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
         """Return the two sums of the pairs ``i`` over all parts of the slab."""
         total = tl.zeros((BLOCK,), tl.float32)
         moment = tl.zeros((BLOCK,), tl.float32)
@@ -154,7 +154,7 @@ if triton is not None:
     ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
-        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
         tl.store(out + i, mean, mask=inside)
         tl.store(out + pairs + i, variance, mask=inside)
 
@@ -191,14 +191,14 @@ if triton is not None:
         _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
 
     @triton.jit(do_not_specialize=["rank", "patience"])
-    def _direct_coefficients_kernel(
+    def _exchange_coefficients_kernel(
         means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
         WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
         PARTS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
-        mean, variance = _joined(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+        mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
         if SHARDS > 1:
             call = (tl.load(calls) + 1).to(tl.int64)
             put(mean, i, inside, boxes, call, rank, SHARDS, CAPACITY)
@@ -218,13 +218,13 @@ if triton is not None:
         _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
 
     @triton.jit(do_not_specialize=["rank", "patience"])
-    def _direct_backward_kernel(
+    def _exchange_backward_kernel(
         partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
         WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < pairs
-        total, moment = _summed(partials, i, inside, pairs, parts, PARTS, BLOCK)
+        total, moment = _sum_parts(partials, i, inside, pairs, parts, PARTS, BLOCK)
         if SHARDS > 1:
             call = (tl.load(calls) + 1).to(tl.int64)
             put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
@@ -239,100 +239,100 @@ if triton is not None:
         _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
 
 
-def _partial_moments(slab: Tensor) -> tuple[Tensor, Tensor, int]:
+def _compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return mean and sum of squares of each part of the slab, ``(parts, B, C)``, and the voxels of a part."""
     batch, channels = slab.shape[:2]
-    tile = tile_size(slab)
+    tile = choose_tile(slab)
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
-    with launch_on(slab):
+    with select_device(slab):
         grid = (parts, triton.cdiv(channels, tile[1]), batch)
         _moments_kernel[grid](
-            slab, means, squares, channels, voxel_count(slab), per_program, *spaced(slab), **settings(tile)
+            slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab), **describe_tile(tile)
         )
     return means, squares, per_program
 
 
 def moments(slab: Tensor) -> Tensor:
-    """See ``kernels.moments``."""
-    slab = even(slab, slab)
-    means, squares, per_program = _partial_moments(slab)
+    """Compute ``reference.moments``."""
+    slab = make_even(slab, slab)
+    means, squares, per_program = _compute_moments_of_parts(slab)
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = slab.new_empty((2, batch, channels), dtype=torch.float32)
-    with launch_on(slab):
+    with select_device(slab):
         _join_kernel[(triton.cdiv(pairs, BLOCK),)](
-            means, squares, out, pairs, parts, voxel_count(slab), per_program, **TILE
+            means, squares, out, pairs, parts, count_voxels(slab), per_program, **TILE
         )  # fmt: skip
     return out
 
 
-def direct_coefficients(
-    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: Mailbox | None
+def exchange_coefficients(
+    slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: ValueMailbox | None
 ) -> Tensor:
-    """See ``kernels.direct_coefficients``."""
-    slab = even(slab, slab)
-    means, squares, per_program = _partial_moments(slab)
+    """Compute ``choice.exchange_coefficients``."""
+    slab = make_even(slab, slab)
+    means, squares, per_program = _compute_moments_of_parts(slab)
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = means.new_empty((5, batch, channels))
-    with launch_on(slab):
-        _direct_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
-            means, squares, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, parts, voxel_count(slab),
-            per_program,
-            **_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
+    with select_device(slab):
+        _exchange_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
+            means, squares, shares, _make_dense(weight), _make_dense(bias), out, eps, channels, pairs, parts,
+            count_voxels(slab), per_program, **_describe_peers(mailbox),
+            WEIGHT=weight is not None, BIAS=bias is not None, **TILE,
         )  # fmt: skip
     return out
 
 
-def direct_backward_coefficients(
-    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: Mailbox | None
+def exchange_backward_coefficients(
+    partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: ValueMailbox | None
 ) -> Tensor:
-    """See ``kernels.direct_backward_coefficients``."""
+    """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``."""
     parts, _, batch, channels = partials.shape
     pairs = batch * channels
     out = partials.new_empty((4, batch, channels))
-    with launch_on(partials):
-        _direct_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
-            partials, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, parts,
-            **_peers(mailbox), WEIGHT=weight is not None, **TILE,
+    with select_device(partials):
+        _exchange_backward_kernel[(triton.cdiv(pairs, BLOCK),)](
+            partials, mean, rstd, _make_dense(weight), out, float(voxels), channels, pairs, parts,
+            **_describe_peers(mailbox), WEIGHT=weight is not None, **TILE,
         )  # fmt: skip
     return out
 
 
-def _dense(values: Tensor | None) -> Tensor | None:
+def _make_dense(values: Tensor | None) -> Tensor | None:
     """Return weights or biases as the kernels read them: one behind the other, which those of a style may not be."""
     return None if values is None else values.contiguous()
 
 
-def _peers(mailbox: Mailbox | None) -> dict[str, Any]:
+def _describe_peers(mailbox: ValueMailbox | None) -> dict[str, Any]:
     """Return what a kernel is told of the other processes."""
     if mailbox is None:
         return {"boxes": None, "calls": None, "rank": 0, "patience": 0, "SHARDS": 1, "CAPACITY": CAPACITY}
-    return mailbox.told()
+    return mailbox.describe()
 
 
 def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """See ``kernels.coefficients``."""
+    """Compute ``reference.coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((5, batch, channels))
-    with launch_on(stacked):
+    with select_device(stacked):
         _coefficients_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, shares, _dense(weight), _dense(bias), out, eps, channels, pairs, shards,
+            stacked, shares, _make_dense(weight), _make_dense(bias), out, eps, channels, pairs, shards,
             WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out
 
 
 def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
-    """See ``kernels.backward_coefficients``."""
+    """Compute ``reference.backward_coefficients``."""
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((4, batch, channels))
-    with launch_on(stacked):
+    with select_device(stacked):
         _backward_kernel[(triton.cdiv(pairs, 128),)](
-            stacked, mean, rstd, _dense(weight), out, float(voxels), channels, pairs, shards,
+            stacked, mean, rstd, _make_dense(weight), out, float(voxels), channels, pairs, shards,
             WEIGHT=weight is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out

@@ -2,81 +2,188 @@
 
 torch's own sharing opens a handle on the device it came from, which costs each process a context, half a gigabyte, on
 every GPU of the others. The driver maps it into the own device's context, which is all that a kernel needs.
+
+Memory may be freed only when nobody has it mapped any more, and nothing may be freed while a CUDA graph is recorded,
+when Python may well find an object that nobody holds. So what has gone waits: the next time that its processes share
+memory, all unmap it, tell each other, and free it.
 """
 
 import ctypes
 import logging
 import socket
-from typing import Any
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from volseg.errors import ParallelError
 
-__all__ = ["map_together"]
+__all__ = ["PeerMemory", "share_memory"]
 
 logger = logging.getLogger(__name__)
+
+LAZY_PEER_ACCESS = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``, the only flag there is."""
 
 
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]
 
 
-LAZY_PEER_ACCESS = 1
-"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``, the only flag there is."""
+class Driver:
+    """CUDA's driver on one GPU; as a context, it makes that GPU the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> Self:
+        self._selected = torch.cuda.device(self.device)
+        self._selected.__enter__()
+        self.synchronize()  # by now the device's context is there
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._selected.__exit__(*fault)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The host and the GPU."""
+        return socket.gethostname(), str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def synchronize(self) -> None:
+        """Wait for all that runs on the GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def allocate(self, size: int) -> int:
+        """Return the address of new memory, all zeros."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", f"allocate {size} bytes to share", ctypes.byref(address), ctypes.c_size_t(size))
+        self._call("cuMemsetD8_v2", "clear memory", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free memory that nobody has mapped."""
+        self._call("cuMemFree_v2", "free shared memory", ctypes.c_uint64(address))
+
+    def offer(self, address: int) -> bytes:
+        """Return a handle by which other processes map the memory."""
+        handle = _Handle()
+        what = "share memory with other processes"
+        self._call("cuIpcGetMemHandle", what, ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def map(self, handle: bytes) -> int:
+        """Return the address here of another process's memory."""
+        address = ctypes.c_uint64()
+        given, flags = _Handle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS)
+        self._call("cuIpcOpenMemHandle_v2", "map another GPU's memory", ctypes.byref(address), given, flags)
+        return address.value
+
+    def unmap(self, address: int) -> None:
+        """Give up another process's memory."""
+        self._call("cuIpcCloseMemHandle", "unmap another GPU's memory", ctypes.c_uint64(address))
+
+    def _call(self, name: str, what: str, *arguments: Any) -> None:
+        result = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+        if result:
+            raise ParallelError(f"CUDA's driver could not {what}: error {result}")
 
 
-def _checked(result: int, what: str) -> None:
-    if result:
-        raise ParallelError(f"CUDA's driver could not {what}: error {result}")
+@dataclass(frozen=True)
+class _Gone:
+    """Shared memory that nobody here uses any more; all processes know it by the same ``key``."""
+
+    key: tuple[tuple[int, ...], int]
+    device: torch.device
+    own: int
+    mapped: list[int] = field(default_factory=list)
 
 
-def _allocated(driver: Any, size: int) -> tuple[int, bytes]:
-    """Return the address and the handle of new memory, all zeros, which stays for as long as the process lives."""
-    address, handle = ctypes.c_uint64(), _Handle()
-    _checked(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), f"allocate {size} bytes to share")
-    _checked(driver.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(size)), "clear memory")
-    _checked(driver.cuIpcGetMemHandle(ctypes.byref(handle), address), "share memory with other processes")
-    return address.value, bytes(handle)
+_gone: list[_Gone] = []
+_times_shared: Counter[tuple[int, ...]] = Counter()
 
 
-def _mapped(driver: Any, handle: bytes) -> int:
-    address = ctypes.c_uint64()
-    result = driver.cuIpcOpenMemHandle_v2(
-        ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS)
-    )
-    _checked(result, "map another GPU's memory")
-    return address.value
+class PeerMemory:
+    """Memory on the GPU of every process of a group.
+
+    It stays for as long as this object, which whoever writes or reads it holds: a mailbox, its communicator, its
+    strategy, and so each recorded step of the strategy's model.
+
+    Attributes
+    ----------
+    addresses
+        Where each process's memory is to this one, in the order of the group.
+    rank
+        This process's number in the group.
+    """
+
+    def __init__(self, addresses: list[int], rank: int, gone: _Gone) -> None:
+        self.addresses, self.rank = addresses, rank
+        weakref.finalize(self, _gone.append, gone).atexit = False
 
 
-def map_together(group: dist.ProcessGroup, device: torch.device, size: int) -> list[int] | None:
-    """Return the addresses, in this process, of ``size`` bytes on the GPU of every process of the group.
+def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory | None:
+    """Return ``size`` bytes, all zeros, on the GPU of every process of the group.
 
     All processes call it, and all get None where one could not: several hosts, processes that share a GPU, or GPUs
     that cannot reach each other's memory.
     """
-    rank, shards = dist.get_rank(group), dist.get_world_size(group)
-    offer: tuple[str, str, bytes] | None = None
-    own = 0
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # by now the device's context is there
+    rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    key = ranks, _times_shared[ranks]
+    _times_shared[ranks] += 1
+    offer: tuple[tuple[str, str], bytes] | None = None
+    own, mapped = 0, []
+    with Driver(device) as driver:
+        unmapped = _unmap_gone(driver)
         try:
-            driver = ctypes.CDLL("libcuda.so.1")
-            own, handle = _allocated(driver, size)
-            offer = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), handle
+            own = driver.allocate(size)
+            offer = driver.place, driver.offer(own)
         except (OSError, AttributeError, ParallelError) as fault:  # whatever it is, the others wait for this one's word
-            logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
-        torch.cuda.synchronize(device)  # cleared, before anybody writes
-        offers: list[Any] = [None] * shards
-        dist.all_gather_object(offers, offer, group=group)
-        if None in offers or len({host for host, *_ in offers}) > 1 or len({gpu for _, gpu, _ in offers}) < shards:
-            return None
-        try:
-            addresses = [own if i == rank else _mapped(driver, handle) for i, (*_, handle) in enumerate(offers)]
-        except ParallelError as fault:
-            logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
-            addresses = []
-    votes = [False] * shards
-    dist.all_gather_object(votes, bool(addresses), group=group)
-    return addresses if all(votes) else None
+            _say_why(fault)
+        driver.synchronize()  # cleared, before anybody writes
+        offers, of_all = zip(*_gather((offer, unmapped), group), strict=True)
+        _free_gone(driver, [set(keys) for keys in of_all], ranks)
+        places = [given[0] for given in offers if given is not None]
+        if len({host for host, _ in places}) == 1 and len(set(places)) == len(ranks):
+            try:
+                for number, (_, handle) in enumerate(offers):
+                    mapped.append(own if number == rank else driver.map(handle))
+            except ParallelError as fault:
+                _say_why(fault)
+    others = [address for address in mapped if address != own]
+    memory = PeerMemory(mapped, rank, _Gone(key, device, own, others))
+    return memory if all(_gather(len(mapped) == len(ranks), group)) else None
+
+
+def _unmap_gone(driver: Driver) -> list[tuple[tuple[int, ...], int]]:
+    """Give up what others have shared and nobody here uses any more; return the keys of all that is so given up."""
+    here = [gone for gone in _gone if gone.device == driver.device]
+    for gone in here:
+        while gone.mapped:
+            driver.unmap(gone.mapped.pop())
+    return [gone.key for gone in here]
+
+
+def _free_gone(driver: Driver, unmapped: list[set[Any]], ranks: tuple[int, ...]) -> None:
+    """Free the memory of this process that all others have given up; ``unmapped`` are the keys that each rank named."""
+    named = dict(zip(ranks, unmapped, strict=True))
+    for gone in [gone for gone in _gone if gone.device == driver.device]:
+        members, _ = gone.key
+        if not gone.mapped and all(gone.key in named.get(member, ()) for member in members):
+            _gone.remove(gone)
+            if gone.own:
+                driver.free(gone.own)
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every process's value."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _say_why(fault: Exception) -> None:
+    logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)

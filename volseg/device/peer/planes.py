@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Planes of a halo from GPU to GPU of a host: one kernel writes them into the neighbours' memory, one reads what came.
 
-As in ``mailbox``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: nothing has
+As in ``values``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: nothing has
 to be fenced. Planes go out from where they lie and come in where they are read. Small ones do so on the stream that
 computes: NCCL wants a stream of its own, events around it, and, while a CUDA graph is recorded, copies on both sides,
 which takes longer than the planes travel. Larger ones travel on a stream of their own too, beside the inner planes'
@@ -15,25 +15,19 @@ two sets of words are enough: who sends call ``n + 2`` to a neighbour has its wo
 after it had read call ``n``.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device import triton_tiles
-from volseg.device.peer.memory import map_together
-from volseg.device.peer.values import PATIENCE
-from volseg.device.triton_tiles import launch_on, tl, triton
+from volseg.device.peer.mailbox import PATIENCE, Mailbox
+from volseg.device.triton_tiles import select_device, tl, triton
 from volseg.errors import ParallelError
 
-__all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "plane_mailbox", "small_enough"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "small_enough"]
 
 LIMIT = 2**22
 """Bytes of planes that travel in one direction at most: a plane of 256 x 256 voxels, 32 channels, 16 bits. With 6.5e6
@@ -55,15 +49,40 @@ BLOCK = 2048
 NOT_A_NUMBER = 0x7FFF7FFF
 """NaN as one float of 32 bits, as two of 16 bits, and twice in a row as one of 64 bits."""
 
+SIDES = "before", "behind"
+
+
+class Planes(NamedTuple):
+    """What the kernel is told of the planes that travel to, or come from, one side.
+
+    Addresses are in bytes, everything else counts words of 32 bits. Where ``_locate`` finds the planes: they are runs
+    of ``run`` words that lie ``inner_stride`` apart, ``inner`` of them in a sample; samples are ``outer_stride`` apart.
+    """
+
+    box: int
+    """Address of the words on the way."""
+    travelling: int
+    """Words on the way: one at least where there is a neighbour, none at the volume's border."""
+    start: int
+    """Address of the planes."""
+    words: int
+    """Of the planes."""
+    run: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    kept: int
+    """Address of a dense copy of what is received."""
+
+
+ARGUMENTS = [f"{side}_{name}" for side in SIDES for name in Planes._fields]
+"""Of the kernel, in its order: the planes before, and the planes behind."""
+
 if triton is not None:
     from volseg.device.peer.values import count
 
-    SIDES = ["before", "behind"]
-    RUNS = ["start", "words", "run", "inner", "outer_stride", "inner_stride"]
-    NAMES = [f"{side}_{name}" for side in SIDES for name in ["box", "travelling", *RUNS]]
-
     @triton.jit
-    def _place(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
+    def _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
         """Return where the words ``i`` of planes lie: one run of words, or runs evenly spaced within each sample."""
         first = start.to(tl.int64).to(tl.pointer_type(tl.int32))
         if WHOLE:
@@ -72,77 +91,55 @@ if triton is not None:
         offset = (number // inner).to(tl.int64) * outer_stride + (number % inner).to(tl.int64) * inner_stride
         return first + offset + i % run
 
-    @triton.jit
-    def _side(
-        call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
-        before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run,
-        behind_inner, behind_outer_stride, behind_inner_stride, WORDS: tl.constexpr,
+    @triton.jit(do_not_specialize=[*ARGUMENTS, "patience"])
+    def _exchange_kernel(
+        calls, patience,
+        before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
+        before_inner_stride, before_kept,
+        behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner, behind_outer_stride,
+        behind_inner_stride, behind_kept,
+        RECEIVE: tl.constexpr, KEEP: tl.constexpr, NAN: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+        WHOLE: tl.constexpr,
     ):  # fmt: skip
-        """Return a program's side: the words of the call, how many travel, and the planes of ``_place``."""
+        """Send planes to both sides, or receive them from both: every other program works for the side before."""
+        call = (tl.load(calls) + 1).to(tl.int64)
+        first = tl.program_id(0) % 2 == 0
         box = tl.where(first, before_box, behind_box)
+        travelling = tl.where(first, before_travelling, behind_travelling)
+        start = tl.where(first, before_start, behind_start)
+        words = tl.where(first, before_words, behind_words)
+        run = tl.where(first, before_run, behind_run)
+        inner = tl.where(first, before_inner, behind_inner)
+        outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
+        inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
         slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
-        return (
-            slot,
-            tl.where(first, before_travelling, behind_travelling),
-            tl.where(first, before_start, behind_start),
-            tl.where(first, before_words, behind_words),
-            tl.where(first, before_run, behind_run),
-            tl.where(first, before_inner, behind_inner),
-            tl.where(first, before_outer_stride, behind_outer_stride),
-            tl.where(first, before_inner_stride, behind_inner_stride),
-        )
-
-    @triton.jit(do_not_specialize=NAMES)
-    def _send_kernel(
-        calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
-        before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner,
-        behind_outer_stride, behind_inner_stride, WORDS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    ):  # fmt: skip
-        call = (tl.load(calls) + 1).to(tl.int64)
-        first = tl.program_id(0) % 2 == 0
-        slot, travelling, start, words, run, inner, outer_stride, inner_stride = _side(
-            call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
-            before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words,
-            behind_run, behind_inner, behind_outer_stride, behind_inner_stride, WORDS,
-        )  # fmt: skip
-        for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
-            i = block * BLOCK + tl.arange(0, BLOCK)
-            data = tl.load(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), mask=i < words, other=0)
-            tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
-
-    @triton.jit(do_not_specialize=[*NAMES, "before_kept", "behind_kept", "patience"])
-    def _receive_kernel(
-        calls, before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
-        before_inner_stride, behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner,
-        behind_outer_stride, behind_inner_stride, before_kept, behind_kept, patience, NAN: tl.constexpr,
-        KEEP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    ):  # fmt: skip
-        call = (tl.load(calls) + 1).to(tl.int64)
-        first = tl.program_id(0) % 2 == 0
-        slot, travelling, start, words, run, inner, outer_stride, inner_stride = _side(
-            call, first, before_box, before_travelling, before_start, before_words, before_run, before_inner,
-            before_outer_stride, before_inner_stride, behind_box, behind_travelling, behind_start, behind_words,
-            behind_run, behind_inner, behind_outer_stride, behind_inner_stride, WORDS,
-        )  # fmt: skip
-        if KEEP:
-            kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
-        looks = 0  # at all blocks together: who does not come is waited for once
-        blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
-        for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
-            i = block * BLOCK + tl.arange(0, BLOCK)
-            awaited = i < travelling
-            word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
-            missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
-            while (missing != 0) & (looks < patience):
+        if RECEIVE:
+            if KEEP:
+                kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
+            looks = 0  # at all blocks together: who does not come is waited for once
+            blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
+            for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
+                i = block * BLOCK + tl.arange(0, BLOCK)
+                awaited = i < travelling
                 word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
                 missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
-                looks += 1
-            # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
-            data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
-            tl.store(_place(i, start, run, inner, outer_stride, inner_stride, WHOLE), data, mask=i < words)
-            if KEEP:
-                tl.store(kept + i, data, mask=i < words)
-        count(calls, call)
+                while (missing != 0) & (looks < patience):
+                    word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
+                    missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
+                    looks += 1
+                # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
+                data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
+                place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
+                tl.store(place, data, mask=i < words)
+                if KEEP:
+                    tl.store(kept + i, data, mask=i < words)
+            count(calls, call)
+        else:
+            for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
+                i = block * BLOCK + tl.arange(0, BLOCK)
+                place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
+                data = tl.load(place, mask=i < words, other=0)
+                tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
 
 
 def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
@@ -152,7 +149,7 @@ def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT
 
 
 @lru_cache(maxsize=4096)  # the same few halos in every step
-def _runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tuple[int, int, int, int] | None:
+def _find_runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tuple[int, int, int, int] | None:
     """Return the words of a run, the runs of a sample, and the strides of samples and runs; None where not so."""
     run, dim = 1, len(shape)
     while dim > 0 and (shape[dim - 1] == 1 or stride[dim - 1] == run):
@@ -165,51 +162,52 @@ def _runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tuple[in
     return run * itemsize // 4, runs, outer * itemsize // 4, inner * itemsize // 4
 
 
-def _described(planes: Tensor | None) -> tuple[int, ...] | None:
-    """Return a kernel's arguments for planes in the order in which they travel, or None where they must be packed."""
+def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None = None) -> Planes | None:
+    """Return what the kernel is told of planes in the order in which they travel, None where they must be packed.
+
+    An address everywhere, even of no planes: Triton compiles for integers of 32 and of 64 bits apart.
+    """
+    address = box if kept is None else kept.data_ptr()
     if planes is None or planes.numel() == 0:
-        return 0, 0, 1, 1, 0, 0
-    runs = _runs(planes.shape, planes.stride(), planes.element_size())
+        return Planes(box, int(there), box, 0, 1, 1, 0, 0, address)
+    runs = _find_runs(planes.shape, planes.stride(), planes.element_size())
     if runs is None or planes.data_ptr() % 4:
         return None
-    return planes.data_ptr(), planes.numel() * planes.element_size() // 4, *runs
+    words = planes.numel() * planes.element_size() // 4
+    return Planes(box, words if there else 0, planes.data_ptr(), words, *runs, address)
 
 
-class PlaneMailbox:
-    """One process's side of the exchange.
+class PlaneMailbox(Mailbox):
+    """One process's side of the exchange of planes; see ``Mailbox``. The group is in the order of the cut."""
 
-    Parameters
-    ----------
-    boxes
-        Address, in this process, of the box of every process in the order of the cut.
-    rank
-        This process's number in the group.
-    device
-        Its GPU.
-    patience
-        Looks at words that do not come before planes are NaN.
+    CARRIES = "planes"
 
-    Notes
-    -----
-    Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph.
-    """
-
-    def __init__(self, boxes: list[int], rank: int, device: torch.device, patience: int = PATIENCE) -> None:
-        self.patience = patience
-        side = PlaneMailbox.size() // 2
-        self.neighbours = rank > 0, rank + 1 < len(boxes)
+    def __init__(
+        self, boxes: Sequence[int], rank: int, device: torch.device, patience: int = PATIENCE, memory: Any = None
+    ) -> None:
+        super().__init__(boxes, rank, device, patience, memory)
+        side, last = PlaneMailbox.size() // 2, len(boxes) - 1
+        self.neighbours = rank > 0, rank < last
         # Who is before this shard finds its planes where those from behind arrive, and the other way round.
-        self.outboxes = boxes[max(0, rank - 1)] + side, boxes[min(len(boxes) - 1, rank + 1)]
+        self.outboxes = boxes[max(0, rank - 1)] + side, boxes[min(last, rank + 1)]
         self.inboxes = boxes[rank], boxes[rank] + side
-        # The calls so far, and the programs of the present one that are done.
-        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: _Exchange | None = None
 
     @staticmethod
-    def size() -> int:
-        """Return the bytes of a box."""
+    def size(shards: int = 2) -> int:
+        """Return the bytes of a box, of any number of shards: it has words from two."""
+        del shards
         return 2 * 2 * WORDS * 8
+
+    def probe(self) -> bool:
+        """Exchange ranks with the neighbours; say whether both came, and zeros where there is none."""
+        own = torch.full((2,), float(self.rank), device=self.calls.device)
+        before, behind = torch.full_like(own, -1), torch.full_like(own, -1)
+        self.start((own, own), (before, behind))()
+        ranks = self.rank - 1, self.rank + 1
+        wanted = [float(rank) if there else 0.0 for rank, there in zip(ranks, self.neighbours, strict=True)]
+        return [before[1].item(), behind[1].item()] == wanted
 
     def start(
         self,
@@ -230,18 +228,18 @@ class PlaneMailbox:
         capturing = self.calls.is_cuda and torch.cuda.is_current_stream_capturing()
         self._complete(capturing)
         with_planes = [planes if there else None for planes, there in zip(sends, self.neighbours, strict=True)]
-        packed = [planes if _described(planes) is not None else _packed(planes) for planes in with_planes]
-        targets = [planes if _described(planes) is not None else _packed(planes, copy=False) for planes in receives]
+        packed = [_pack(planes) for planes in with_planes]
+        targets = [_pack(planes, copy=False) for planes in receives]
         size = max(0 if planes is None else planes.numel() * planes.element_size() for planes in (*packed, *targets))
         stream = self.stream if capturing and size >= ASIDE else None
         self._open = exchange = _Exchange(self, receives, targets, packed, keep, capturing, stream)
         if stream is None:
-            self._launch(_send_kernel, self.outboxes, packed)
+            self._send(packed)
             return exchange
         stream.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(stream):
-            self._launch(_send_kernel, self.outboxes, packed)
-            self._launch_receive(exchange)
+            self._send(packed)
+            self._receive(exchange)
         return exchange
 
     def settle(self) -> None:
@@ -273,35 +271,38 @@ class PlaneMailbox:
         if exchange.stream is not None:
             torch.cuda.current_stream(self.calls.device).wait_stream(exchange.stream)
         else:
-            self._launch_receive(exchange)
+            self._receive(exchange)
         for planes, arrived in zip(exchange.receives, exchange.targets, strict=True):
             if planes is not None and arrived is not None and arrived is not planes:
                 planes.copy_(arrived)
         exchange.receives = exchange.targets = exchange.sent = ()
         exchange.kept = None
 
-    def _launch_receive(self, exchange: "_Exchange") -> None:
-        kept = exchange.kept or (None, None)
-        # An address even where nothing is kept: Triton compiles for integers of 32 and of 64 bits apart.
-        before, behind = (
-            box if part is None else part.data_ptr() for box, part in zip(self.inboxes, kept, strict=True)
-        )
-        more = {"before_kept": before, "behind_kept": behind, "KEEP": exchange.kept is not None}
-        self._launch(_receive_kernel, self.inboxes, exchange.targets, patience=self.patience, NAN=NOT_A_NUMBER, **more)
+    def _send(self, packed: Sequence[Tensor | None]) -> None:
+        self._run(self.outboxes, packed, (None, None), RECEIVE=False, KEEP=False)
 
-    def _launch(self, kernel: Any, boxes: Sequence[int], both: Sequence[Tensor | None], **more: Any) -> None:
-        arguments, most, whole = [], 1, True
-        for box, planes, there in zip(boxes, both, self.neighbours, strict=True):
-            described = _described(planes)
-            assert described is not None
-            words, run = described[1:3]
-            # An address even where there are no planes: Triton compiles for integers of 32 and of 64 bits apart.
-            start = described[0] or box
-            arguments += [box, max(words, 1) if there else 0, start, *described[1:]]
-            most, whole = max(most, words), whole and words <= run
-        programs = 2 * min(PROGRAMS, -(-most // BLOCK))
-        with launch_on(self.calls):
-            kernel[(programs,)](self.calls, *arguments, **more, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8)
+    def _receive(self, exchange: "_Exchange") -> None:
+        keep = exchange.kept is not None
+        self._run(self.inboxes, exchange.targets, exchange.kept or (None, None), RECEIVE=True, KEEP=keep)
+
+    def _run(
+        self,
+        boxes: Sequence[int],
+        both: Sequence[Tensor | None],
+        kept: Sequence[Tensor | None],
+        **variant: bool,
+    ) -> None:
+        """Run the kernel for the planes ``both`` before and behind, none of which must be packed."""
+        before, behind = (_describe(*side) for side in zip(both, boxes, self.neighbours, kept, strict=True))
+        assert before is not None
+        assert behind is not None
+        whole = all(side.words <= side.run for side in (before, behind))
+        programs = 2 * min(PROGRAMS, -(-max(1, before.words, behind.words) // BLOCK))
+        with select_device(self.calls):
+            _exchange_kernel[(programs,)](
+                self.calls, self.patience, *before, *behind, **variant,
+                NAN=NOT_A_NUMBER, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8,
+            )  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -324,35 +325,10 @@ class _Exchange:
         self.box.receive(self)
 
 
-def _packed(planes: Tensor | None, copy: bool = True) -> Tensor:
+def _pack(planes: Tensor | None, copy: bool = True) -> Tensor | None:
+    """Return planes as they can travel: themselves, or dense memory for them, with a copy of them."""
+    if _describe(planes, 0, there=True) is not None:
+        return planes
     assert planes is not None
     packed = torch.empty(planes.shape, dtype=planes.dtype, device=planes.device)
     return packed.copy_(planes) if copy else packed
-
-
-@cache  # one per group: its memory stays for as long as the process lives
-def plane_mailbox(group: dist.ProcessGroup, device: torch.device) -> PlaneMailbox | None:
-    """Return the group's mailbox, or None where there can be none; called by all processes of the group."""
-    rank, shards = dist.get_rank(group), dist.get_world_size(group)
-    if device.type != "cuda" or shards == 1 or not triton_tiles.available():
-        return None
-    with torch.cuda.device(device):
-        boxes = map_together(group, device, PlaneMailbox.size())
-        if boxes is None:
-            return None
-        found = PlaneMailbox(boxes, rank, device, patience=0)
-        own = torch.full((2,), float(rank), device=device)
-        before, behind = torch.full_like(own, -1), torch.full_like(own, -1)
-        found.start((own, own), (before, behind))()  # compiles, and waits for nobody
-        reached = [False] * shards
-        dist.all_gather_object(reached, True, group=group)
-        # Once, with an end: what can be mapped might still not be reached.
-        found.patience = 2**22
-        found.start((own, own), (before, behind))()
-        found.patience = PATIENCE
-        wanted = [float(rank - 1) if rank > 0 else 0.0, float(rank + 1) if rank + 1 < shards else 0.0]
-        dist.all_gather_object(reached, [before[1].item(), behind[1].item()] == wanted, group=group)
-    if not all(reached):
-        logger.info("GPUs exchange planes through NCCL: what they write does not reach the others' memory")
-        return None
-    return found

@@ -12,28 +12,19 @@ Two sets of words are enough: who writes those of call ``n + 2`` has those of ca
 call ``n`` before it sent them. What travels is read in the order of the grid, so sums agree bit for bit.
 """
 
-import logging
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device import triton_tiles
-from volseg.device.peer.memory import map_together
-from volseg.device.triton_tiles import launch_on, tl, triton
+from volseg.device.peer.mailbox import PATIENCE, Mailbox
+from volseg.device.triton_tiles import select_device, tl, triton
 
-__all__ = ["CAPACITY", "PATIENCE", "Mailbox", "mailbox"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CAPACITY", "ValueMailbox"]
 
 CAPACITY = 8192
 """Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
-
-PATIENCE = 2**30
-"""Looks at words that do not come before the result is NaN: some ten minutes, NCCL's default, whatever timeout the
-group has. A process that is later than that, or has gone, so shows in the loss, which the training loop refuses."""
 
 if triton is not None:
 
@@ -60,7 +51,7 @@ if triton is not None:
 
     @triton.jit
     def count(calls, call):
-        """Count the call, once all programs of the launch have come here."""
+        """Count the call, once all programs of the kernel have come here."""
         tl.debug_barrier()
         if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
             tl.store(calls + 1, 0)
@@ -81,30 +72,16 @@ if triton is not None:
         count(calls, call)
 
 
-class Mailbox:
-    """One process's side of the exchange.
+class ValueMailbox(Mailbox):
+    """One process's side of the exchange of values; see ``Mailbox``."""
 
-    Parameters
-    ----------
-    boxes
-        Address, in this process, of the box of every process in the order of the group.
-    rank
-        This process's number in the group.
-    device
-        Its GPU.
-    patience
-        Looks at words that do not come before the result is NaN.
+    CARRIES = "statistics"
 
-    Notes
-    -----
-    Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph.
-    """
-
-    def __init__(self, boxes: list[int], rank: int, device: torch.device, patience: int = PATIENCE) -> None:
-        self.rank, self.shards, self.patience = rank, len(boxes), patience
+    def __init__(
+        self, boxes: Sequence[int], rank: int, device: torch.device, patience: int = PATIENCE, memory: Any = None
+    ) -> None:
+        super().__init__(boxes, rank, device, patience, memory)
         self.boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
-        # The calls so far, and the programs of the present one that are done.
-        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
 
     @staticmethod
     def size(shards: int) -> int:
@@ -116,7 +93,7 @@ class Mailbox:
         """Say whether the tensor can be sent."""
         return partial.dtype == torch.float32 and 0 < partial.numel() <= CAPACITY
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the keywords of a kernel that uses ``put``, ``get`` and ``count``."""
         return {
             "boxes": self.boxes,
@@ -131,34 +108,13 @@ class Mailbox:
         """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
-        with launch_on(partial):
+        with select_device(partial):
             _exchange_kernel[(triton.cdiv(partial.numel(), 512),)](
-                partial, out, n=partial.numel(), **self.told(), BLOCK=512, num_warps=4,
+                partial, out, n=partial.numel(), **self.describe(), BLOCK=512, num_warps=4,
             )  # fmt: skip
         return out
 
-
-@cache  # one per group: its memory stays for as long as the process lives
-def mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
-    """Return the group's mailbox, or None where there can be none; called by all processes of the group."""
-    shards = dist.get_world_size(group)
-    if device.type != "cuda" or not triton_tiles.available():
-        return None
-    with torch.cuda.device(device):
-        boxes = map_together(group, device, Mailbox.size(shards))
-        if boxes is None:
-            return None
-        found = Mailbox(boxes, dist.get_rank(group), device, patience=0)
-        own = torch.full((1,), float(found.rank), device=device)
-        found.stack(own)  # compiles, and waits for nobody
-        reached = [False] * shards
-        dist.all_gather_object(reached, True, group=group)
-        # Once, with an end: what can be mapped might still not be reached.
-        found.patience = 2**22
-        numbers = found.stack(own)
-        found.patience = PATIENCE
-        dist.all_gather_object(reached, numbers.flatten().tolist() == list(range(shards)), group=group)
-    if not all(reached):
-        logger.info("GPUs exchange statistics through NCCL: what they write does not reach the others' memory")
-        return None
-    return found
+    def probe(self) -> bool:
+        """Exchange the ranks; say whether all came."""
+        own = torch.full((1,), float(self.rank), device=self.calls.device)
+        return bool(self.stack(own).flatten().tolist() == list(range(self.shards)))

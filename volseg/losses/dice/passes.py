@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of ``dice_kernels`` in Triton: one pass over logits and label each, softmax in registers.
+"""Dice plus cross entropy of one slab in Triton: one pass over logits and label each, softmax in registers.
 
 A tile holds ``BV`` voxels with all their classes. Logits are addressed as (sample, class, voxel) with three strides,
 contiguous or channels last alike; the label by its own strides, so that a coarser head reads the full one at a stride.
@@ -8,16 +8,13 @@ Each program writes its own sums, which ``combine`` adds in a fixed order: no at
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import launch_on, processors, tl, triton
-from volseg.losses.dice import reference
-
-if TYPE_CHECKING:
-    from volseg.losses.dice.reference import Terms
+from volseg.device.triton_tiles import count_processors, select_device, tl, triton
+from volseg.losses.dice.reference import empty_gradient
+from volseg.losses.dice.terms import Terms
 
 __all__ = ["combine", "gradient", "sums"]
 
@@ -133,29 +130,29 @@ if triton is not None:
         tl.store(loss, tl.sum(total, 0))
 
 
-def _tile(flat: Tensor) -> dict[str, int]:
+def _choose_tile(flat: Tensor) -> dict[str, int]:
     width = triton.next_power_of_2(flat.shape[1])
     size = TILE_LAST if flat.stride(1) == 1 else TILE
     return {"BV": max(16, size // width), "BK": width, "num_warps": 4}
 
 
-def _label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+def _describe_label(label: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     """Return a label map that Triton can read, and the strides of its samples, planes, rows and voxels."""
     label = label.to(torch.uint8) if label.dtype == torch.bool else label
     return label, (label.stride(0), label.stride(2), label.stride(3), label.stride(4))
 
 
 def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
-    """See ``dice_kernels.sums``."""
+    """Compute ``reference.sums``, ``(parts, 4, B, K)``."""
     flat = logits.flatten(2)  # a view, unless the planes have gaps between them
     batch, classes, voxels = flat.shape
-    tile = _tile(flat)
-    wanted = max(1, 4 * processors(logits.device) // batch)
+    tile = _choose_tile(flat)
+    wanted = max(1, 4 * count_processors(logits.device) // batch)
     per_program = triton.cdiv(triton.cdiv(voxels, tile["BV"]), wanted) * tile["BV"]
     parts = triton.cdiv(voxels, per_program)
     out = torch.empty((parts, 4, batch, classes), dtype=torch.float32, device=logits.device)
-    label, strides = _label(label)
-    with launch_on(logits):
+    label, strides = _describe_label(label)
+    with select_device(logits):
         _sums_kernel[(parts, batch)](
             flat, label, out, classes, voxels, *label.shape[3:], per_program, *flat.stride(), *strides,
             SQUARED=squared, **tile,
@@ -163,8 +160,8 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     return out
 
 
-def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """See ``dice_kernels.combine``."""
+def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Compute ``reference.combine``."""
     sums = sums.contiguous()
     parts, _, batch, classes = sums.shape
     pool = batch if terms.batch else 1
@@ -172,7 +169,7 @@ def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor,
     loss = sums.new_empty(())
     slopes = sums.new_empty((4, batch // pool, classes))
     block = min(32, triton.next_power_of_2(pairs))
-    with launch_on(sums):
+    with select_device(sums):
         _combine_kernel[(1,)](
             sums, loss, slopes, parts * pool, pool, batch * classes, pairs, classes, int(not terms.include_background),
             *terms.denominator, terms.smooth_nr, terms.smooth_dr, *terms.factors(shape),
@@ -182,13 +179,13 @@ def combine(sums: Tensor, terms: "Terms", shape: Sequence[int]) -> tuple[Tensor,
 
 
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
-    """See ``dice_kernels.gradient``."""
+    """Compute ``reference.gradient``."""
     flat = logits.flatten(2)
-    out, flat_out = reference.empty_gradient(logits)
+    out, flat_out = empty_gradient(logits)
     batch, classes, voxels = flat.shape
-    tile = _tile(flat)
-    label, strides = _label(label)
-    with launch_on(logits):
+    tile = _choose_tile(flat)
+    label, strides = _describe_label(label)
+    with select_device(logits):
         _gradient_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
             flat, label, slopes.contiguous(), flat_out, classes, voxels, *label.shape[3:], *flat.stride(), *strides,
             *flat_out.stride(), SQUARED=squared, **tile,

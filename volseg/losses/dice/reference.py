@@ -1,92 +1,27 @@
-"""Arithmetic of Dice plus cross entropy on one slab: Triton on CUDA, plain torch elsewhere.
+"""Dice plus cross entropy of one slab in plain torch: it defines what the kernels compute.
 
-The sums of a sample and class ``c`` over the voxels, with ``p`` the softmax of the logits and ``y`` the label:
-
-=========  ========================  ==========================================
-row        sum of                    for
-=========  ========================  ==========================================
-overlap    ``p[c] [y = c]``          Dice's numerator
-mass       ``p[c]`` or its square    Dice's denominator
-truth      ``[y = c]``               Dice's denominator; NaN if a label is no class
-surprise   ``-log p[c] [y = c]``     cross entropy
-=========  ========================  ==========================================
-
-The plain versions define what the others compute. They work on a few voxels at a time, so that a large volume's
-probabilities never exist.
+A few voxels at a time, so that a large volume's probabilities never exist.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import nan, prod
+from math import nan
 
 import torch
 from torch import Tensor
 
-__all__ = ["TRUTH", "Terms", "combine", "gradient", "sums"]
+from volseg.losses.dice.terms import MASS, OVERLAP, SURPRISE, TRUTH, Terms
 
-OVERLAP, MASS, TRUTH, SURPRISE = range(4)
+__all__ = ["combine", "empty_gradient", "gradient", "sums"]
 
 CHUNK = 2**18
-"""Voxels at a time of the plain version: some megabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The loss ``dice * mean(1 - Dice) + cross_entropy * mean(-log p[y])``; the names are MONAI's ``DiceCELoss``'s.
-
-    Attributes
-    ----------
-    dice, cross_entropy
-        Weights of the two losses.
-    include_background
-        Whether class 0 takes part in the mean of Dice.
-    batch
-        Whether Dice is of the voxels of all samples, and not a mean over samples.
-    squared
-        Whether probabilities are squared in the denominator.
-    jaccard
-        Whether intersection over union replaces Dice.
-    smooth_nr, smooth_dr
-        Added to numerator and denominator.
-    """
-
-    dice: float = 1.0
-    cross_entropy: float = 1.0
-    include_background: bool = True
-    batch: bool = False
-    squared: bool = False
-    jaccard: bool = False
-    smooth_nr: float = 1e-5
-    smooth_dr: float = 1e-5
-
-    @property
-    def denominator(self) -> tuple[float, float]:
-        """Factors of ``mass + truth`` and of ``-overlap`` in the denominator, where the numerator is 2 * overlap."""
-        return (2.0, 2.0) if self.jaccard else (1.0, 0.0)
-
-    def factors(self, shape: Sequence[int]) -> tuple[float, float]:
-        """Return what a pair's Dice loss and what a pair's surprise are multiplied by, in logits of ``shape``."""
-        samples, classes, *sides = shape
-        pairs = (1 if self.batch else samples) * (classes - (not self.include_background))
-        return self.dice / pairs, self.cross_entropy / (samples * prod(sides))
-
-
-def _fused(tensor: Tensor) -> bool:
-    """Say whether the Triton kernels take this tensor."""
-    from volseg.device import triton_tiles
-
-    return tensor.is_cuda and tensor.dtype != torch.float64 and triton_tiles.available()
+"""Voxels at a time: some megabytes."""
 
 
 def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     """Return the sums of a slab, ``(parts, 4, B, K)`` in float32 or float64."""
-    if _fused(logits):
-        from volseg.losses.dice import passes
-
-        return passes.sums(logits, label, squared)
     wide = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros((4, *logits.shape[:2]), dtype=wide, device=logits.device)
-    for sample, _, values, hits in _chunks(logits, label):
+    for sample, _, values, hits in _iterate_chunks(logits, label):
         logs = values.log_softmax(0)
         probabilities = logs.exp()
         out[OVERLAP, sample] += (probabilities * hits).sum(1)
@@ -108,10 +43,6 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
     shape
         Of the logits of the whole volume.
     """
-    if _fused(sums):
-        from volseg.losses.dice import passes
-
-        return passes.combine(sums, terms, shape)
     total = sums.sum(0)
     overlap, mass, truth, surprise = (total.sum(1, keepdim=True) if terms.batch else total).unbind()
     sizes, overlaps = terms.denominator
@@ -136,12 +67,8 @@ def empty_gradient(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
     """Return the gradient of the logits from the loss's derivatives by the sums, ``(4, B, K)``."""
-    if _fused(logits):
-        from volseg.losses.dice import passes
-
-        return passes.gradient(logits, label, slopes, squared)
     out, flat = empty_gradient(logits)
-    for sample, voxels, values, hits in _chunks(logits, label):
+    for sample, voxels, values, hits in _iterate_chunks(logits, label):
         overlap, mass, _, surprise = slopes[:, sample, :, None].unbind()
         probabilities = values.softmax(0)
         by_probability = overlap * hits + mass * (2 * probabilities if squared else 1.0)
@@ -151,7 +78,7 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     return out
 
 
-def _chunks(logits: Tensor, label: Tensor) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+def _iterate_chunks(logits: Tensor, label: Tensor) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """Yield sample, voxels, and there the logits in float32 or wider and the one-hot label, ``(K, voxels)`` both."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     classes = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)

@@ -18,7 +18,7 @@ The documentation's table is printed from here (``documented``), so it cannot di
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -79,8 +79,8 @@ class Entry:
     perhaps
         Whether that depends on how the argument lies in memory.
     merged
-        Whether the handler honours a cut dim that was merged with its neighbours (see ``layout.Merged``). Any other
-        one gets the volume in planes, or not at all.
+        Whether the handler honours a cut dim that was merged with its neighbours (see ``plan.shards.Merged``). Any
+        other one gets the volume in planes, or not at all.
     """
 
     name: str
@@ -130,15 +130,11 @@ def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = 
     def register(handler: Handler) -> Handler:
         parameters = tuple(inspect.signature(handler).parameters)
         treated = None if parameters == WHOLE_CALL else frozenset(parameters) - {"func"}
-        for name in names:
-            for label, function in _find(name):
-                known = TABLE.get(function)
-                if known is not None and known.handler is not handler:
-                    raise ValueError(f"{label} is handled by {known.handler.__name__} already")
-                bare = name.rpartition(".")[2]
-                perhaps = bare in PERHAPS_VIEWS
-                views = perhaps or bare in VIEWS or returns_view(function)
-                TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps)
+        for label, function in _found(names):
+            bare = label.rpartition(".")[2]
+            perhaps = bare in PERHAPS_VIEWS
+            views = perhaps or bare in VIEWS or returns_view(function)
+            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps)
         return handler
 
     return register
@@ -157,8 +153,7 @@ def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
     """
 
     def register(handler: Handler) -> Handler:
-        if function in TABLE or function in COMPOSITES:
-            raise ValueError(f"{function.__qualname__} has a sharded form already")
+        _check_unknown(function, function.__qualname__)
         TABLE[function] = Entry(
             function.__qualname__,
             family=None,
@@ -178,8 +173,12 @@ def handles_samples(*names: str) -> Callable[[Handler], Handler]:
     """Register the form of entries for volumes that are cut along dim 0; it takes the entry's arguments by name."""
 
     def register(handler: Handler) -> Handler:
-        for name in names:
-            BY_SAMPLE.update((function, handler) for _, function in _find(name) if function in TABLE)
+        forms = {function: handler for name in names for _, function in _find(name) if function in TABLE}
+        twice = forms.keys() & BY_SAMPLE.keys()
+        if twice:
+            labels = ", ".join(sorted(TABLE[function].name for function in twice))
+            raise ValueError(f"{labels} has a form for cut samples already; register it once")
+        BY_SAMPLE.update(forms)
         return handler
 
     return register
@@ -189,11 +188,8 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
     """Register a function that is written with others; it is called with torch's own arguments."""
 
     def register(handler: Handler) -> Handler:
-        for name in names:
-            for label, function in _find(name):
-                if function in TABLE or function in COMPOSITES:
-                    raise ValueError(f"{label} is handled already")
-                COMPOSITES[function] = Composite(label, family, handler)
+        for label, function in _found(names):
+            COMPOSITES[function] = Composite(label, family, handler)
         return handler
 
     return register
@@ -201,9 +197,30 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
 
 def honour_merged(*handlers: Handler) -> None:
     """Declare that these handlers honour a cut dim that was merged with its neighbours."""
+    idle = [handler.__name__ for handler in handlers if all(entry.handler is not handler for entry in TABLE.values())]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} handles no function: register it first")
     for function, entry in TABLE.items():
         if entry.handler in handlers:
             TABLE[function] = replace(entry, merged=True)
+
+
+def _check_unknown(function: Callable, label: str) -> None:
+    """Refuse a second registration: one of the two would be dead, and nobody could tell which."""
+    known = TABLE.get(function) or COMPOSITES.get(function)
+    if known is not None:
+        raise ValueError(f"{label} is handled by {known.handler.__name__} already; register it once")
+
+
+def _found(names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return the functions of these names that nobody handles yet; torch may know one by several of the names."""
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))} stands in one registration twice; name it once")
+    found = [each for name in names for each in _find(name)]
+    for label, function in found:
+        _check_unknown(function, label)
+    return found
 
 
 def _find(name: str) -> Iterator[tuple[str, Any]]:

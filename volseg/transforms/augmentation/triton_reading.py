@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import available, launch_on, tl, triton
+from volseg.device.triton_tiles import available, select_device, tl, triton
 
 __all__ = ["available", "read_patches"]
 
@@ -25,20 +25,20 @@ BLOCK = 128
 if triton is not None:
 
     @triton.jit
-    def _offset(index, shift, v, inside, SIDE, SHIFTED: tl.constexpr):
+    def _compute_offset(index, shift, v, inside, SIDE, SHIFTED: tl.constexpr):
         offset = index.to(tl.float32) - (SIDE - 1) * 0.5
         if SHIFTED:
             offset += tl.load(shift + v, mask=inside, other=0.0)
         return offset
 
     @triton.jit
-    def _position(offset_d, offset_h, offset_w, columns, SIDE):
+    def _compute_position(offset_d, offset_h, offset_w, columns, SIDE):
         position = offset_d * tl.load(columns) + (SIDE - 1) * 0.5
         position += offset_h * tl.load(columns + 3)
         return position + offset_w * tl.load(columns + 6)
 
     @triton.jit
-    def _within(index, corner, SOURCE, STACK):
+    def _is_within(index, corner, SOURCE, STACK):
         """Say whether a source patch's voxel lies in it, and in the stack."""
         place = corner + index
         return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < STACK)
@@ -54,12 +54,12 @@ if triton is not None:
         v = tl.program_id(0) * BV + tl.arange(0, BV)
         volume, inside = D * H * W, v < D * H * W
         d, h, w = v // (H * W), v // W % H, v % W
-        offset_d = _offset(d, shift + (b * 3 + 0) * volume, v, inside, D, SHIFTED)
-        offset_h = _offset(h, shift + (b * 3 + 1) * volume, v, inside, H, SHIFTED)
-        offset_w = _offset(w, shift + (b * 3 + 2) * volume, v, inside, W, SHIFTED)
-        position_d = _position(offset_d, offset_h, offset_w, columns + b * 9 + 0, RD)
-        position_h = _position(offset_d, offset_h, offset_w, columns + b * 9 + 1, RH)
-        position_w = _position(offset_d, offset_h, offset_w, columns + b * 9 + 2, RW)
+        offset_d = _compute_offset(d, shift + (b * 3 + 0) * volume, v, inside, D, SHIFTED)
+        offset_h = _compute_offset(h, shift + (b * 3 + 1) * volume, v, inside, H, SHIFTED)
+        offset_w = _compute_offset(w, shift + (b * 3 + 2) * volume, v, inside, W, SHIFTED)
+        position_d = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 0, RD)
+        position_h = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 1, RH)
+        position_w = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 2, RW)
         below_d, below_h, below_w = tl.floor(position_d), tl.floor(position_h), tl.floor(position_w)
         corner_d = tl.load(corners + b * 3 + 0).to(tl.int32)
         corner_h = tl.load(corners + b * 3 + 1).to(tl.int32)
@@ -80,8 +80,8 @@ if triton is not None:
             index_d, index_h, index_w = (
                 below_d.to(tl.int32) + up_d, below_h.to(tl.int32) + up_h, below_w.to(tl.int32) + up_w,
             )  # fmt: skip
-            exists = inside & (weight > 0) & _within(index_d, corner_d, RD, SD)
-            exists = exists & _within(index_h, corner_h, RH, SH) & _within(index_w, corner_w, RW, SW)
+            exists = inside & (weight > 0) & _is_within(index_d, corner_d, RD, SD)
+            exists = exists & _is_within(index_h, corner_h, RH, SH) & _is_within(index_w, corner_w, RW, SW)
             place = ((corner_d + index_d).to(tl.int64) * SH + corner_h + index_h) * SW + corner_w + index_w
             mask = exists[:, None] & (channels[None, :] < C)
             value = tl.load(image_of + place[:, None], mask=mask, other=0.0).to(tl.float32)
@@ -97,8 +97,8 @@ if triton is not None:
             index_d = tl.floor(position_d + 0.5).to(tl.int32)
             index_h = tl.floor(position_h + 0.5).to(tl.int32)
             index_w = tl.floor(position_w + 0.5).to(tl.int32)
-            exists = inside & _within(index_d, corner_d, RD, SD) & _within(index_h, corner_h, RH, SH)
-            exists = exists & _within(index_w, corner_w, RW, SW)
+            exists = inside & _is_within(index_d, corner_d, RD, SD) & _is_within(index_h, corner_h, RH, SH)
+            exists = exists & _is_within(index_w, corner_w, RW, SW)
             place = ((corner_d + index_d).to(tl.int64) * SH + corner_h + index_h) * SW + corner_w + index_w
             chosen = tl.load(labels + case * in_stack + place, mask=exists, other=0).to(tl.int32)
         else:
@@ -144,7 +144,7 @@ def read_patches(
     out_images = torch.empty(batch, channels, *patch_size, device=images.device)
     out_labels = torch.empty(batch, 1, *patch_size, dtype=labels.dtype, device=images.device)
     columns, shift = steps[0].contiguous(), steps[1]
-    with launch_on(images):
+    with select_device(images):
         _read_kernel[triton.cdiv(voxels, BLOCK), batch](
             images, labels, cases.contiguous(), corners.contiguous(), columns,
             columns if shift is None else shift.contiguous(), out_images, out_labels,

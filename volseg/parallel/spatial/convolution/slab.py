@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
-from volseg.device.convolution.settings import Settings
+from volseg.device.convolution import choice
 from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
-from volseg.device.norm import choice
+from volseg.device.layout import layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Wait, return_gradient, start_filling
-from volseg.parallel.spatial.transport.room import extend, find_room, layout_of, own_planes
+from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["convolve"]
@@ -85,7 +84,7 @@ class _Convolve(torch.autograd.Function):
         if halo is not None:
             buffer = extend(slab, given.room, halo.own)
             borders = (start_filling(buffer, halo, keep=recipe is not None) if given.wait is None else given.wait)()
-        result = _result(buffer, weight, bias, plan)
+        result = choice.convolve(buffer, weight, bias, plan.settings, plan.channels_last)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
         ctx.bias_sizes = None if bias is None else list(bias.shape)
@@ -106,10 +105,7 @@ class _Convolve(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        if ctx.plan.channels_last and not one_voxel.suits(gradient, weight, ctx.plan.settings):
-            # A join's gradient may come as a slice of channels, which cuDNN's wrapper would copy at a third of the
-            # speed.
-            gradient = choice.in_layout(gradient, channels_last=True)
+        gradient = choice.lay_out_gradient(gradient, weight, ctx.plan.settings, ctx.plan.channels_last)
         needs_input, (needs_weight, needs_bias) = any(ctx.needs_input_grad[3:]), ctx.needs_input_grad[1:3]
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
             return None, *_derive_in_parts(ctx, gradient, weight, kept)
@@ -124,49 +120,6 @@ class _Convolve(torch.autograd.Function):
         joined, weight_gradient, bias_gradient = derive(buffer, weight, needs_input, needs_weight, needs_bias)
         inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
         return None, weight_gradient, bias_gradient, *inputs
-
-
-def _result(buffer: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
-    settings = plan.settings
-    if not plan.channels_last:
-        return stacks.convolution(buffer, weight, bias, settings.arguments)
-    if few_taps.suits(buffer, weight, bias, settings):
-        return few_taps.forward(buffer, weight, settings.padding)
-    if one_voxel.suits(buffer, weight, settings):
-        return one_voxel.forward(buffer, weight, bias)
-    if many_taps.forward_suits(buffer, weight, settings):
-        return many_taps.forward(buffer, weight, bias, settings.padding)
-    result = stacks.convolution(buffer, weight, bias, settings.arguments)
-    # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
-    return choice.in_layout(result, channels_last=True)
-
-
-def _derive(ctx: Any, gradient: Tensor, buffer: Tensor, weight: Tensor, *mask: bool) -> Sequence[Any]:
-    """Return the gradients of input, weight and bias that are asked for."""
-    settings = ctx.plan.settings
-    found: list[Tensor | None] = [None, None, None]
-    if ctx.plan.channels_last:
-        if one_voxel.suits(gradient, weight, settings):
-            each = one_voxel.backward(gradient, buffer, weight, needs_input=mask[0])
-            return [value if needed else None for value, needed in zip(each, mask, strict=True)]
-        if mask[1]:
-            found[1] = _own_weight_gradient(gradient, buffer, weight, settings)
-    rest = [needed and value is None for needed, value in zip(mask, found, strict=True)]
-    if not any(rest):
-        return found
-    others = stacks.convolution_backward(gradient, buffer, weight, ctx.bias_sizes, settings.arguments, rest)
-    return [other if value is None else value for value, other in zip(found, others, strict=True)]
-
-
-def _own_weight_gradient(gradient: Tensor, buffer: Tensor, weight: Tensor, settings: Settings) -> Tensor | None:
-    """Return the weight's gradient by our own kernels, or None where cuDNN's are the faster ones."""
-    if few_taps.suits(buffer, weight, None, settings):
-        return few_taps.weight_gradient(gradient, buffer, weight, settings.padding)
-    if few_taps.few_out_suits(gradient, buffer, weight, settings):
-        return few_taps.weight_gradient_of_few_out(gradient, buffer, weight, settings.padding)
-    if many_taps.suits(buffer, weight, settings):
-        return many_taps.weight_gradient(gradient, buffer, weight, settings.padding)
-    return None
 
 
 class _Gradients:
@@ -186,15 +139,20 @@ class _Gradients:
         self, buffer: Tensor, weight: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool
     ) -> Sequence[Tensor | None]:
         """Return the gradients of the input's own planes, of the weight and of the bias, None where not needed."""
-        derive = partial(_derive, self.ctx, self.gradient, buffer, weight)
+        plan, bias_sizes = self.ctx.plan, self.ctx.bias_sizes
+        derive = partial(
+            choice.differentiate, self.gradient, buffer, weight, bias_sizes, plan.settings, plan.channels_last
+        )
         if self.halo is None:
-            return derive(needs_input, needs_weight, needs_bias)
+            return derive((needs_input, needs_weight, needs_bias))
         finish: Callable[[], Tensor] | None = None
         if needs_input and self.around is not None:
             finish = partial(self._of_own_planes, buffer, weight)
         elif needs_input:
-            finish = return_gradient(derive(True, False, False)[0], self.halo)
-        _, weight_gradient, bias_gradient = derive(False, needs_weight, needs_bias)
+            whole = derive((True, False, False))[0]
+            assert whole is not None
+            finish = return_gradient(whole, self.halo)
+        _, weight_gradient, bias_gradient = derive((False, needs_weight, needs_bias))
         return None if finish is None else finish(), weight_gradient, bias_gradient
 
     def _of_own_planes(self, buffer: Tensor, weight: Tensor) -> Tensor:
@@ -204,8 +162,8 @@ class _Gradients:
             self.wait = None
         settings = self.ctx.plan.settings
         wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
-        slab, mask = own_planes(buffer, self.halo.own), [True, False, False]
-        found = stacks.convolution_backward(self.around, slab, weight, None, wide.arguments, mask)[0]
+        slab, only_input = own_planes(buffer, self.halo.own), (True, False, False)
+        found = choice.differentiate(self.around, slab, weight, None, wide, self.ctx.plan.channels_last, only_input)[0]
         assert found is not None
         return found
 

@@ -97,19 +97,22 @@ def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0].slabs[0].grad_fn
 
 
-@handles(
-    "Metadata and autograd",
-    "Tensor.requires_grad_",
-    "Tensor.retain_grad",
-    "Tensor.detach_",
-    "Tensor.record_stream",
-    rehearse=False,
-)
+@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Do it to each slab."""
+    """Do it to each slab, and return the volume."""
+    volume = args[0]
+    if func is Tensor.detach_ and any(slab._is_view() for slab in volume.slabs):
+        refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
+    for slab in volume.slabs:
+        func(slab, *args[1:], **kwargs)
+    return volume
+
+
+@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False)
+def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Tell it to each slab."""
     for slab in args[0].slabs:
         func(slab, *args[1:], **kwargs)
-    return args[0]
 
 
 @handles("Metadata and autograd", "Tensor.backward", rehearse=False)

@@ -101,7 +101,7 @@ def _weight_that_torch_drops() -> Tensor | None:
     return None
 
 
-@handles("Losses", "F.cross_entropy", "F.nll_loss", "nn.cross_entropy_loss")
+@handles("Losses", "F.cross_entropy", "F.nll_loss")
 def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel; with class weights the mean is weighted, as torch does."""
     named, reduction = _settings(func, args, kwargs)

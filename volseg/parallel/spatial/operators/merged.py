@@ -1,7 +1,7 @@
-"""Which operators honour a cut dim that was merged with its neighbours (``layout.Merged``).
+"""Which operators honour a cut dim that was merged with its neighbours (``plan.shards.Merged``).
 
 Those that touch the cut only by zipping slabs, by ``aligned`` or by ``wrap``, and those that ask the volume for what it
-owns. Every other operator gets the volume in planes, or is refused (see ``table.in_planes``).
+owns. Every other operator gets the volume in planes, or is refused (see ``dispatch.in_planes``).
 """
 
 from volseg.parallel.spatial.operators import (
@@ -21,6 +21,7 @@ from volseg.parallel.spatial.operators import (
     padding,
     pointwise,
     products,
+    random,
     reductions,
     slices,
 )
@@ -28,8 +29,8 @@ from volseg.parallel.spatial.table import honour_merged
 
 honour_merged(
     *(activations.relu, activations.leaky_relu, activations.elu),
-    *(autograd.metadata, autograd.flag, autograd.data, autograd.grad_fn, autograd.per_slab, autograd.backward),
-    *(autograd.backward_of_several, autograd.differentiate, autograd.register_hook),
+    *(autograd.metadata, autograd.flag, autograd.data, autograd.grad_fn, autograd.per_slab, autograd.told),
+    *(autograd.backward, autograd.backward_of_several, autograd.differentiate, autograd.register_hook),
     *(autograd.new_whole, autograd.formatted, autograd.values),
     *(channels.along_dim, channels.quantile, channels.normalize, channels.gather),
     *(dims.permute, dims.unsqueeze, dims.squeeze, dims.expand, dims.repeat, dims.repeat_interleave, dims.reshape),
@@ -45,6 +46,7 @@ honour_merged(
     *(conversions.convert_dtype, conversions.convert, conversions.moved, conversions.scatter, pointwise.prelu),
     *(products.einsum, products.reversed_matmul, products.matmul, products.dot, products.outer, products.inner),
     *(products.tensordot, products.added_product, products.linear, products.attention),
+    *(random.fill_randomly, random.bernoulli, random.random_like, random.random_integers_like, random.rrelu),
     *(reductions.reduce, reductions.logsumexp, reductions.any_or_all, reductions.product, reductions.count_nonzero),
     *(reductions.extreme, reductions.aminmax, channels.extremum, reductions.variance, reductions.norm),
     *(reductions.matrix_or_vector_norm, reductions.equal, reductions.allclose, reductions.masked_select),

@@ -167,8 +167,6 @@ ACTIVATIONS = [
     "threshold",
 ]
 
-DUNDER_UNARY = ["abs", "invert", "neg", "pos"]
-
 DUNDER = [
     "add",
     "and",
@@ -277,8 +275,7 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
     return results[0]
 
 
-@handles("Pointwise arithmetic", *UNARY, rehearse=False)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER_UNARY), rehearse=False)
+@handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False)
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)

@@ -116,7 +116,8 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
 
 @handles(
     "Pooling",
-    *(f"{space}.adaptive_{kind}_pool{n}d" for space in ("torch", "F") for kind in ("avg", "max") for n in (1, 2, 3)),
+    "torch.adaptive_avg_pool1d",  # torch.adaptive_max_pool1d returns indices as well
+    *(f"F.adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
 def adaptive_pool(func: Callable, input: Any, output_size: Any, return_indices: bool = False) -> Any:
     """Pool to a given number of planes; to one plane it is a reduction over the volume."""

@@ -31,7 +31,7 @@ def draw_seed(volume: ShardedVolume) -> int:
 
 def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
     """Return a generator for each slab, to draw differently on each."""
-    if _capturing(volume):
+    if _is_recording(volume):
         return [volume.context.graph_generator for _ in volume.slabs]
     seed = draw_seed(volume)
     # Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
@@ -41,12 +41,12 @@ def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
 
 def common_generator(volume: ShardedVolume) -> torch.Generator | None:
     """Return a generator on the home device that draws alike in every process."""
-    if _capturing(volume):  # every process's default generator has the same state: see ``graphs``
+    if _is_recording(volume):  # every process's default generator has the same state: see ``recorded_step``
         return None
     return torch.Generator(volume.context.communicator.home).manual_seed(draw_seed(volume))
 
 
-def _capturing(volume: ShardedVolume) -> bool:
+def _is_recording(volume: ShardedVolume) -> bool:
     return volume.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

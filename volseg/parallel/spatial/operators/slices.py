@@ -135,13 +135,13 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, Tensor) for value in named.values()):
         refuse("it needs numbers where to split, not a tensor")
     # A meta tensor tells the sizes of the parts, by torch's own rules.
-    line = torch.empty(volume.shape[dim], device="meta")
+    outline = torch.empty(volume.shape, device="meta")
     (how,) = named.values()
-    parts = (torch.tensor_split if func.__name__ in SPLITS else func)(line, how, dim=0)
+    parts = func(outline, how) if func.__name__ in SPLITS else func(outline, how, dim=dim)
     result, start = [], 0
     for part in parts:
-        result.append(take_planes(volume, dim, start, part.shape[0]))
-        start += part.shape[0]
+        result.append(take_planes(volume, dim, start, part.shape[dim]))
+        start += part.shape[dim]
     return tuple(result)
 
 

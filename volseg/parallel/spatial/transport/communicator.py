@@ -24,7 +24,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.peer.values import Mailbox
+from volseg.device.norm.choice import compute_shares
+from volseg.device.peer.values import ValueMailbox
 from volseg.parallel.spatial.plan.shards import Span, spans
 
 __all__ = ["Communicator", "fill_buckets", "narrow_to"]
@@ -57,7 +58,7 @@ class Communicator(ABC):
     coordinates: list[tuple[int, ...]]
     devices: list[torch.device]
     home: torch.device
-    mailbox: Mailbox | None = None
+    mailbox: ValueMailbox | None = None
 
     @cached_property
     def num_shards(self) -> int:
@@ -74,6 +75,21 @@ class Communicator(ABC):
                 number = number * count + coordinate
             numbers.append(number)
         return numbers
+
+    @cached_property
+    def _shares(self) -> dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor]:
+        return {}
+
+    def shares(self, counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return each shard's share of the voxels, ``(shards, 1, 1)``, of which the shards have so many ``counts``.
+
+        Kept as long as the communicator, so that no step waits for its copy, and recorded steps, which hold it, read
+        it from where it lies.
+        """
+        key = counts, dtype, device
+        if key not in self._shares:
+            self._shares[key] = compute_shares(*key)
+        return self._shares[key]
 
     def owned(self, sizes: Sequence[int]) -> list[list[Span]]:
         """Return, for each shard of this process, the planes it owns along each mesh axis."""

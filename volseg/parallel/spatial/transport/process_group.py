@@ -6,6 +6,7 @@ also by a process that has nothing to send.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.peer.planes import plane_mailbox
-from volseg.device.peer.values import mailbox
+from volseg.device.peer.planes import PlaneMailbox
+from volseg.device.peer.values import ValueMailbox
+from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets, narrow_to
 
@@ -45,15 +47,24 @@ class ProcessGroupShards(Communicator):
             position.append(rest % count)
             rest //= count
         self.coordinates = [tuple(reversed(position))]
-        self.mailbox = mailbox(group, device)
-        self.plane_mailbox = plane_mailbox(group, device)
         # Gradients are summed on a stream of their own, while the backward pass goes on.
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.side_stream is not None and hasattr(
-            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"
-        ):
+        if self.side_stream is not None:
             # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+            accept_gradients_of_other_streams()
+
+    @cached_property
+    def mailbox(self) -> ValueMailbox | None:  # type: ignore[override]
+        """How kernels exchange a few values; made at the first use, which all processes come to alike.
+
+        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator.
+        """
+        return ValueMailbox.connect(self.group, self.home)
+
+    @cached_property
+    def plane_mailbox(self) -> PlaneMailbox | None:
+        """How planes of halos are exchanged; made likewise."""
+        return PlaneMailbox.connect(self.group, self.home)
 
     def peer(self, axis: int, position: int) -> int:
         """Return the global rank of the process at ``position`` on this process's line of the grid."""

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from volseg.device.dims import DIM
+from volseg.device.layout import layout_of
 
-__all__ = ["allocate_with_room", "extend", "find_room", "layout_of", "own_planes"]
-
-
-def layout_of(tensor: Tensor) -> torch.memory_format:
-    """Return the layout of a volume's slab: channels last only where that is told from the other one."""
-    last = tensor.ndim == 5 and tensor.stride(1) == 1 and tensor.shape[1] > 1
-    return torch.channels_last_3d if last else torch.contiguous_format
+__all__ = ["allocate_with_room", "extend", "find_room", "own_planes"]
 
 
 def allocate_with_room(

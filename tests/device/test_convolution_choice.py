@@ -1,0 +1,122 @@
+"""Which kernel computes which convolution, told by tensors that have a shape, a dtype and a layout but no memory."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from volseg.device import triton_tiles
+from volseg.device.convolution import choice, many_taps, stacks
+from volseg.device.convolution.choice import FORWARD, WEIGHT_GRADIENT, Convolution
+from volseg.device.convolution.settings import Settings
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let tensors be on a GPU that need not be there, and Triton be installed."""
+    monkeypatch.setattr(triton_tiles, "triton", object())
+    with FakeTensorMode():
+        yield
+
+
+def volume(*shape: int, dtype: torch.dtype = HALF, last: bool = True, device: str = "cuda") -> Tensor:
+    layout = torch.channels_last_3d if last and len(shape) == 5 else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+
+
+def chosen(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> list[str | None]:
+    """Return the names of the kernels of the output and of the weight's gradient, None where torch computes."""
+    sides = zip(slab.shape[2:], weight.shape[2:], settings.padding, strict=True)
+    output = [side + 2 * padding - kernel + 1 for side, kernel, padding in sides]
+    dtype, device = slab.dtype, slab.device.type
+    gradient = volume(slab.shape[0], weight.shape[0], *output, dtype=dtype, device=device)
+    tables = (FORWARD, slab.new_empty(0)), (WEIGHT_GRADIENT, gradient)
+    kernels = [choice.choose(table, Convolution(slab, weight, bias, settings, given)) for table, given in tables]
+    return [None if kernel is None else kernel.name for kernel in kernels]
+
+
+def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> None:
+    cases = [
+        ((1, 1, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1), ["few taps", "few taps"]),
+        ((1, 1, 8, 8, 8), (16, 1, 5, 5, 5), (2, 2, 2), ["few taps", "few taps"]),
+        ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2), [None, "few channels out"]),
+        ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0), ["one voxel", None]),  # whose backward pass is one kernel
+        ((1, 128, 4, 4, 4), (128, 128, 5, 5, 5), (2, 2, 2), [None, "many taps"]),
+        ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2), ["many taps", "many taps"]),
+        ((1, 32, 8, 8, 8), (32, 32, 3, 3, 3), (1, 1, 1), [None, None]),
+    ]
+    for shape, kernel, padding, expected in cases:
+        assert chosen(volume(*shape), volume(*kernel), None, settings(padding)) == expected, (shape, kernel)
+    named = {name for *_, names in cases for name in names if name is not None}
+    assert named == {kernel.name for kernel in (*FORWARD, *WEIGHT_GRADIENT)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "padding"),
+    [
+        ((1, 1, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1)),
+        ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2)),
+        ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0)),
+        ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2)),
+    ],
+    ids=["few taps", "few channels out", "one voxel", "many taps"],
+)
+def test_the_rest_is_left_to_torch(
+    shape: tuple[int, ...], kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
+) -> None:
+    slab, weight, plain = volume(*shape), volume(*kernel), settings(padding)
+    assert chosen(slab, weight, None, plain) != [None, None]
+    for dtypes in ((torch.float32,) * 2, (torch.float64,) * 2, (HALF, torch.float32)):
+        wide = [volume(*sizes, dtype=dtype) for sizes, dtype in zip((shape, kernel), dtypes, strict=True)]
+        assert chosen(*wide, None, plain) == [None, None], dtypes
+    for changed in ({"stride": (2, 2, 2)}, {"groups": 2}, {"transposed": True}):
+        assert chosen(slab, weight, None, settings(padding, **changed)) == [None, None], changed
+    assert chosen(volume(*shape, device="cpu"), volume(*kernel, device="cpu"), None, plain) == [None, None]
+    image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
+    flat = Settings((1, 1), padding[1:], (1, 1), False, (0, 0), 1)
+    assert chosen(*image, None, flat) == [None, None]
+
+
+def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
+    def names(shape: tuple[int, ...], kernel: tuple[int, ...], padding: int | tuple[int, ...], **more: Any) -> list:
+        around = (padding,) * 3 if isinstance(padding, int) else padding
+        slab = volume(*shape, last=more.pop("last", True))
+        return chosen(slab, volume(*kernel), more.pop("bias", None), settings(around, **more))
+
+    one, eight, wide = (1, 1, 8, 8, 8), (1, 8, 8, 8, 8), (1, 128, 16, 16, 16)
+    assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == [None, "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, dilation=(2, 2, 2)) == [None, None]
+    assert names(eight, (32, 8, 3, 3, 3), 1) == names(one, (65, 1, 3, 3, 3), 1) == names(one, (8, 1, 3, 3, 3), 1)
+    assert names(eight, (32, 8, 3, 3, 3), 1) == [None, None]
+    head = (1, 32, 8, 8, 8)
+    assert names(head, (5, 32, 5, 5, 5), 2) == names(head, (3, 32, 3, 3, 3), 1) == [None, None]
+    assert names(head, (3, 32, 5, 5, 5), 2, last=False) == names(head, (3, 32, 5, 5, 5), 5) == [None, None]
+    assert names((1, 200, 8, 8, 8), (17, 200, 1, 1, 1), 0) == [None, None]
+    assert names(head, (17, 32, 1, 1, 1), 0) == ["few taps", "few taps"]  # 32 taps of one voxel
+    assert names(head, (3, 32, 1, 1, 1), (1, 0, 0)) == [None, None]
+    assert names((1, 257, 8, 8, 8), (3, 257, 1, 1, 1), 0) == [None, None]
+    assert names(head, (3, 32, 1, 1, 1), 0, dilation=(2, 2, 2), bias=volume(3)) == ["one voxel", None]
+    assert names(wide, (64, 128, 5, 5, 5), 2) == names(wide, (128, 128, 3, 3, 3), 1) == [None, None]
+    assert names(wide, (128, 128, 5, 5, 5), (5, 2, 2)) == [None, None]
+    assert names(wide, (128, 128, 5, 5, 5), 2, last=False) == [None, None]
+    assert names(wide, (128, 128, 5, 5, 5), 2, bias=volume(128)) == ["many taps", "many taps"]
+    assert many_taps.FEWEST_VOXELS == 16**3
+    assert names((1, 128, 16, 16, 15), (128, 128, 5, 5, 5), 2) == [None, "many taps"]
+    # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
+    assert stacks.LIMIT == 2**31 - 1
+    assert names((1, 128, 256, 256, 256), (128, 128, 5, 5, 5), 2) == [None, None]
+
+
+def test_gradients_lie_with_channels_last_but_for_heads(settings: Callable[..., Settings]) -> None:
+    gradient, weight = volume(1, 3, 8, 8, 8, last=False), volume(3, 32, 3, 3, 3)
+    assert choice.lay_out_gradient(gradient, weight, settings(), channels_last=False) is gradient
+    head = volume(3, 32, 1, 1, 1)
+    assert choice.lay_out_gradient(gradient, head, settings(), channels_last=True) is gradient
+    on_cpu = volume(1, 3, 8, 8, 8, last=False, device="cpu")
+    laid_out = choice.lay_out_gradient(on_cpu, weight, settings(), channels_last=True)
+    assert laid_out.is_contiguous(memory_format=torch.channels_last_3d)

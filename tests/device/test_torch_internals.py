@@ -1,0 +1,366 @@
+"""What torch's private names do that the package relies on; a torch in which one does not fails here, by its name."""
+
+import ast
+import warnings
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from volseg.device import torch_internals as internals
+
+
+def test_each_name_is_tried_here() -> None:
+    tree = ast.parse(Path(__file__).read_text())
+    tried = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "internals"
+    }
+    assert set(internals.__all__) <= tried
+
+
+def test_versions_count_changes_in_place_of_all_that_share_memory() -> None:
+    x = torch.zeros(3)
+    view, detached = x[:2], x.detach()
+    before = internals.get_version(x)
+    view.add_(1)
+    assert [internals.get_version(tensor) for tensor in (x, view, detached)] == [before + 1] * 3
+    x.data.add_(1)
+    assert internals.get_version(x) == before + 1  # ``data`` is torch's way around it
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        internals.get_version(inference)
+
+
+def test_views_and_their_bases() -> None:
+    x = torch.zeros(4)
+    assert internals.get_base(x) is None
+    assert not internals.is_view(x)
+    assert internals.get_base(x[:2][:1]) is x
+    assert internals.is_view(x[:2])
+    assert internals.get_base(x[:2].detach()) is None  # although it shares the memory
+    assert internals.get_base(x.clone()) is None
+
+
+def test_wrapper_subclasses_have_a_shape_and_no_memory() -> None:
+    class Shell(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    shell = internals.make_wrapper_subclass(
+        Shell, (2, 3), strides=(3, 1), dtype=torch.float16, device="cpu", requires_grad=False
+    )
+    assert type(shell) is Shell
+    assert (tuple(shell.shape), shell.dtype, shell.stride()) == ((2, 3), torch.float16, (3, 1))
+    with pytest.raises(RuntimeError):
+        shell.untyped_storage().data_ptr()
+
+
+class Operators(internals.TorchDispatchMode):
+    """Write down the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_operators_and_are_counted() -> None:
+    assert internals.count_dispatch_modes() == 0
+    with Operators() as operators:
+        assert internals.count_dispatch_modes() == 1
+        torch.zeros(2).to(torch.float16)
+    assert internals.count_dispatch_modes() == 0
+    assert operators.seen[-1] is internals.to_copy
+
+
+class Named(Tensor):
+    """Write down the functions that are called."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        with internals.without_subclass_overrides():
+            return func(*args, **(kwargs or {}))
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_overrides_are_left_out_and_called_again() -> None:
+    x = torch.zeros(2).as_subclass(Named)
+
+    def called() -> list[bool]:
+        Named.seen.clear()
+        mode.seen.clear()
+        torch.neg(x)
+        return [torch.neg in seen for seen in (mode.seen, Named.seen)]
+
+    with Functions() as mode:
+        assert called() == [True, True]
+        with internals.without_subclass_overrides():
+            assert called() == [True, False]
+            with internals.with_overrides():
+                assert called() == [True, True]
+        with internals.without_overrides():
+            assert called() == [False, False]
+            with internals.with_overrides():
+                assert called() == [True, True]
+        assert called() == [True, True]
+
+
+def test_scripted_methods_have_a_type() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+        scripted = torch.jit.script(nn.ReLU())
+    assert isinstance(scripted.forward, internals.ScriptMethod)
+
+
+def test_functions_and_schemas() -> None:
+    assert internals.nn_functions.gelu is F.gelu
+    schemas = internals.find_schemas("aten::add")
+    assert {"Tensor", "Scalar"} <= {schema.overload_name for schema in schemas}
+    assert internals.find_schemas("aten::no_such_operator") == []
+    schema = internals.get_schema(torch.ops.aten.add_.Tensor)
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.returns[0].alias_info.is_write
+    assert internals.get_schema(torch.ops.aten.add.Tensor).returns[0].alias_info is None
+
+
+def test_lists_of_tensors_are_computed_together() -> None:
+    first, second = ([torch.full((2,), float(number + i)) for i in range(3)] for number in (1, 10))
+    assert [int(t[0]) for t in internals.add_each(first, second)] == [11, 13, 15]
+    assert [int(t[0]) for t in internals.multiply_each(first, 2)] == [2, 4, 6]
+    versions = [internals.get_version(t) for t in first]
+    internals.add_each_(first, second)
+    internals.lerp_each_(first, second, 0.5)
+    assert [float(t[0]) for t in first] == [10.5, 12.0, 13.5]
+    internals.zero_each_(first)
+    assert not any(t.any() for t in first)
+    assert [internals.get_version(t) for t in first] == [version + 3 for version in versions]
+
+
+def test_hooks_of_saved_tensors_are_found() -> None:
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    for ignores_tracing in (False, True):
+        assert internals.find_saved_tensors_hooks(ignores_tracing) is None
+        with torch.autograd.graph.saved_tensors_hooks(same, abs):
+            assert internals.find_saved_tensors_hooks(ignores_tracing) == (same, abs)
+            with torch.autograd.graph.saved_tensors_hooks(abs, same):
+                assert internals.find_saved_tensors_hooks(ignores_tracing) == (abs, same)
+
+
+def test_backward_passes_have_numbers() -> None:
+    numbers = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            numbers.append(internals.find_backward_pass())
+            return gradient
+
+    for _ in range(2):
+        x = torch.zeros(2, requires_grad=True)
+        Note.apply(Note.apply(x)).sum().backward()
+    assert internals.find_backward_pass() == -1
+    assert numbers[0] == numbers[1] != -1
+    assert numbers[2] == numbers[3] != -1
+    assert numbers[0] != numbers[2]
+
+
+def test_transforms_wrap_tensors() -> None:
+    x = torch.zeros(3, 2)
+    assert not internals.is_transformed(x)
+    assert internals.find_transform() is None
+
+    def inside(row: Tensor) -> Tensor:
+        assert internals.find_transform() is not None
+        assert internals.is_transformed(row)
+        assert internals.unwrap_transformed(row).shape == x.shape
+        return row
+
+    torch.vmap(inside)(x)
+    assert internals.find_transform() is None
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("left", torch.zeros(2), persistent=False)
+        self.child = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_modules_register_what_they_own_by_name() -> None:
+    part = Part()
+    assert internals.get_parameters(part) == {"weight": part.weight}
+    assert set(internals.get_buffers(part)) == {"kept", "left"}
+    assert internals.get_modules(part) == {"child": part.child}
+    for name, getter in (
+        (internals.PARAMETERS, internals.get_parameters),
+        (internals.BUFFERS, internals.get_buffers),
+        (internals.MODULES, internals.get_modules),
+    ):
+        assert vars(part)[name] is getter(part)
+    assert vars(part)[internals.NOT_PERSISTENT] == {"left"}
+    internals.get_buffers(part)["kept"] = replaced = torch.ones(2)
+    assert part.kept is replaced
+
+
+def test_hooks_of_modules_and_tensors() -> None:
+    part, x = Part(), torch.zeros(2, requires_grad=True)
+    getters = {
+        internals.FORWARD_HOOKS: (internals.get_forward_hooks, part.register_forward_hook),
+        internals.FORWARD_PRE_HOOKS: (internals.get_forward_pre_hooks, part.register_forward_pre_hook),
+        internals.BACKWARD_HOOKS: (internals.get_backward_hooks, part.register_full_backward_hook),
+        internals.BACKWARD_PRE_HOOKS: (internals.get_backward_pre_hooks, part.register_full_backward_pre_hook),
+    }
+    for name, (getter, register) in getters.items():
+        assert vars(part)[name] is getter(part)
+        assert not getter(part)
+        handle = register(print)
+        assert list(getter(part).values()) == [print]
+        handle.remove()
+        assert not getter(part)
+    part.register_forward_hook(print, with_kwargs=True, always_call=True)
+    part.register_forward_pre_hook(print, with_kwargs=True)
+    flags = (
+        (internals.FORWARD_HOOKS_WITH_KWARGS, internals.get_forward_hooks),
+        (internals.FORWARD_HOOKS_ALWAYS_CALLED, internals.get_forward_hooks),
+        (internals.FORWARD_PRE_HOOKS_WITH_KWARGS, internals.get_forward_pre_hooks),
+    )
+    for name, getter in flags:
+        assert list(vars(part)[name]) == list(getter(part))
+    assert internals.get_backward_hooks(x) is None
+    assert getattr(x, internals.POST_ACCUMULATE_GRAD_HOOKS) is None
+    x.register_hook(abs)
+    x.register_post_accumulate_grad_hook(abs)
+    assert list(internals.get_backward_hooks(x).values()) == [abs]
+    assert list(getattr(x, internals.POST_ACCUMULATE_GRAD_HOOKS).values()) == [abs]
+
+
+def test_hooks_of_all_modules_are_registered_in_the_same_place() -> None:
+    registers = (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    )
+    for hooks, register in zip(internals.HOOKS_OF_ALL_MODULES, registers, strict=True):
+        before = list(hooks.values())
+        handle = register(print)
+        assert list(hooks.values()) == [*before, print]
+        handle.remove()
+        assert list(hooks.values()) == before
+
+
+def test_compiled_modules_are_told() -> None:
+    part = Part()
+    assert not internals.is_compiled(part)
+    wrapped = torch.compile(part, backend="eager")
+    assert internals.is_compiled(wrapped)
+    part.compile(backend="eager")
+    assert internals.is_compiled(part)
+
+
+def test_modules_apply_functions_to_what_they_own() -> None:
+    part = Part()
+    weight = part.weight
+    assert internals.apply_to_tensors(part, lambda tensor: tensor.double()) is part
+    assert part.weight is weight  # of a new dtype, in place: optimizers hold it
+    assert {tensor.dtype for tensor in (part.weight, part.kept, part.left)} == {torch.float64}
+
+
+def test_modules_load_what_they_own() -> None:
+    part, missing = Part(), []
+    state = OrderedDict({"at.weight": torch.ones(2), "at.child.other": torch.ones(1)})
+    internals.load_from_state_dict(part, state, "at.", {}, True, missing, [], [])
+    assert part.weight.tolist() == [1, 1]
+    assert missing == ["at.kept"]
+
+
+def test_classes_of_layers() -> None:
+    assert all(issubclass(kind, internals.ConvNd) for kind in (nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d))
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm3d)
+    assert all(issubclass(kind, internals.NormBase) for kind in batch_norms)
+    assert not issubclass(nn.GroupNorm, internals.NormBase)
+    assert all(issubclass(kind, internals.DropoutNd) for kind in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout))
+    assert all(issubclass(kind, internals.Loss) for kind in (nn.MSELoss, nn.CrossEntropyLoss))
+
+
+def test_trees_of_arguments() -> None:
+    pair = namedtuple("pair", ["x", "y"])
+    tree = {"a": [1, (2, None)], "b": pair(3, OrderedDict(c=4))}
+    leaves, structure = internals.tree_flatten(tree)
+    assert leaves == internals.tree_leaves(tree) == [1, 2, None, 3, 4]
+    assert internals.tree_unflatten(leaves, structure) == tree
+    assert internals.tree_map(lambda leaf: leaf, tree) == tree
+    again = internals.tree_flatten({"a": [5, (6, 7)], "b": pair(8, OrderedDict(c=9))})[1]
+    assert (structure, hash(str(structure))) == (again, hash(str(again)))
+    assert {dict, list, tuple, OrderedDict} <= set(internals.SUPPORTED_NODES)
+    assert set not in internals.SUPPORTED_NODES
+    assert internals.tree_leaves({1}) == [{1}]
+    assert internals.pytree.tree_map is internals.tree_map
+
+
+def test_the_default_group_is_that_of_all_processes() -> None:
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        internals.find_default_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert internals.find_default_group() is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_of_other_streams_may_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, told = "set_warn_on_accumulate_grad_stream_mismatch", []
+    if torch.__version__ >= torch.torch_version.TorchVersion("2.10"):
+        assert hasattr(torch.autograd.graph, name)
+    monkeypatch.setattr(torch.autograd.graph, name, told.append, raising=False)
+    internals.accept_gradients_of_other_streams()
+    assert told == [False]
+    monkeypatch.delattr(torch.autograd.graph, name)
+    internals.accept_gradients_of_other_streams()  # an older torch warns of nothing
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_kept_busy() -> None:
+    internals.keep_gpu_busy(1)
+    torch.cuda.synchronize()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    internals.keep_gpu_busy(10_000_000)
+    stop.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(stop) > 1  # 10 ms at 1 GHz; no GPU runs at 10

@@ -1,0 +1,56 @@
+"""The operator table takes each function once: a second registration would leave one of the two dead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from volseg.parallel.spatial.operators.dropout import dropout
+from volseg.parallel.spatial.operators.samples import each_sample
+from volseg.parallel.spatial.table import (
+    BY_SAMPLE,
+    COMPOSITES,
+    TABLE,
+    composes,
+    handles,
+    handles_samples,
+    honour_merged,
+    sharded_form,
+)
+
+
+def handler(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("registered, not called")
+
+
+AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
+    "another handler": (lambda: handles("Dropout", "F.dropout")(handler), "F.dropout is handled by dropout already"),
+    "the same handler": (lambda: handles("Dropout", "F.dropout")(dropout), "F.dropout is handled by dropout already"),
+    "another name of it": (lambda: handles("Dims", "Tensor.__abs__")(handler), "handled by pointwise already"),
+    "a composite": (lambda: handles("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
+    "composed": (lambda: composes("Dims", "F.dropout")(handler), "F.dropout is handled by dropout already"),
+    "composed again": (lambda: composes("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
+    "one's own form": (lambda: sharded_form(F.dropout)(handler), "dropout is handled by dropout already"),
+    "for cut samples": (
+        lambda: handles_samples("F.group_norm")(each_sample),
+        "F.group_norm has a form for cut samples",
+    ),
+    "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
+    "merged, unregistered": (lambda: honour_merged(handler), "handler handles no function"),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_second_registration_is_refused(case: str) -> None:
+    register, message = AGAIN[case]
+    before = dict(TABLE), dict(COMPOSITES), dict(BY_SAMPLE)
+    with pytest.raises(ValueError, match=message):
+        register()
+    assert before == (TABLE, COMPOSITES, BY_SAMPLE)
+
+
+def test_a_function_known_by_several_names_is_one_entry() -> None:
+    assert torch.Tensor.__rdiv__ is torch.Tensor.__rtruediv__
+    assert TABLE[torch.Tensor.__rdiv__].family == "Pointwise arithmetic"

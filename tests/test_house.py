@@ -1,0 +1,282 @@
+"""The order of the house: no circle of imports, no import in a function without a reason, one word for one thing."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "volseg"
+
+
+def modules_of(folder: Path) -> dict[str, Path]:
+    """Return the files of a package by module name."""
+    names = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = modules_of(SOURCE)
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports_of(node: ast.AST, function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """List the imports of a tree that are more than typing's, and whether each stands inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, function
+        elif is_typing_only(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield from imports_of(ast.Module([other], []), function)
+        else:
+            inside = function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_of(child, inside)
+
+
+def imported(node: ast.Import | ast.ImportFrom, known: set[str]) -> set[str]:
+    """Return which of the known modules an import names; the packages that they lie in are not counted."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names} & known
+    below = {f"{node.module}.{alias.name}" for alias in node.names}
+    rest = {node.module} if below - known else set()
+    return ((below | rest) & known) if node.module else set()
+
+
+def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """Return what each module imports, when it is imported or when one of its functions is called."""
+    known = set(modules)
+    return {
+        name: {
+            other
+            for node, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+            for other in imported(node, known)
+        }
+        for name, path in modules.items()
+    }
+
+
+def circle_through(start: str, graph: dict[str, set[str]]) -> list[str] | None:
+    """Return the shortest way from a module back to itself."""
+    ways, seen = [[start]], set()
+    while ways:
+        way = ways.pop(0)
+        for other in sorted(graph[way[-1]]):
+            if other == start:
+                return [*way, start]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return None
+
+
+def circles_of(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the shortest circle through each module that lies on one, each circle once."""
+    found = {}
+    for name in sorted(graph):
+        circle = circle_through(name, graph)
+        if circle is not None:
+            found.setdefault(frozenset(circle), circle)
+    return list(found.values())
+
+
+CIRCLES_OF_BEFORE = {frozenset({"volseg.losses.dice.passes", "volseg.losses.dice.reference"})}
+"""Circles closed by an import inside a function. The list only shrinks."""
+
+
+def test_no_circle_of_imports() -> None:
+    circles = circles_of(graph_of(MODULES))
+    more = [circle for circle in circles if frozenset(circle) not in CIRCLES_OF_BEFORE]
+    assert not more, f"{len(more)} circles of imports:\n" + "\n".join(" -> ".join(circle) for circle in more)
+    assert {frozenset(circle) for circle in circles} == CIRCLES_OF_BEFORE, "take what is gone off the list"
+
+
+def test_the_graph_sees_what_imports_what(tmp_path: Path) -> None:
+    package = tmp_path / "house"
+    package.mkdir()
+    texts = {
+        "__init__": "",
+        "roof": "from house.wall import Wall",
+        "wall": "if TYPE_CHECKING:\n    from house import roof\nelse:\n    import house.door",
+        "door": "def open():\n    from house import wall",
+        "floor": "import torch",
+    }
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    graph = graph_of(modules_of(package))
+    assert graph["house.roof"] == {"house.wall"}
+    assert circles_of(graph) == [["house.door", "house.wall", "house.door"]]
+
+
+WITHOUT_A_REASON: dict[str, str] = {
+    "volseg.cli": "so that `volseg --help` need not wait for torch: the module's docstring is to say so",
+    "volseg.data.itk": "SimpleITK is needed for some formats only",
+    "volseg.losses.dice.reference": "Triton exists on machines with GPUs only",
+    "volseg.transforms.augmentation.batch": "Triton exists on machines with GPUs only",
+}
+"""Modules whose imports inside functions bear no comment yet. Add none: say it beside the import."""
+
+
+def unexplained(path: Path) -> list[int]:
+    """Return the lines of imports inside functions without a comment: there, above, or above those they follow."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    explained: set[int] = set()
+    missing = []
+    for node, inside in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
+        own = lines[node.lineno - 1 : node.end_lineno]
+        above = lines[node.lineno - 2].strip()
+        if any("#" in line for line in own) or above.startswith("#") or node.lineno - 1 in explained:
+            explained.add(node.end_lineno or node.lineno)
+        elif inside:
+            missing.append(node.lineno)
+    return missing
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    found = {name: lines for name, path in MODULES.items() if (lines := unexplained(path))}
+    more = {name: lines for name, lines in found.items() if name not in WITHOUT_A_REASON}
+    assert not more, f"imports inside functions without a comment that says why: {more}"
+    fewer = WITHOUT_A_REASON.keys() - found.keys()
+    assert not fewer, f"take off the list: {sorted(fewer)}"
+
+
+def test_an_unexplained_import_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import os\ndef one():\n    import sys\ndef two():\n    import sys  # slow\n    import re\ndef three():\n"
+        "    # slow\n    import sys\n    x = 1\n    import re\n"
+    )
+    assert unexplained(path) == [3, 11]
+
+
+NEVER = {
+    "captur": "record, recording",
+    "sharding": "spatial",
+    "launch": "run, start: only processes are launched",
+    "program": "recording",
+}
+"""Words that no module, class, function, argument or field is named by, and what the glossary says instead."""
+
+TRITONS_OWN = {"per_program"}
+"""Triton calls one instance of a kernel a program."""
+
+STARTS_PROCESSES = {"volseg.parallel.launcher": {"launch", "launcher"}, "volseg.experiment.launching": {"launching"}}
+"""Where to launch is the right word."""
+
+NAMES_OF_BEFORE: dict[str, set[str]] = {
+    "volseg.config.schema": {"capture"},  # the option of before: it warns
+    "volseg.data.augmented": {"launched"},
+    "volseg.device.peer.planes": {"_launch", "_launch_receive", "captured", "capturing"},
+    "volseg.device.triton_tiles": {"launch_on"},
+    "volseg.parallel.pipeline.observe.costs": {"_launch_ms", "launch_ms"},
+    "volseg.parallel.pipeline.plan.balance": {"launch_ms"},
+    "volseg.parallel.pipeline.record.choice": {"launch"},
+    "volseg.parallel.pipeline.record.parts": {"Capture"},
+    "volseg.parallel.pipeline.record.passage": {"CaptureRefusedError", "CaptureRun", "program"},
+    "volseg.parallel.pipeline.record.programs": {"CudaProgram", "HostProgram", "Program", "program", "programs"},
+    "volseg.parallel.pipeline.record.record": {"capture", "captured"},
+    "volseg.parallel.pipeline.record.replay": {"_on_program_streams", "captured"},
+    "volseg.parallel.pipeline.strategy": {"launch"},  # the option of before: it warns
+    "volseg.parallel.sharding": {"sharding"},  # the package of before: it warns
+    "volseg.parallel.verification.modes": {"_run_captured"},
+    "volseg.workflow.captured_step": {"captured_step"},
+    "volseg.workflow.training": {"capture"},  # the option of before: it warns
+}
+"""Names that still hold such a word, with the reason where they may. The list only shrinks."""
+
+CLASSES_OF_BEFORE = {
+    *("Activation", "Foreground", "Grid", "Plan", "Recorder", "Recording", "Statistics", "Watch"),
+    *("_Draws", "_Gathered", "_Held"),
+}
+"""Class names that stand for two things. The list only shrinks."""
+
+DOCS_NEVER = re.compile(r"captur|\bsharding\b", re.IGNORECASE)
+DOCS_OF_BEFORE = {
+    "docs/augmentation.md": 1,
+    "docs/spatial.md": 3,
+}
+"""Lines of pages that still use a word of before. The list only shrinks."""
+
+TELL_OF_BEFORE = {"docs/measurements.md", "docs/decisions/0042-device-parallel-losses.md", "CHANGELOG.md"}
+"""Pages that say what something was called before."""
+
+
+def names_of(tree: ast.AST) -> Iterator[str]:
+    """List the names that a module gives to classes, functions, arguments and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def forbidden(module: str, text: str) -> set[str]:
+    """Return the names of a module that hold a word which the glossary has another one for."""
+    names = {*names_of(ast.parse(text)), module.rpartition(".")[2]} - TRITONS_OWN - STARTS_PROCESSES.get(module, set())
+    return {name for name in names for word in NEVER if word in name.lower()}
+
+
+def test_names_obey_the_glossary() -> None:
+    found = {
+        module: names
+        for module, path in MODULES.items()
+        if (names := forbidden(module, path.read_text(encoding="utf-8")))
+    }
+    more = {module: sorted(names - NAMES_OF_BEFORE.get(module, set())) for module, names in found.items()}
+    more = {module: names for module, names in more.items() if names}
+    assert not more, f"the glossary (CONTRIBUTING.md) has other words for these: {more}\n{NEVER}"
+    fewer = {module: sorted(names - found.get(module, set())) for module, names in NAMES_OF_BEFORE.items()}
+    fewer = {module: names for module, names in fewer.items() if names}
+    assert not fewer, f"take off the list: {fewer}"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    more = {name: modules for name, modules in twice.items() if name not in CLASSES_OF_BEFORE}
+    assert not more, f"one word for one thing: {more}"
+    assert twice.keys() >= CLASSES_OF_BEFORE, f"take off the list: {sorted(CLASSES_OF_BEFORE - twice.keys())}"
+
+
+def test_pages_obey_the_glossary() -> None:
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "configs").glob("*.yaml")]
+    found = {}
+    for page in pages:
+        name = str(page.relative_to(REPOSITORY))
+        # The glossary itself names the words that it forbids.
+        lines = [
+            line
+            for line in page.read_text(encoding="utf-8").splitlines()
+            if name != "CONTRIBUTING.md" or line[:2] != "| "
+        ]
+        count = sum(bool(DOCS_NEVER.search(line)) for line in lines)
+        if count and name not in TELL_OF_BEFORE:
+            found[name] = count
+    assert found == DOCS_OF_BEFORE, "words of before on these pages (more than listed, or fewer: then shorten the list)"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("class CaptureRun: ...", {"CaptureRun"}),
+        ("def launch_kernel(x, programs): ...", {"launch_kernel", "programs"}),
+        ("class A:\n    captured: int = 0", {"captured"}),
+        ("def record(per_program): capture = 1", set()),
+    ],
+)
+def test_a_forbidden_name_is_seen(text: str, names: set[str]) -> None:
+    assert forbidden("volseg.some.module", text) == names
+    assert forbidden("volseg.sharding", text) == names | {"sharding"}

@@ -1,0 +1,74 @@
+"""A group of processes serves test after test; whoever fails in it is told, and does no harm to the next."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_group import GroupError, assert_all_well, in_group
+
+
+def summed(base: int) -> tuple[int, float]:
+    total = torch.tensor(float(base + dist.get_rank()))
+    dist.all_reduce(total)
+    return os.getpid(), float(total)
+
+
+def rank_of_environment() -> list[int]:
+    return [dist.get_rank(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()]
+
+
+def raise_in_the_second() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the second one is tired")
+    dist.barrier()  # for ever, but for the other's failure
+
+
+def end_the_first(folder: Path) -> None:
+    (folder / str(dist.get_rank())).touch()
+    if dist.get_rank() == 0:
+        print("last words", flush=True)  # noqa: T201
+        os._exit(3)
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    time.sleep(3600)
+
+
+def test_functions_share_the_processes() -> None:
+    first, second = in_group(2, summed, 1), in_group(2, summed, 10)
+    assert [total for _, total in first] == [3.0, 3.0]
+    assert [total for _, total in second] == [21.0, 21.0]
+    assert [process for process, _ in first] == [process for process, _ in second]
+    assert os.getpid() not in dict(first)
+
+
+def test_another_number_of_processes_is_another_group() -> None:
+    assert in_group(3, rank_of_environment) == [[rank, rank, 3, 0] for rank in range(3)]
+    assert in_group(2, rank_of_environment) == [[rank, rank, 2, 0] for rank in range(2)]
+
+
+def test_a_failure_is_told_at_once_and_does_not_reach_the_next(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match=r"(?s)rank 1 of 2: Traceback.*raise_in_the_second.*second one is tired"):
+        in_group(2, raise_in_the_second)
+    assert [total for _, total in in_group(2, summed, 1)] == [3.0, 3.0]
+    with pytest.raises(GroupError, match=r"(?s)rank 0 of 2: the process ended\nlast words"):
+        in_group(2, end_the_first, tmp_path)
+    in_group(2, summed, 1)  # the processes import this file once: not in the seconds below
+    with pytest.raises(GroupError, match=r"(?s)ranks \[0, 1\] of 2 did not return within 5 s.*in wait_for_ever"):
+        in_group(2, wait_for_ever, seconds=5)
+    assert [total for _, total in in_group(2, summed, 1)] == [3.0, 3.0]
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="put it at the top level of its module"):
+        in_group(2, lambda: None)
+
+
+def test_what_is_wrong_is_told_by_rank() -> None:
+    assert_all_well([None, None])
+    with pytest.raises(AssertionError, match="rank 1: halved"):
+        assert_all_well([None, "halved"])

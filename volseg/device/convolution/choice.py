@@ -1,0 +1,219 @@
+"""Who computes which convolution, forward and backward: kernels of our own where they are the faster ones, else torch.
+
+Every rule stands here, in tables that are searched from the top; a kernel's own module knows how it computes, and its
+limits. Kernels of our own read channels that are last in memory and are asked for there only.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from volseg.device import triton_tiles
+from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution.settings import Settings
+from volseg.device.layout import in_layout
+
+__all__ = [
+    "FORWARD",
+    "WEIGHT_GRADIENT",
+    "Convolution",
+    "choose",
+    "convolve",
+    "differentiate",
+    "is_one_voxel",
+    "lay_out_gradient",
+]
+
+
+class Convolution(NamedTuple):
+    """What is convolved, or was, where the output's ``gradient`` is there."""
+
+    slab: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    settings: Settings
+    gradient: Tensor | None = None
+
+
+class Kernel(NamedTuple):
+    """A kernel of ours for the convolutions that ``suits`` says."""
+
+    name: str
+    suits: Callable[[Convolution], bool]
+    compute: Callable[[Convolution], Tensor]
+
+
+def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
+    if not (triton_tiles.available() and tensor.is_cuda and tensor.ndim == 5):
+        return False
+    half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
+    return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
+
+
+def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    return settings.dilation == (1, 1, 1) and _is_plain(tensor, weight, settings)
+
+
+def _pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
+    return all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
+
+
+def _count_voxels(slab: Tensor) -> int:
+    """Return the voxels of all samples."""
+    return slab.shape[0] * slab.shape[2:].numel()
+
+
+def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
+    point = weight.shape[2:] == (1, 1, 1) and settings.padding == (0, 0, 0)
+    small = weight.shape[0] <= one_voxel.MOST_CLASSES and weight.shape[1] <= one_voxel.MOST_FEATURES
+    return point and small and _is_plain(tensor, weight, settings)
+
+
+def _is_few_taps(call: Convolution) -> bool:
+    channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
+    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
+    return fits and _is_undilated(call.slab, call.weight, call.settings)
+
+
+def _is_few_out(call: Convolution) -> bool:
+    assert call.gradient is not None
+    (out, channels), taps = call.weight.shape[:2], prod(call.weight.shape[2:])
+    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and out <= few_taps.MOST_OUT
+    wide = few_taps.FEWEST_TAPS_OF_FEW_OUT <= taps <= few_taps.MOST_TAPS
+    if not (fits and wide and _is_undilated(call.gradient, call.weight, call.settings)):
+        return False
+    dense = call.slab.is_contiguous(memory_format=torch.channels_last_3d)
+    return dense and _pads_less_than_kernel(call.weight, call.settings)
+
+
+def _is_many_taps(call: Convolution) -> bool:
+    slab, weight = call.slab, call.weight
+    wide = min(weight.shape[:2]) >= many_taps.FEWEST_CHANNELS and prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS
+    if not (wide and _is_undilated(slab, weight, call.settings) and _pads_less_than_kernel(weight, call.settings)):
+        return False
+    return slab.stride(1) == 1 and _count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
+
+
+FORWARD = (
+    Kernel(
+        "few taps",
+        lambda call: call.bias is None and _is_few_taps(call),
+        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding),
+    ),
+    Kernel(
+        "one voxel",
+        lambda call: is_one_voxel(call.slab, call.weight, call.settings),
+        lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
+    ),
+    Kernel(
+        "many taps",
+        lambda call: _is_many_taps(call) and _count_voxels(call.slab) >= many_taps.FEWEST_VOXELS,
+        lambda call: many_taps.forward(call.slab, call.weight, call.bias, call.settings.padding),
+    ),
+)
+"""Of the output."""
+
+WEIGHT_GRADIENT = (
+    Kernel(
+        "few taps",
+        _is_few_taps,
+        lambda call: few_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
+    ),
+    Kernel(
+        "few channels out",
+        _is_few_out,
+        lambda call: few_taps.weight_gradient_of_few_out(_given(call), call.slab, call.weight, call.settings.padding),
+    ),
+    Kernel(
+        "many taps",
+        _is_many_taps,
+        lambda call: many_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
+    ),
+)
+"""Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
+
+
+def _given(call: Convolution) -> Tensor:
+    assert call.gradient is not None
+    return call.gradient
+
+
+def choose(kernels: Sequence[Kernel], call: Convolution) -> Kernel | None:
+    """Return the first kernel that takes the convolution, or None where torch's are the faster ones."""
+    return next((kernel for kernel in kernels if kernel.suits(call)), None)
+
+
+def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, channels_last: bool) -> Tensor:
+    """Return the convolution of a slab.
+
+    Parameters
+    ----------
+    slab, weight, bias
+        ``(B, C, D, H, W)``, or of other dims, which torch convolves; of one dtype.
+    settings
+        Of the convolution.
+    channels_last
+        Whether volumes lie, and results shall lie, with channels last.
+    """
+    if not channels_last:
+        return stacks.convolve(slab, weight, bias, settings.arguments)
+    call = Convolution(slab, weight, bias, settings)
+    kernel = choose(FORWARD, call)
+    if kernel is not None:
+        return kernel.compute(call)
+    result = stacks.convolve(slab, weight, bias, settings.arguments)
+    # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
+    return in_layout(result, channels_last=True)
+
+
+def lay_out_gradient(gradient: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> Tensor:
+    """Return an output's gradient as ``differentiate`` reads it, itself where it lies so already."""
+    if not channels_last or is_one_voxel(gradient, weight, settings):
+        return gradient
+    # A join's gradient may come as a slice of channels, which cuDNN's wrapper would copy at a third of the speed.
+    return in_layout(gradient, channels_last=True)
+
+
+def differentiate(
+    gradient: Tensor,
+    slab: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    settings: Settings,
+    channels_last: bool,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of input, weight and bias, None where not needed.
+
+    Parameters
+    ----------
+    gradient
+        Of the output, as ``lay_out_gradient`` returns it.
+    slab, weight
+        What was convolved.
+    bias_sizes
+        Shape of the bias, None where there is none.
+    settings, channels_last
+        As in ``convolve``.
+    needed
+        Whether the gradient of the input, of the weight, of the bias is asked for.
+    """
+    found: list[Tensor | None] = [None, None, None]
+    if channels_last:
+        if is_one_voxel(gradient, weight, settings):
+            each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
+            return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
+        if needed[1]:
+            call = Convolution(slab, weight, None, settings, gradient)
+            kernel = choose(WEIGHT_GRADIENT, call)
+            found[1] = None if kernel is None else kernel.compute(call)
+    rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
+    if not any(rest):
+        return found
+    others = stacks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
+    return [other if value is None else value for value, other in zip(found, others, strict=True)]

@@ -1,0 +1,99 @@
+"""One process's side of an exchange through memory that the GPUs of a host write into each other's."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+
+from volseg.device import triton_tiles
+from volseg.device.peer.memory import share_memory
+from volseg.errors import ParallelError
+
+__all__ = ["PATIENCE", "Mailbox"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 2**30
+"""Looks at words that do not come before the result is NaN: some ten minutes, NCCL's default, whatever timeout the
+group has. A process that is later than that, or has gone, so shows in the loss, which the training loop refuses."""
+
+PROBE = 2**22
+"""Looks of the first exchange, which must end: what can be mapped might still not be reached."""
+
+
+class Mailbox(ABC):
+    """One process's side of the exchange.
+
+    Parameters
+    ----------
+    boxes
+        Address, in this process, of the box of every process in the order of the group.
+    rank
+        This process's number in the group.
+    device
+        Its GPU.
+    patience
+        Looks at words that do not come before the result is NaN.
+    memory
+        What the boxes lie in, held for as long as the mailbox.
+
+    Notes
+    -----
+    Calls are made in the same order by all, on streams that wait for one another; also from a CUDA graph, for whose
+    replays the mailbox must be held.
+    """
+
+    CARRIES: ClassVar[str]
+
+    def __init__(
+        self, boxes: Sequence[int], rank: int, device: torch.device, patience: int = PATIENCE, memory: Any = None
+    ) -> None:
+        self.rank, self.shards, self.patience, self.memory = rank, len(boxes), patience, memory
+        # The calls so far, and the programs of the present one that are done.
+        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @staticmethod
+    @abstractmethod
+    def size(shards: int) -> int:
+        """Return the bytes of a box."""
+
+    @abstractmethod
+    def probe(self) -> bool:
+        """Exchange a little; say whether everybody's came."""
+
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup, device: torch.device) -> Self | None:
+        """Return a mailbox of the group, or None where there can be none; called by all processes of the group.
+
+        Raises
+        ------
+        ParallelError
+            While a CUDA graph is recorded, of which waiting for the others cannot be a part.
+        """
+        shards = dist.get_world_size(group)
+        if device.type != "cuda" or shards == 1 or not triton_tiles.available():
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            raise ParallelError(
+                "the first exchange between processes came while a CUDA graph was being recorded; run the step once "
+                "before it is recorded"
+            )
+        with torch.cuda.device(device):
+            memory = share_memory(group, device, cls.size(shards))
+            if memory is None:
+                return None
+            found = cls(memory.addresses, memory.rank, device, patience=0, memory=memory)
+            found.probe()  # compiles, and waits for nobody
+            reached = [True] * shards
+            dist.all_gather_object(reached, True, group=group)
+            found.patience = PROBE
+            came = found.probe()
+            found.patience = PATIENCE
+            dist.all_gather_object(reached, came, group=group)
+        if not all(reached):
+            logger.info("GPUs exchange %s through NCCL: what they write does not reach the others' memory", cls.CARRIES)
+            return None
+        return found

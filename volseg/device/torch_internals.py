@@ -1,0 +1,222 @@
+"""Every private name of torch that this package relies on, under a public one of its own; no other module names one.
+
+All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of the behaviour that is
+relied on, so a torch in which one has moved, or does something else, is found by the tests and mended here. Names that
+are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as _of_all_modules
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.modules.loss import _Loss as Loss
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "BACKWARD_HOOKS",
+    "BACKWARD_PRE_HOOKS",
+    "BUFFERS",
+    "FORWARD_HOOKS",
+    "FORWARD_HOOKS_ALWAYS_CALLED",
+    "FORWARD_HOOKS_WITH_KWARGS",
+    "FORWARD_PRE_HOOKS",
+    "FORWARD_PRE_HOOKS_WITH_KWARGS",
+    "HOOKS_OF_ALL_MODULES",
+    "MODULES",
+    "NOT_PERSISTENT",
+    "PARAMETERS",
+    "POST_ACCUMULATE_GRAD_HOOKS",
+    "SUPPORTED_NODES",
+    "ConvNd",
+    "DropoutNd",
+    "Loss",
+    "NormBase",
+    "ScriptMethod",
+    "TorchDispatchMode",
+    "accept_gradients_of_other_streams",
+    "add_each",
+    "add_each_",
+    "apply_to_tensors",
+    "count_dispatch_modes",
+    "find_backward_pass",
+    "find_default_group",
+    "find_saved_tensors_hooks",
+    "find_schemas",
+    "find_transform",
+    "get_backward_hooks",
+    "get_backward_pre_hooks",
+    "get_base",
+    "get_buffers",
+    "get_forward_hooks",
+    "get_forward_pre_hooks",
+    "get_modules",
+    "get_parameters",
+    "get_schema",
+    "get_version",
+    "is_compiled",
+    "is_transformed",
+    "is_view",
+    "keep_gpu_busy",
+    "lerp_each_",
+    "load_from_state_dict",
+    "make_wrapper_subclass",
+    "multiply_each",
+    "nn_functions",
+    "pytree",
+    "to_copy",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "unwrap_transformed",
+    "with_overrides",
+    "without_overrides",
+    "without_subclass_overrides",
+    "zero_each_",
+]
+
+# Tensors.
+
+get_version: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor, or one that shares its memory, was changed in place; inference tensors have none."""
+
+get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""Return the tensor that this one is a view of, None where it is none or autograd need not know."""
+
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
+"""Say whether autograd knows the tensor as a view of another."""
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+"""Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
+
+to_copy = torch.ops.aten._to_copy.default
+"""The operator into which ``Tensor.to`` turns where it copies."""
+
+# What is called instead of a function of torch.
+
+without_overrides = torch._C.DisableTorchFunction
+"""Call no ``__torch_function__``, neither a subclass's nor a mode's."""
+
+without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
+"""Call no subclass's ``__torch_function__``; modes are called."""
+
+with_overrides = torch._C._EnableTorchFunction
+"""Call ``__torch_function__`` again, inside of the two above."""
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return how many ``TorchDispatchMode`` are active."""
+
+ScriptMethod = torch._C.ScriptMethod
+"""The type of TorchScript's compiled methods, as ``__torch_function__`` meets them."""
+
+# Functions.
+
+nn_functions = torch._C._nn
+"""Functions that ``torch.nn.functional`` has from C++, under their own names."""
+
+find_schemas: Callable[[str], list[Any]] = torch._C._jit_get_schemas_for_operator
+"""Return the schemas of an operator's overloads, by its name such as ``aten::add``."""
+
+get_schema: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of one overload, such as ``torch.ops.aten.add.Tensor``."""
+
+add_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_add
+add_each_: Callable[..., None] = torch._foreach_add_
+multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
+lerp_each_: Callable[..., None] = torch._foreach_lerp_
+zero_each_: Callable[..., None] = torch._foreach_zero_
+"""Add, multiply, interpolate, set to zero each tensor of a list, by few kernels for all of them."""
+
+# Autograd and its transforms.
+
+find_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the hooks that see what autograd saves now, or None; those of a trace only where it is told True."""
+
+find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that runs on this thread, -1 where none does."""
+
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Say whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
+
+unwrap_transformed: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+"""Return what the innermost transform has wrapped."""
+
+find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""Return the innermost transform that is active, or None."""
+
+# Modules.
+
+PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+"""Attributes of a module: its own parameters, buffers and children by name, and the buffers that are not saved."""
+
+FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+BACKWARD_HOOKS, BACKWARD_PRE_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+"""Attributes of a module: its hooks by number; the backward ones None on a tensor without any."""
+
+FORWARD_HOOKS_WITH_KWARGS = "_forward_hooks_with_kwargs"
+FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
+FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
+"""Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
+
+POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
+"""Attribute of a parameter: its hooks behind the sum of its gradient, by number, or None."""
+
+get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
+get_forward_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_HOOKS)
+get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
+get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
+get_backward_pre_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_PRE_HOOKS)
+
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
+    _of_all_modules._global_forward_hooks,
+    _of_all_modules._global_forward_pre_hooks,
+    _of_all_modules._global_backward_hooks,
+    _of_all_modules._global_backward_pre_hooks,
+)
+"""Hooks that every module calls, as ``torch.nn.modules.module`` registers them."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether ``torch.compile`` has wrapped the module, or its own ``compile`` was called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
+    return module._apply(*args, **kwargs)
+
+
+def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Load what a module itself owns, as ``nn.Module.load_state_dict`` asks of each of its modules."""
+    module._load_from_state_dict(*args, **kwargs)
+
+
+# Devices and processes.
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Let the current stream do nothing for so many cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)
+
+
+def find_default_group() -> dist.ProcessGroup:
+    """Return the group of all processes."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def accept_gradients_of_other_streams() -> None:
+    """Let a gradient come from another stream than its parameter's without a warning, which is new in torch 2.10."""
+    setting = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if setting is not None:
+        setting(False)
