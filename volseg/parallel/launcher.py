@@ -15,13 +15,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from volseg.errors import ParallelError
+from volseg.parallel.devices import is_launched
 
 __all__ = ["is_worker", "launch"]
 
 
 def is_worker() -> bool:
     """Say whether a launcher started this process (``torchrun``, or ``launch``)."""
-    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return is_launched()
 
 
 def launch(command: Sequence[str], processes: int) -> None:

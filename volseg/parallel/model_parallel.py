@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
+from volseg.parallel.devices import list_gpus
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
@@ -131,8 +132,8 @@ class ModelParallel(nn.Module):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the spatial split, or the pipeline if it cannot; the choice is made then."""
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        attempt = Attempt(self.module, [torch.device("cuda", index) for index in devices], inputs=(args, kwargs))
+        gpus = list_gpus() if torch.cuda.is_initialized() else ()
+        attempt = Attempt(self.module, gpus, inputs=(args, kwargs))
         try:
             result = self.strategy(*args, **kwargs)
         except UnsupportedOperatorError as fault:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from volseg.errors import ParallelError, PartitionError
+from volseg.errors import PartitionError
+from volseg.parallel.devices import name_devices
 
 __all__ = ["choose_devices", "find_start", "refuse_hidden"]
 
@@ -39,20 +40,8 @@ def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[t
     ParallelError
         If there is none.
     """
-    if devices is None:
-        count = torch.cuda.device_count()
-        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    if isinstance(devices, str | int | torch.device) or not len(devices):
-        raise ParallelError(
-            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
-        )
-    chosen = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
     # Tensors of the host do not remember a number ("cpu:1").
-    chosen = [torch.device("cpu") if device.type == "cpu" else device for device in chosen]
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-        for device in chosen
-    ]
+    return [torch.device("cpu") if device.type == "cpu" else device for device in name_devices(devices)]
 
 
 def find_start(cut: str, starts: Sequence[str]) -> int:

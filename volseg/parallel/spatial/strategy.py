@@ -1,6 +1,5 @@
 """``SpatialStrategy``: run a plain network on volumes cut into slabs."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.device.dims import DIM
 from volseg.errors import ParallelError
+from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.copied_view import plain
 from volseg.parallel.spatial.custom_function import no_script
@@ -27,7 +27,7 @@ from volseg.parallel.spatial.memory.recomputation import Recomputation
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.mesh import Processes, join, own_device
+from volseg.parallel.spatial.transport.mesh import Processes, join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, average_gradients
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
@@ -391,21 +391,8 @@ def _check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str,
     return chosen
 
 
-def _find_place(
-    devices: Sequence[str | int | torch.device] | None, mesh: Any, grid: Sequence[int] | None
-) -> LocalDevices | Processes:
-    launched = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
-    several = (launched and int(os.environ["WORLD_SIZE"]) > 1) or _distributed()
+def _find_place(devices: Devices, mesh: Any, grid: Sequence[int] | None) -> LocalDevices | Processes:
+    several = is_distributed() or (is_launched() and count_launched() > 1)
     if mesh is not None or (several and devices is None):
         return join(mesh, grid)
-    if devices is None and launched:
-        devices = [own_device()]
-    if devices is None:
-        count = torch.cuda.device_count()
-        devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    named = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
-    return LocalDevices(named, grid)
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return LocalDevices([find_own_device()] if devices is None and is_launched() else name_devices(devices), grid)
