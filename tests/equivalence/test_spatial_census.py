@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.volume import ShardedVolume
-from volseg.parallel.verification.verify import TOLERANCE, default_objective
+from volseg.parallel.verification.comparison import TOLERANCE, default_objective
 
 HERE = Path(__file__).parent
 NETWORKS: dict[str, Any] = runpy.run_path(str(HERE / "monai_networks.py"))["NETWORKS"]

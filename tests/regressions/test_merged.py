@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 DEVICES = ["cpu", "cpu:1", "cpu:2"]
 

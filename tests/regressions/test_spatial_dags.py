@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import compare
+from volseg.parallel.verification.comparison import compare
 
 DEVICES = [["cpu"], ["cpu", "cpu:1"]]
 TOLERANCE = 1e-9

@@ -10,7 +10,7 @@ from in_group import assert_all_well, in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:

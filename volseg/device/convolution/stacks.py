@@ -67,7 +67,17 @@ def _drop_depth_padding(arguments: Sequence[Any]) -> list[Any]:
 
 
 def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], limit: int = LIMIT) -> Tensor:
-    """Return ``torch.ops.aten.convolution`` of these arguments."""
+    """Return ``torch.ops.aten.convolution`` of these arguments.
+
+    Parameters
+    ----------
+    slab, weight, bias
+        See ``torch.nn.functional.conv3d``.
+    arguments
+        Those of ``torch.ops.aten.convolution`` behind its tensors.
+    limit
+        Elements of the largest tensor that is convolved at once.
+    """
     stacks = _cut_stacks(slab, weight, arguments, limit)
     if not stacks:
         return torch.ops.aten.convolution(slab, weight, bias, *arguments)
@@ -92,7 +102,19 @@ def differentiate(
     mask: list[bool],
     limit: int = LIMIT,
 ) -> Sequence[Tensor | None]:
-    """Return ``torch.ops.aten.convolution_backward`` of these arguments; the weights' parts add up in float32."""
+    """Return ``torch.ops.aten.convolution_backward`` of these arguments; the weights' parts add up in float32.
+
+    Parameters
+    ----------
+    gradient
+        Of the output.
+    slab, weight, arguments, limit
+        See ``convolve``.
+    bias_sizes
+        Shape of the bias, None where there is none.
+    mask
+        Whether the gradient of the input, of the weight, of the bias is asked for.
+    """
     backward = torch.ops.aten.convolution_backward
     stacks = _cut_stacks(slab, weight, arguments, limit)
     if not stacks:

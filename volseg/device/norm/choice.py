@@ -45,7 +45,13 @@ def coefficients(
     eps: float,
     average: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Compute ``reference.coefficients``."""
+    """Compute ``reference.coefficients``.
+
+    Parameters
+    ----------
+    stacked, shares, weight, bias, eps, average
+        See ``reference.coefficients``.
+    """
     if average is None and takes(stacked) and stacked.dtype == torch.float32:
         return statistics.coefficients(stacked, shares, weight, bias, eps)
     return reference.coefficients(stacked, shares, weight, bias, eps, average)
@@ -59,7 +65,13 @@ def backward_coefficients(
     voxels: int,
     average: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Compute ``reference.backward_coefficients``."""
+    """Compute ``reference.backward_coefficients``.
+
+    Parameters
+    ----------
+    stacked, mean, rstd, weight, voxels, average
+        See ``reference.backward_coefficients``.
+    """
     if average is None and takes(stacked) and stacked.dtype == torch.float32:
         return statistics.backward_coefficients(stacked, mean, rstd, weight, voxels)
     return reference.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
@@ -122,7 +134,13 @@ def affine(
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Compute ``reference.affine``."""
+    """Compute ``reference.affine``.
+
+    Parameters
+    ----------
+    slab, scale, shift, activation, out, ends
+        See ``reference.affine``.
+    """
     compute = passes.affine if takes(slab) else reference.affine
     return compute(slab, scale, shift, activation, out, ends)
 
@@ -130,7 +148,13 @@ def affine(
 def gradient_sums(
     gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
 ) -> Tensor:
-    """Compute ``reference.gradient_sums``."""
+    """Compute ``reference.gradient_sums``.
+
+    Parameters
+    ----------
+    gradient, slab, mean, scale, shift, activation
+        See ``reference.gradient_sums``.
+    """
     if takes(slab):
         return passes.gradient_sums(gradient, slab, mean, scale, shift, activation).sum(0)
     return reference.gradient_sums(gradient, slab, mean, scale, shift, activation)
@@ -146,7 +170,13 @@ def gradient_input(
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``reference.gradient_input``."""
+    """Compute ``reference.gradient_input``.
+
+    Parameters
+    ----------
+    gradient, slab, scale, shift, slope, offset, activation, out
+        See ``reference.gradient_input``.
+    """
     compute = passes.gradient_input if takes(slab) else reference.gradient_input
     return compute(gradient, slab, scale, shift, slope, offset, activation, out)
 

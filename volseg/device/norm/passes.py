@@ -113,7 +113,13 @@ def affine(
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Compute ``reference.affine``."""
+    """Compute ``reference.affine``.
+
+    Parameters
+    ----------
+    slab, scale, shift, activation, out, ends
+        See ``reference.affine``.
+    """
     slab = make_even(slab, slab)
     out = torch.empty_like(slab) if out is None else out
     tile = choose_tile(slab)
@@ -135,7 +141,13 @@ def affine(
 def gradient_sums(
     gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
 ) -> Tensor:
-    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2, B, C)``."""
+    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2, B, C)``.
+
+    Parameters
+    ----------
+    gradient, slab, mean, scale, shift, activation
+        See ``reference.gradient_sums``.
+    """
     slab = make_even(slab, slab)
     gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
@@ -162,7 +174,13 @@ def gradient_input(
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``reference.gradient_input``."""
+    """Compute ``reference.gradient_input``.
+
+    Parameters
+    ----------
+    gradient, slab, scale, shift, slope, offset, activation, out
+        See ``reference.gradient_input``.
+    """
     slab = make_even(slab, slab)
     gradient = make_even(gradient, slab)
     out = torch.empty_like(slab) if out is None else out

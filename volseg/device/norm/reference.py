@@ -135,6 +135,13 @@ def affine(
 def _differentiate_activation(
     gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation
 ) -> Tensor:
+    """Return what is left of the output's gradient before the activation.
+
+    Parameters
+    ----------
+    gradient, slab, scale, shift, activation
+        See ``gradient_sums``.
+    """
     wide = _widen(gradient)
     if activation.kind == "none":
         return wide

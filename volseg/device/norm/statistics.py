@@ -270,7 +270,13 @@ def moments(slab: Tensor) -> Tensor:
 def exchange_coefficients(
     slab: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mailbox: ValueMailbox | None
 ) -> Tensor:
-    """Compute ``choice.exchange_coefficients``."""
+    """Compute ``choice.exchange_coefficients``.
+
+    Parameters
+    ----------
+    slab, shares, weight, bias, eps, mailbox
+        See ``choice.exchange_coefficients``.
+    """
     slab = make_even(slab, slab)
     means, squares, per_program = _compute_moments_of_parts(slab)
     parts, batch, channels = means.shape
@@ -288,7 +294,17 @@ def exchange_coefficients(
 def exchange_backward_coefficients(
     partials: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int, mailbox: ValueMailbox | None
 ) -> Tensor:
-    """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``."""
+    """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``.
+
+    Parameters
+    ----------
+    partials
+        Of ``passes.gradient_sums``.
+    mean, rstd, weight, voxels
+        See ``reference.backward_coefficients``.
+    mailbox
+        See ``choice.exchange_coefficients``.
+    """
     parts, _, batch, channels = partials.shape
     pairs = batch * channels
     out = partials.new_empty((4, batch, channels))
@@ -313,7 +329,13 @@ def _describe_peers(mailbox: ValueMailbox | None) -> dict[str, Any]:
 
 
 def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute ``reference.coefficients``."""
+    """Compute ``reference.coefficients``.
+
+    Parameters
+    ----------
+    stacked, shares, weight, bias, eps
+        See ``reference.coefficients``.
+    """
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((5, batch, channels))
@@ -326,7 +348,13 @@ def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: T
 
 
 def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
-    """Compute ``reference.backward_coefficients``."""
+    """Compute ``reference.backward_coefficients``.
+
+    Parameters
+    ----------
+    stacked, mean, rstd, weight, voxels
+        See ``reference.backward_coefficients``.
+    """
     shards, _, batch, channels = stacked.shape
     pairs = batch * channels
     out = stacked.new_empty((4, batch, channels))
