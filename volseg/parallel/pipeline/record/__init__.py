@@ -1,1 +1,1 @@
-"""Record what a batch launches on each stage, and replay it."""
+"""Record what a batch gives each stage to do, and replay it."""

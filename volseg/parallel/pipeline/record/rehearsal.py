@@ -1,6 +1,6 @@
 """Hold a new recording against an eager passage of the same batch, outputs and gradients, before it is trusted.
 
-Once per recording, so that whatever a capture may get wrong on some device or version of torch costs speed, not
+Once per recording, so that whatever a recording may get wrong on some device or version of torch costs speed, not
 right numbers. Networks that draw random numbers cannot be compared and are let through.
 """
 
