@@ -201,7 +201,7 @@ def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
     return memory, [None] if shards == 1 else [*boxes]
 
 
-@covers("device.peer.values._exchange_kernel")
+@covers("device.peer.values._exchange_values_kernel")
 def exchange_values() -> None:
     memory, boxes = mailboxes(2)
     for call in range(4):  # odd and even, and the words of two calls before
@@ -218,7 +218,7 @@ def exchange_values() -> None:
     del memory
 
 
-@covers("device.peer.planes._exchange_kernel")
+@covers("device.peer.planes._exchange_planes_kernel")
 def exchange_planes() -> None:
     memory = torch.zeros(3, PlaneMailbox.size(), dtype=torch.uint8, device=DEVICE)
     places = [box.data_ptr() for box in memory]

@@ -12,8 +12,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-TRAVELLING = ("nccl", "_send_kernel", "_receive_kernel", "_exchange_kernel", "_direct_")
-"""Kernels that wait for other processes."""
+TRAVELLING = ("nccl", "_exchange_", "_send_kernel", "_receive_kernel", "_direct_")
+"""Kernels that wait for other processes; the last three are names in older profiles."""
 
 
 def load(path: Path) -> list[list]:

@@ -92,7 +92,7 @@ if triton is not None:
         return first + offset + i % run
 
     @triton.jit(do_not_specialize=[*ARGUMENTS, "patience"])
-    def _exchange_kernel(
+    def _exchange_planes_kernel(
         calls, patience,
         before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
         before_inner_stride, before_kept,
@@ -299,7 +299,7 @@ class PlaneMailbox(Mailbox):
         whole = all(side.words <= side.run for side in (before, behind))
         programs = 2 * min(PROGRAMS, -(-max(1, before.words, behind.words) // BLOCK))
         with select_device(self.calls):
-            _exchange_kernel[(programs,)](
+            _exchange_planes_kernel[(programs,)](
                 self.calls, self.patience, *before, *behind, **variant,
                 NAN=NOT_A_NUMBER, WORDS=WORDS, BLOCK=BLOCK, WHOLE=whole, num_warps=8,
             )  # fmt: skip

@@ -58,7 +58,7 @@ if triton is not None:
             tl.store(calls, call.to(tl.int32))
 
     @triton.jit(do_not_specialize=["n", "rank", "patience"])
-    def _exchange_kernel(
+    def _exchange_values_kernel(
         own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         call = (tl.load(calls) + 1).to(tl.int64)
@@ -109,7 +109,7 @@ class ValueMailbox(Mailbox):
         partial = partial.contiguous()
         out = partial.new_empty((self.shards, *partial.shape))
         with select_device(partial):
-            _exchange_kernel[(triton.cdiv(partial.numel(), 512),)](
+            _exchange_values_kernel[(triton.cdiv(partial.numel(), 512),)](
                 partial, out, n=partial.numel(), **self.describe(), BLOCK=512, num_warps=4,
             )  # fmt: skip
         return out
