@@ -119,7 +119,6 @@ WITHOUT_A_REASON: dict[str, str] = {
     "volseg.cli": "so that `volseg --help` need not wait for torch: the module's docstring is to say so",
     "volseg.data.itk": "SimpleITK is needed for some formats only",
     "volseg.losses.dice.reference": "Triton exists on machines with GPUs only",
-    "volseg.transforms.augmentation.batch": "Triton exists on machines with GPUs only",
 }
 """Modules whose imports inside functions bear no comment yet. Add none: say it beside the import."""
 
@@ -167,41 +166,26 @@ NEVER = {
 TRITONS_OWN = {"per_program"}
 """Triton calls one instance of a kernel a program."""
 
-STARTS_PROCESSES = {"volseg.parallel.launcher": {"launch", "launcher"}, "volseg.experiment.launching": {"launching"}}
+STARTS_PROCESSES = {
+    "volseg.experiment.launching": {"launching"},
+    "volseg.parallel.devices": {"count_launched", "is_launched"},
+    "volseg.parallel.launcher": {"launch", "launcher"},
+}
 """Where to launch is the right word."""
 
 NAMES_OF_BEFORE: dict[str, set[str]] = {
-    "volseg.config.schema": {"capture"},  # the option of before: it warns
-    "volseg.data.augmented": {"launched"},
     "volseg.device.peer.planes": {"_launch", "_launch_receive", "captured", "capturing"},
     "volseg.device.triton_tiles": {"launch_on"},
-    "volseg.parallel.pipeline.observe.costs": {"_launch_ms", "launch_ms"},
-    "volseg.parallel.pipeline.plan.balance": {"launch_ms"},
-    "volseg.parallel.pipeline.record.choice": {"launch"},
-    "volseg.parallel.pipeline.record.parts": {"Capture"},
-    "volseg.parallel.pipeline.record.passage": {"CaptureRefusedError", "CaptureRun", "program"},
-    "volseg.parallel.pipeline.record.programs": {"CudaProgram", "HostProgram", "Program", "program", "programs"},
-    "volseg.parallel.pipeline.record.record": {"capture", "captured"},
-    "volseg.parallel.pipeline.record.replay": {"_on_program_streams", "captured"},
-    "volseg.parallel.pipeline.strategy": {"launch"},  # the option of before: it warns
     "volseg.parallel.sharding": {"sharding"},  # the package of before: it warns
-    "volseg.parallel.verification.modes": {"_run_captured"},
-    "volseg.workflow.captured_step": {"captured_step"},
     "volseg.workflow.training": {"capture"},  # the option of before: it warns
 }
 """Names that still hold such a word, with the reason where they may. The list only shrinks."""
 
-CLASSES_OF_BEFORE = {
-    *("Activation", "Foreground", "Grid", "Plan", "Recorder", "Recording", "Statistics", "Watch"),
-    *("_Draws", "_Gathered", "_Held"),
-}
+CLASSES_OF_BEFORE = {"Activation", "Foreground", "Grid", "_Draws", "_Gathered", "_Held"}
 """Class names that stand for two things. The list only shrinks."""
 
 DOCS_NEVER = re.compile(r"captur|\bsharding\b", re.IGNORECASE)
-DOCS_OF_BEFORE = {
-    "docs/augmentation.md": 1,
-    "docs/spatial.md": 3,
-}
+DOCS_OF_BEFORE: dict[str, int] = {}
 """Lines of pages that still use a word of before. The list only shrinks."""
 
 TELL_OF_BEFORE = {"docs/measurements.md", "docs/decisions/0042-device-parallel-losses.md", "CHANGELOG.md"}
