@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
+from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -268,7 +268,7 @@ def _list_tensors(inputs: Any) -> list[Tensor]:
 
 
 def _read_versions(inputs: Any) -> list[int]:
-    return [tensor._version for tensor in _list_tensors(inputs) if not tensor.is_inference()]
+    return [get_version(tensor) for tensor in _list_tensors(inputs) if not tensor.is_inference()]
 
 
 def _clone(leaf: Any) -> Any:

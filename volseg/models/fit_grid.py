@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
+from volseg.device.torch_internals import BUFFERS, MODULES, NOT_PERSISTENT, PARAMETERS
 from volseg.models.grids import GridRule, grid_rule
 
 __all__ = ["FitGrid"]
@@ -60,7 +61,7 @@ class FitGrid(nn.Module):
         self._told = False
         # Not a registered child, which would put "net." before every key: the wrapper shares the network's registries.
         object.__setattr__(self, "net", net)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
             object.__setattr__(self, name, getattr(net, name))
         self.training = net.training
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from volseg.device import triton_tiles
+from volseg.device.torch_internals import tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.devices import find_current_device, name_devices
 from volseg.parallel.model_parallel import ModelParallel

@@ -22,6 +22,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from volseg.device.torch_internals import (
+    BUFFERS,
+    MODULES,
+    NOT_PERSISTENT,
+    PARAMETERS,
+    apply_to_tensors,
+    load_from_state_dict,
+)
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.pipeline import Pipeline
@@ -121,7 +129,7 @@ class ModelParallel(nn.Module):
 
     def _share_registries(self) -> None:
         """Hold the network's own dictionaries, so that recursion over modules sees its plain names."""
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
             object.__setattr__(self, name, getattr(self.module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +174,7 @@ class ModelParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.module._load_from_state_dict(*args, **kwargs)
+        load_from_state_dict(self.module, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ModelParallel":
         for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -176,7 +184,7 @@ class ModelParallel(nn.Module):
                     f"the parameters of this ModelParallel are placed on {tensor.device} and were asked to move to "
                     f"{moved}; pass devices=[...] to ModelParallel instead of calling .to(), .cuda() or .cpu()"
                 )
-        self.module._apply(fn, recurse)
+        apply_to_tensors(self.module, fn, recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel":

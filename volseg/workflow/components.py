@@ -11,10 +11,10 @@ import torch
 from monai.losses import DeepSupervisionLoss
 from monai.networks import one_hot
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
+from volseg.device.torch_internals import Loss
 from volseg.losses.monai import DiceCELoss
 from volseg.workflow.named import Named
 
@@ -40,7 +40,7 @@ OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 
 def _losses() -> dict[str, Callable[..., Any]]:
     """Return MONAI's losses that take logits; others (of registration, of probabilities) would be silently wrong."""
-    registry = Registry("loss", _classes(monai.losses, _Loss))
+    registry = Registry("loss", _classes(monai.losses, Loss))
     taken = {
         name: loss
         for name, loss in registry.items()

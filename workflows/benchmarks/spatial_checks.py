@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.device.norm import choice
+from volseg.device.norm.activation import Activation
 from volseg.losses.dice import choice as dice
 from volseg.parallel import ModelParallel
 
@@ -76,7 +77,7 @@ def _slices(depth: int, count: int = 64) -> list[slice]:
 
 def _norms(slab: Tensor, gradient: Tensor) -> dict[str, float]:
     """Compare statistics, a norm and its gradient."""
-    act = choice.Activation("leaky", 0.01)
+    act = Activation("leaky", 0.01)
     mean, variance = choice.moments(slab).unbind(0)
     depth = slab.shape[2]
     parts = [torch.stack([slab[:, :, s].float().sum((2, 3, 4)), slab[:, :, s].float().square().sum((2, 3, 4))]).double()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context

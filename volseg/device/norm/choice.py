@@ -1,12 +1,10 @@
 """Who computes a norm: Triton's kernels where they take the slab, else plain torch, which defines the results."""
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.peer.values import ValueMailbox
@@ -179,12 +177,3 @@ def gradient_input(
     """
     compute = passes.gradient_input if takes(slab) else reference.gradient_input
     return compute(gradient, slab, scale, shift, slope, offset, activation, out)
-
-
-# Names of before, until their callers have the new ones.
-
-__all__ += ["IDENTITY", "Activation", "copy", "direct_backward_coefficients", "direct_coefficients", "fused"]
-__all__ += ["in_layout", "shares"]
-copy, fused = copy_into, takes
-direct_coefficients, direct_backward_coefficients = exchange_coefficients, exchange_backward_coefficients
-shares = cache(compute_shares)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import get_version, pytree
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
@@ -39,15 +39,15 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
     ]
     if not results:
         return join(_flow(net, placement, batch, behaviour), sizes)
-    versions = [leaves[number]._version for number in results]
+    versions = [get_version(leaves[number]) for number in results]
     pieces = copy_pieces(leaves, results, sizes) if placement.changes_arguments else {}
     if pieces:
         batch = replace(batch, calls=with_pieces(batch.calls, pieces))
     output = join(_flow(net, placement, batch, behaviour), sizes)
     for number, rows in pieces.items():
-        if any(piece._version for piece in rows):
+        if any(get_version(piece) for piece in rows):
             leaves[number].copy_(torch.cat(rows))
-    if not pieces and versions != [leaves[number]._version for number in results]:
+    if not pieces and versions != [get_version(leaves[number]) for number in results]:
         raise PartitionError(
             "forward changes an argument in place that needs a gradient, which it did not when the network was "
             "measured; change a copy of it, or give the batch whole (split_size)"

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import pytree
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.micro_batch import PLAIN, Call, check_length, copy_call, find_candidates, resize_call
 

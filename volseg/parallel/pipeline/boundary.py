@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from volseg.device.torch_internals import is_compiled
 from volseg.errors import PartitionError
 from volseg.parallel.devices import name_devices
 
@@ -23,7 +24,7 @@ def refuse_hidden(net: nn.Module) -> None:
         where = repr(path) if path else "the network itself"
         if isinstance(module, torch.jit.ScriptModule):
             kind, remedy = "scripted", "pass the module that torch.jit.script was given"
-        elif hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        elif is_compiled(module):
             kind, remedy = "compiled", "pass the module that torch.compile was given (its ._orig_mod)"
         else:
             continue

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import pytree
 from volseg.errors import ParallelError
 
 __all__ = [

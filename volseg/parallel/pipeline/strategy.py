@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner

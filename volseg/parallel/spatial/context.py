@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
@@ -25,7 +26,7 @@ def saved_tensors_hooks() -> Any:
 
     torch has no public way to ask.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return find_saved_tensors_hooks(True)
 
 
 class Context:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from volseg.device.torch_internals import tree_leaves, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.volume import ShardedVolume
 

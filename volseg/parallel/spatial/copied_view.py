@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from volseg.device.torch_internals import get_version, tree_leaves, tree_map, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.signatures import writes
@@ -30,7 +30,7 @@ class Origin:
         self.parents = list(parents)
         self._source = Unchanged(list(tensors))
         # Numbers alone: a copy knows its origin, and is not kept by it.
-        self.own_versions = [copy._version for copy in copies]
+        self.own_versions = [get_version(copy) for copy in copies]
 
     def check(self) -> None:
         """Refuse to read a copy whose original was changed since."""
@@ -44,7 +44,7 @@ class Origin:
 
     def check_unchanged(self, volume: ShardedVolume) -> None:
         """Refuse that a copy was changed in place."""
-        if [slab._version for slab in volume._slabs] != self.own_versions:
+        if [get_version(slab) for slab in volume._slabs] != self.own_versions:
             _refuse_write(volume.context.module_path())
 
 
@@ -69,16 +69,16 @@ class CopiedView(Tensor):
         if any(issubclass(kind, ShardedVolume) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_overrides():
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CopiedView)]
             for view in given:
                 view.origin.check()
-            versions = [view._version for view in given]
+            versions = [get_version(view) for view in given]
             if writes(func) and isinstance(args[0], CopiedView):
                 _refuse_write(args[0].place())
             result = func(*args, **kwargs)
             for view, version in zip(given, versions, strict=True):
-                if view._version != version:
+                if get_version(view) != version:
                     _refuse_write(view.place())
             if isinstance(result, torch.Size):  # which tree_map would make a tuple of
                 return result

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from volseg.device.torch_internals import get_version, tree_leaves, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.pointwise import rewrap, run_local
@@ -49,7 +49,7 @@ def pointwise_function(function: Function) -> Function:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is not function or not volumes((args, kwargs)):  # a subclass was not declared
             return plain(cls, *args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_overrides():
             return _on_slabs(function, partial(plain, cls), args, kwargs)
 
     function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
@@ -64,9 +64,9 @@ def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, An
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     like = max(given, key=lambda volume: volume.ndim)
-    versions = [slab._version for volume in given for slab in volume.slabs]
+    versions = [get_version(slab) for volume in given for slab in volume.slabs]
     like, results = run_local(apply, args, kwargs, like)
-    if [slab._version for volume in given for slab in volume.slabs] != versions:
+    if [get_version(slab) for volume in given for slab in volume.slabs] != versions:
         does = "changes a volume in place"
     elif not all(isinstance(leaf, Tensor) and leaf.ndim == like.ndim for leaf in tree_leaves(results)):
         does = f"returns something else than tensors of {like.ndim} dims"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from volseg.device.torch_internals import ScriptMethod, tree_map, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
@@ -39,9 +39,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return handler(*args, **kwargs) if python else handler(**bind(func, args, kwargs))
         except Refusal as refusal:
             reason = str(refusal)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_overrides():
             return unsupported(func, args, kwargs, reason)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_overrides():
         given = _given(args, kwargs)
         merged = by_sample = False
         for volume in given:
@@ -52,7 +52,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if volume.origin is not None:
                 volume.origin.check()
         if entry is None:
-            scripted = isinstance(func, torch._C.ScriptMethod)
+            scripted = isinstance(func, ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
         try:
             handler = entry.handler

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map
 
+from volseg.device.torch_internals import SUPPORTED_NODES, get_version, tree_flatten, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
@@ -62,7 +62,7 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     given = volumes((args, kwargs))
     gathered = {id(volume): volume.full_tensor() for volume in given}
-    versions = [whole._version for whole in gathered.values()]
+    versions = [get_version(whole) for whole in gathered.values()]
     whole_args, whole_kwargs = tree_map(
         lambda leaf: gathered[id(leaf)] if isinstance(leaf, ShardedVolume) else leaf, (args, kwargs)
     )
@@ -71,7 +71,7 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     writes_elsewhere = (
         result is None and args and isinstance(args[0], Tensor) and not isinstance(args[0], ShardedVolume)
     )
-    if [whole._version for whole in gathered.values()] != versions:
+    if [get_version(whole) for whole in gathered.values()] != versions:
         lost = "changes a volume in place"
     elif any(leaf is whole for leaf in leaves for whole in gathered.values()):
         lost = "changes a property of the volume"

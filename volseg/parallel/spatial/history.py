@@ -6,9 +6,9 @@ see the slabs inside, whose gradient would be lost.
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ HISTORY: Any = Tensor.grad_fn
 
 def check_history(volume: "ShardedVolume") -> None:
     """Refuse a volume that came through a custom function, before its slabs are read past the table."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_overrides():
         if HISTORY.__get__(volume) is not None:
             refuse_custom(volume)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import get_version
 from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets
 
 __all__ = ["Copies", "Parameters", "copy_plain"]
@@ -59,7 +60,12 @@ class Copies:
         """Return a parameter's copies, one per slab; None for any other tensor."""
         key = id(whole)
         found = self._recorded.get(key)
-        if found is not None and found[1] == whole._version and found[2] == whole.data_ptr() and whole.requires_grad:
+        if (
+            found is not None
+            and found[1] == get_version(whole)
+            and found[2] == whole.data_ptr()
+            and whole.requires_grad
+        ):
             return found[0]
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -67,7 +73,7 @@ class Copies:
         if whole.requires_grad and torch.is_grad_enabled():
             return self._record(whole, bucket if found is None else [whole])
         found = self._silent.get(key)
-        if found is None or found.version != whole._version or found.address != whole.data_ptr():
+        if found is None or found.version != get_version(whole) or found.address != whole.data_ptr():
             found = self._silent[key] = self._noted(whole, copy_plain(self._communicator, whole))
         return found.copies
 
@@ -77,7 +83,7 @@ class Copies:
             return copy.to(dtype)
         key = id(copy), dtype, copy.requires_grad and torch.is_grad_enabled()
         found = self._casts.get(key)
-        state = copy._version, copy.data_ptr()
+        state = get_version(copy), copy.data_ptr()
         if found is None or found.copy is not copy or (found.version, found.address) != state:
             found = self._casts[key] = _Cast(copy, *state, copy.to(dtype))
         return found.result
@@ -91,7 +97,7 @@ class Copies:
 
     def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
         self._ids.update(map(id, copies))
-        return _Copied(copies, whole._version, whole.data_ptr())
+        return _Copied(copies, get_version(whole), whole.data_ptr())
 
 
 class Parameters:

@@ -53,7 +53,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
+from volseg.device.torch_internals import get_version
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.transport.halo import Halo, Wait
@@ -82,11 +83,11 @@ class Unchanged:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [get_version(tensor) for tensor in tensors]
 
     def holds(self) -> bool:
         """Say whether none of them was changed in place since."""
-        return [tensor._version for tensor in self._tensors] == self._versions
+        return [get_version(tensor) for tensor in self._tensors] == self._versions
 
 
 class Pending(ABC):

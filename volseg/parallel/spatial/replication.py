@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.transport.communicator import fill_buckets
 
@@ -94,7 +95,7 @@ def _fingerprint(net: nn.Module, device: torch.device, modes: bool) -> Tensor:
     for name, module in net.named_modules():
         tensors = [
             (key, tensor is not None and (tuple(tensor.shape), str(tensor.dtype), modes and tensor.requires_grad))
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*get_parameters(module).items(), *get_buffers(module).items())
         ]
         text = repr((name, type(module).__name__, modes and module.training, tensors))
         numbers.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True))

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import find_schemas
+
 __all__ = ["NOTHING", "bind", "defaults_of", "returns_view", "writes"]
 
 NUMPY: dict[str, tuple[str, ...]] = {"axis": ("dim",), "keepdims": ("keepdim",), "x2": ("other",)}
@@ -174,7 +176,7 @@ def _schemas(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
 
 @cache
 def _raw_schemas(func: Callable) -> tuple[Any, ...]:
-    return tuple(torch._C._jit_get_schemas_for_operator(f"aten::{operator_name(func)}"))
+    return tuple(find_schemas(f"aten::{operator_name(func)}"))
 
 
 @cache

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM
+from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.spatial.context import Context
@@ -369,7 +368,7 @@ def _put_channels_last(net: nn.Module) -> None:
 def _count_room(net: nn.Module) -> int:
     """Return the planes of halo that the network's convolutions take on each side, at most three."""
     kernels = [
-        (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, _ConvNd)
+        (module.kernel_size[0] - 1) * module.dilation[0] // 2 for module in net.modules() if isinstance(module, ConvNd)
     ]
     return min(max(kernels, default=0), 3)
 

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import nn_functions
 from volseg.parallel.spatial.signatures import returns_view
 
 __all__ = [
@@ -45,7 +46,7 @@ NAMESPACES: dict[str, Any] = {
     "Tensor": Tensor,
     "F": F,
     "special": torch.special,
-    "nn": torch._C._nn,
+    "nn": nn_functions,
     "linalg": torch.linalg,
     "autograd": torch.autograd,
 }

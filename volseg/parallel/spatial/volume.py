@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import make_wrapper_subclass, to_copy
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.history import check_history
@@ -73,9 +74,7 @@ class ShardedVolume(Tensor):
         first = slabs[0]
         dtype, size = first.dtype, torch.Size(shape)
         differentiable = dtype.is_floating_point or dtype.is_complex
-        shell = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=dtype, device=first.device, requires_grad=differentiable
-        )
+        shell = make_wrapper_subclass(cls, size, dtype=dtype, device=first.device, requires_grad=differentiable)
         shell._slabs = list(slabs)
         shell.dims = tuple(dims)
         shell.context = context
@@ -97,7 +96,7 @@ class ShardedVolume(Tensor):
             # slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
             return wrap(volume, volume.slabs)
-        if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
+        if func is to_copy and not torch.is_grad_enabled():
             return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
         raise UnsupportedOperatorError(
             f"{func} reached the shell of a sharded volume below autograd, which does not see the slabs; call "

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
+from volseg.device.torch_internals import tree_map
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["whole"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
@@ -57,7 +57,7 @@ class Attempt:
         self._gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
         self._put_optimizer_back = _remember_optimizer(optimizer)
         given = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and not leaf.is_inference()]
-        self._inputs = [(leaf, leaf._version, leaf.detach().clone()) for leaf in given]
+        self._inputs = [(leaf, get_version(leaf), leaf.detach().clone()) for leaf in given]
 
     def __enter__(self) -> "Attempt":
         return self
@@ -85,7 +85,7 @@ class Attempt:
         self._put_optimizer_back()
         self.network.put_back(in_place)
         for tensor, version, value in self._inputs:
-            if tensor._version == version:
+            if get_version(tensor) == version:
                 continue
             if tensor.requires_grad:
                 raise ParallelError(

@@ -18,6 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import get_version
+
 __all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "find_tensor", "list_leaves", "stays"]
 
 PLAIN = frozenset(
@@ -242,7 +244,7 @@ def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
     # Parameters are looked at where they are registered; what a subclass holds has no one place.
     if see is See.OBJECTS or type(tensor) is not Tensor or tensor.layout != torch.strided:
         return Weak(tensor)
-    version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else tensor._version
+    version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else get_version(tensor)
     return (
         *(Weak(tensor), tensor.data_ptr(), version, tensor.requires_grad),
         *(tensor.shape, tensor.stride(), tensor.dtype),

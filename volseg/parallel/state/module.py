@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import BUFFERS, PARAMETERS, get_buffers, get_parameters, get_version
 from volseg.errors import ParallelError
 
 __all__ = ["Remembered", "is_scripted", "remember"]
@@ -143,7 +144,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _read_version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else get_version(tensor)
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
@@ -178,7 +179,7 @@ class _Part(NamedTuple):
     def of(cls, module: nn.Module) -> "_Part":
         """Note a module; called for every module of every recomputed block, so it looks at no more than it must."""
         own = vars(module).copy()
-        buffers, parameters = own["_buffers"], own["_parameters"]
+        buffers, parameters = own[BUFFERS], own[PARAMETERS]
         return cls(
             module,
             own,
@@ -194,9 +195,9 @@ class _Part(NamedTuple):
         return not (
             self.known
             or self.buffers
-            or self.module._buffers
+            or get_buffers(self.module)
             or not _is_same(vars(self.module), self.own)
-            or not _is_same(self.module._parameters, self.parameters)
+            or not _is_same(get_parameters(self.module), self.parameters)
             or (self.parameters and _read_trained(self.parameters) != self.trained)
         )
 
@@ -204,7 +205,7 @@ class _Part(NamedTuple):
         """Name the buffers and attributes that are not what they were."""
         for then, known, now in (
             (self.own, self.known, vars(self.module)),
-            ({name: item.value for name, item in self.buffers.items()}, self.buffers, self.module._buffers),
+            ({name: item.value for name, item in self.buffers.items()}, self.buffers, get_buffers(self.module)),
         ):
             for name in {**then, **now}:
                 if name in REGISTRIES:
@@ -219,8 +220,8 @@ class _Part(NamedTuple):
             del own[name]
         own.update(self.own)
         own.update(known)
-        _refill(self.module._buffers, buffers)
-        _refill(self.module._parameters, self.parameters)
+        _refill(get_buffers(self.module), buffers)
+        _refill(get_parameters(self.module), self.parameters)
         for parameter, trained in zip(_list_present(self.parameters), self.trained, strict=True):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
@@ -303,7 +304,7 @@ class Remembered:
             if not part.versions or part.versions == _read_versions(part.parameters):
                 continue
             pairs = zip(_list_counted(part.parameters), part.versions, strict=True)
-            if any(parameter._version != version and id(parameter) not in noted for parameter, version in pairs):
+            if any(get_version(parameter) != version and id(parameter) not in noted for parameter, version in pairs):
                 raise ParallelError(
                     f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
                     "place after a forward pass that must be repeated or undone: take the optimizer's step behind "
@@ -339,9 +340,9 @@ def is_scripted(module: nn.Module) -> bool:
 
 def _note_today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
     """Note a module as it is, to be set again soon: nothing of it by value."""
-    parameters = dict(module._parameters)
+    parameters = dict(get_parameters(module))
     part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _read_trained(parameters))
-    return part, dict(module._buffers)
+    return part, dict(get_buffers(module))
 
 
 def _list_present(parameters: dict[str, Any]) -> list[Tensor]:
@@ -354,7 +355,7 @@ def _list_counted(parameters: dict[str, Any]) -> list[Tensor]:
 
 
 def _read_versions(parameters: dict[str, Any]) -> list[int]:
-    return [p._version for p in _list_counted(parameters)]
+    return [get_version(p) for p in _list_counted(parameters)]
 
 
 def _read_trained(parameters: dict[str, Any]) -> list[bool]:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.description import Weak, find_tensor
@@ -68,7 +68,7 @@ class RecordedState:
         self._prepare()
         self._watch_of_attempt = Watch(self._net, self._optimizer)
         self._look(_Reads(self._watch_of_attempt))
-        self._on_cpu = [(name, tensor, tensor._version) for name, tensor in self._find_host_tensors()]
+        self._on_cpu = [(name, tensor, get_version(tensor)) for name, tensor in self._find_host_tensors()]
 
     def keep(self) -> None:
         """Accept the attempt, and watch from now on.
@@ -86,7 +86,7 @@ class RecordedState:
                 "would use the same ones; draw them on the device"
             )
         for name, tensor, version in self._on_cpu:
-            if tensor._version != version:
+            if get_version(tensor) != version:
                 raise ParallelError(
                     f"the step changes {name} on the CPU, which a replay does not; keep it on the device"
                 )

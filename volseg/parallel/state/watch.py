@@ -16,9 +16,19 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules import module as of_all_modules
 from torch.optim import Optimizer
 
+from volseg.device.torch_internals import (
+    BACKWARD_HOOKS,
+    BACKWARD_PRE_HOOKS,
+    BUFFERS,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    HOOKS_OF_ALL_MODULES,
+    MODULES,
+    PARAMETERS,
+    get_modules,
+)
 from volseg.parallel.state.description import (
     Description,
     Same,
@@ -35,22 +45,17 @@ from volseg.parallel.state.module import LEFT_OUT, is_scripted
 __all__ = ["ABSENT", "UNKNOWN", "Change", "Watch"]
 
 FOLLOWED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+    PARAMETERS,
+    BUFFERS,
+    MODULES,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    BACKWARD_HOOKS,
+    BACKWARD_PRE_HOOKS,
 )
 """Registries of a module whose members count; the others hold flags of these, or concern state dictionaries."""
 
-HOOKS_OF_ALL = (
-    of_all_modules._global_forward_hooks,
-    of_all_modules._global_forward_pre_hooks,
-    of_all_modules._global_backward_hooks,
-    of_all_modules._global_backward_pre_hooks,
-)
+HOOKS_OF_ALL = HOOKS_OF_ALL_MODULES
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Names of a class between underscores that say something."""
@@ -242,7 +247,7 @@ class Watch:
         self._members = [module for module in self._net.modules() if not is_scripted(module)]
         self._kinds = list(map(type, self._members))
         self._held = list(_find_held(self._net, self._optimizer, self._sees_tensors))
-        self._children = {id(module._modules) for module in self._members}
+        self._children = {id(get_modules(module)) for module in self._members}
         self._own = _list_own(self._optimizer)
         self._arrange()
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from volseg.device.torch_internals import tree_flatten, tree_leaves, tree_map
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.state.module import REGISTRIES
 

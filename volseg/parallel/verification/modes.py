@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from volseg.device.torch_internals import tree_map
 from volseg.errors import ParallelError, VolsegError
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy

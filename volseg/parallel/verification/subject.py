@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
+from volseg.device.torch_internals import DropoutNd, NormBase, get_buffers
 from volseg.errors import GridError, ParallelError
 from volseg.parallel.verification.comparison import (
     TOLERANCE,
@@ -220,8 +219,8 @@ class Subject:
         return frozenset(
             f"buffer {path}.{name}" if path else f"buffer {name}"
             for path, module in self.net.named_modules()
-            if isinstance(module, _NormBase) and module.training
-            for name, buffer in module._buffers.items()
+            if isinstance(module, NormBase) and module.training
+            for name, buffer in get_buffers(module).items()
             if buffer is not None
         )
 
@@ -260,7 +259,7 @@ def _double(value: Any, home: torch.device) -> Any:
 def _without_dropout(net: nn.Module) -> nn.Module:
     copied = copy.deepcopy(net)
     for module in copied.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DropoutNd):
             module.p = 0.0
     return copied
 

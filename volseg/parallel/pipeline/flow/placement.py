@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import get_buffers, get_parameters, get_version, is_transformed, without_overrides
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.statistics import (
     NORMS,
@@ -78,7 +79,7 @@ class Placement:
         for tensor in runs.find_tensors(outputs):
             _unmark(tensor)
         for module in self.buffered:
-            for buffer in module._buffers.values():
+            for buffer in get_buffers(module).values():
                 if buffer is not None:
                     _unmark(buffer)
 
@@ -112,7 +113,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
             owners.setdefault(id(states[name]), location)
     latest = locations[0]
     for module in net.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
+        own = [*get_parameters(module).values(), *get_buffers(module).values()]
         found = next((owners[id(state)] for state in own if id(state) in owners), None)
         latest = found or anchors.get(module, [latest])[0]
         for state in own:
@@ -131,7 +132,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     )
     placement.written = tuple(states[name] for name in sorted(trace.written))
     placement.changes_arguments = trace.changes_arguments
-    placement.buffered = tuple(module for module in net.modules() if module._buffers)
+    placement.buffered = tuple(module for module in net.modules() if get_buffers(module))
     runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():
@@ -220,7 +221,7 @@ class PlacedRun(runs.Run):
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
         # What is done here is no part of forward, and must not be brought itself.
-        silence = torch._C.DisableTorchFunction()
+        silence = without_overrides()
         silence.__enter__()
         try:
             if self._all_here(args, kwargs):
@@ -298,7 +299,7 @@ class PlacedRun(runs.Run):
         with_grad = torch.is_grad_enabled()
         copies: dict[Any, Tensor]
         key: Any
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_transformed(tensor):
             raise PartitionError(
                 f"a function inside of torch.vmap or torch.func, on stage {self.here.stage}, meets a tensor of another "
                 f"stage: keep the transformed function inside the forward of one layer, or give the cuts by hand "
@@ -320,7 +321,7 @@ class PlacedRun(runs.Run):
             copies[key] = self.receive(tensor)
             copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
         if not copies[key].is_inference():
-            self._received.append((copies[key], copies[key]._version))
+            self._received.append((copies[key], get_version(copies[key])))
         return copies[key]
 
     def receive(self, tensor: Tensor) -> Tensor:

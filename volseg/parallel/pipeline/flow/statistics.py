@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volseg.device.torch_internals import NormBase, lerp_each_, zero_each_
+
 __all__ = [
     "NORMS",
     "FrozenStatistics",
@@ -42,7 +44,7 @@ Norm = Callable[..., Tensor]
 
 def find_batch_counters(net: nn.Module) -> frozenset[int]:
     """Return the identities of the ``num_batches_tracked`` buffers."""
-    norms = (nn.modules.batchnorm._NormBase,)
+    norms = (NormBase,)
     found = (m.num_batches_tracked for m in net.modules() if isinstance(m, norms))
     return frozenset(id(counter) for counter in found if counter is not None)
 
@@ -146,7 +148,7 @@ def _commit(calls: Sequence[_Gathered]) -> None:
     for place, values in enumerate(whole):
         running = [kept.running[place] for kept in calls]
         new = [value.to(old.device) for value, old in zip(values.split(widths), running, strict=True)]
-        torch._foreach_lerp_(running, new, first.momentum)
+        lerp_each_(running, new, first.momentum)
 
 
 class WholeBatchStatistics:
@@ -197,7 +199,7 @@ class WholeBatchStatistics:
         for kept in self.gathered.values():
             by_device[kept.rows.device].append(kept.rows)
         for rows in by_device.values():
-            torch._foreach_zero_(rows)
+            zero_each_(rows)
 
 
 @dataclass(frozen=True, slots=True)

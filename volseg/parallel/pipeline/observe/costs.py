@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
@@ -236,7 +236,7 @@ class Stopwatch(runs.Run):
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]
         stop = self._start_clock()
-        with torch._C.DisableTorchFunction():
+        with without_overrides():
             torch.autograd.backward(sent, gradients)
         return stop()
 
@@ -253,7 +253,7 @@ class Stopwatch(runs.Run):
             self.finish()
             self._begin()
         # What is done here is no part of forward: it must be neither counted nor marked.
-        with torch._C.DisableTorchFunction():
+        with without_overrides():
             return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
 
     def __torch_function__(
@@ -293,7 +293,7 @@ def _start_device_clock() -> Callable[[], float]:
     """Time the device's own work: the host runs ahead while the device sleeps."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    keep_gpu_busy(SLEEP_CYCLES)
     begin.record()
 
     def stop() -> float:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import find_saved_tensors_hooks, pytree
 from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, find_batch_counters, run_norm
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Call, Enter, Event, Leave, Operation, Trace
@@ -188,7 +188,7 @@ class Observer(runs.Run):
 
     def _number_guard(self) -> int:
         """Return a number for the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = find_saved_tensors_hooks(False)
         pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
         for number, (known, mode) in enumerate(self._guards):
             if known is pack and mode == with_grad:

@@ -15,9 +15,26 @@ from functools import cache
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from volseg.device.torch_internals import (
+    BACKWARD_HOOKS,
+    BACKWARD_PRE_HOOKS,
+    FORWARD_HOOKS,
+    FORWARD_HOOKS_ALWAYS_CALLED,
+    FORWARD_HOOKS_WITH_KWARGS,
+    FORWARD_PRE_HOOKS,
+    FORWARD_PRE_HOOKS_WITH_KWARGS,
+    find_backward_pass,
+    get_backward_hooks,
+    get_backward_pre_hooks,
+    get_forward_hooks,
+    get_forward_pre_hooks,
+    get_version,
+    is_transformed,
+    unwrap_transformed,
+)
 
 __all__ = [
     "Arguments",
@@ -41,8 +58,8 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _active = threading.local()
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
+HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)
 
 latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
 """What to run a placed module under when it is called outside of its network's forward: the recomputation of
@@ -111,14 +128,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 def unwrap(tensor: Tensor) -> Tensor:
     """Return the tensor inside of what ``torch.func`` and ``torch.vmap`` wrap around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_transformed(tensor):
+        tensor = unwrap_transformed(tensor)
     return tensor
 
 
 def read_version(tensor: Tensor) -> int:
     """Return the number of changes in place that ``tensor`` has seen; those made in inference mode count none."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else get_version(tensor)
 
 
 def find_changes(read: list[tuple[Tensor, int]]) -> list[Tensor]:
@@ -174,7 +191,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (
 def install_hooks(net: nn.Module) -> None:
     """Install the hooks on every module of ``net``; doing it twice changes nothing."""
     for module in net.modules():
-        if _before not in module._forward_pre_hooks.values():
+        if _before not in get_forward_pre_hooks(module).values():
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
             module.register_forward_hook(_after, always_call=True)
 
@@ -216,13 +233,13 @@ def set_hooks_aside(net: nn.Module) -> Iterator[None]:
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether a watched module has hooks besides these."""
     return bool(
-        len(module._forward_pre_hooks) > 1
-        or len(module._forward_hooks) > 1
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        len(get_forward_pre_hooks(module)) > 1
+        or len(get_forward_hooks(module)) > 1
+        or get_backward_hooks(module)
+        or get_backward_pre_hooks(module)
     )
 
 
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass (that of checkpoint's recomputation)."""
-    return torch._C._current_graph_task_id() != -1
+    return find_backward_pass() != -1

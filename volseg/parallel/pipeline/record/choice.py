@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from volseg.device.graph import PLAIN, describe_inputs, read_modes
 from volseg.device.record_policy import Kind, Recordings
+from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.observe import run as runs
@@ -69,7 +69,7 @@ def identify_batch(condition: Hashable | None, call: Call, target: torch.device)
     target
         Where its outputs go.
     """
-    if condition is None or torch._C._len_torch_dispatch_stack():
+    if condition is None or count_dispatch_modes():
         return None
     found = describe_inputs(call, with_strides=True)
     return None if found is None else (*found, *read_modes(), target, condition)
@@ -199,7 +199,7 @@ class BatchRecorder:
 
     def _record(self, placement: Placement, batch: CutBatch, lanes: int) -> Replay:
         """Record, and compare with an eager passage; nothing of it remains but the recording."""
-        hooked = [name for name, parameter in self._net.named_parameters() if parameter._backward_hooks]
+        hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
         # What is recorded on GPUs draws from their generators, which a recording leaves alone.

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.device.graph import Graph
+from volseg.device.torch_internals import TorchDispatchMode, get_schema
 
 __all__ = ["HostGraph", "Lanes", "StageGraph", "Unrecorded"]
 
@@ -133,7 +133,7 @@ class HostGraph(TorchDispatchMode):
                 # As on a GPU, where graphs share memory: what was here is gone.
                 old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, result in self._steps:
-            returns = function._schema.returns
+            returns = get_schema(function).returns
             if all(value.alias_info is not None and not value.alias_info.is_write for value in returns) and returns:
                 continue
             for old, new in _find_fresh(function, result, function(*args, **kwargs)):
@@ -142,7 +142,7 @@ class HostGraph(TorchDispatchMode):
 
 def _find_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the results for which ``function`` allocated memory, the first ones and others of the same call."""
-    returns = function._schema.returns
+    returns = get_schema(function).returns
     olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))
     if not isinstance(olds, tuple | list):
         return

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_hooks, find_transform, get_version
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import RunningStatistics
@@ -105,13 +105,13 @@ class RecordingRun(PlacedRun):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         states = [
-            (tensor, tensor._version)
+            (tensor, get_version(tensor))
             for tensor in runs.find_tensors((args, kwargs or {}))
             if id(tensor) in self.placement.owners
         ]
-        if function in DIFFERENTIATE or torch._C._functorch.peek_interpreter_stack() is not None:
+        if function in DIFFERENTIATE or find_transform() is not None:
             raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if find_saved_tensors_hooks(False) is not None:
             raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         result = super().__torch_function__(function, types, args, kwargs)
         if runs.find_changes(states):

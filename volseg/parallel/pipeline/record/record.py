@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from volseg.device.graph import undisturbed, without_cached_casts
+from volseg.device.torch_internals import NormBase, add_each_, pytree
 from volseg.parallel.pipeline.flow.placement import Location, Placement
 from volseg.parallel.pipeline.micro_batch import Call
 from volseg.parallel.pipeline.record.graphs import Lanes
@@ -48,7 +48,7 @@ def record_batch(net: nn.Module, placement: Placement, calls: Sequence[Call], la
         If a recording would not repeat what ``forward`` does.
     """
     for path, module in net.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
+        if isinstance(module, NormBase) and module.momentum is None and module.training:
             raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
     recorded = RecordedBatch([], Lanes(lanes), CountedStatistics(len(calls)), {}, {})
     inputs = [_Inputs(call) for call in calls]
@@ -224,7 +224,7 @@ def _backward(slot: Slot, part: Part, recorded: RecordedBatch) -> None:
             ]
             if pairs:
                 sums, new = zip(*pairs, strict=True)
-                torch._foreach_add_(sums, new)
+                add_each_(sums, new)
     finally:
         part.backward.end()
 

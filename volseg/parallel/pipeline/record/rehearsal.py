@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from volseg.device.torch_internals import pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
 from volseg.parallel.pipeline.micro_batch import Call, copy_call, join

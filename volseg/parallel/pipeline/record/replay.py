@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from volseg.device.first_order import first_order
+from volseg.device.torch_internals import add_each, add_each_, multiply_each, pytree, zero_each_
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import copy_into, wait_for_departures
 from volseg.parallel.pipeline.micro_batch import Call
@@ -130,7 +130,7 @@ class Replay:
         recorded = self.recorded
         with self._work_on_own_streams() as free:
             for totals in _group_by_device(recorded.gradients.values()):
-                torch._foreach_zero_(totals)
+                zero_each_(totals)
             # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
             # device would leave only then, and the stages would take turns.
             landings = [self._land(gradients, index, free) for index in reversed(range(len(recorded.slots)))]
@@ -186,9 +186,9 @@ class Replay:
                 groups[sums[0].device, sums[0].dtype, len(sums)].append(number)
         for numbers in groups.values():
             first, *others = zip(*(found[number] for number in numbers), strict=True)
-            totals = torch._foreach_add(first, others[0]) if others else torch._foreach_mul(first, 1)
+            totals = add_each(first, others[0]) if others else multiply_each(first, 1)
             for more in others[1:]:
-                torch._foreach_add_(totals, more)
+                add_each_(totals, more)
             for number, total in zip(numbers, totals, strict=True):
                 own[number] = total
         return own

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from volseg.device.convolution.settings import Settings
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM
 from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Window

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.convolution import choice
-from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
-from volseg.device.layout import layout_of
+from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.pending import Recipe, Write

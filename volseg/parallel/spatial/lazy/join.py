@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
+from volseg.device.layout import DIM
 from volseg.parallel.spatial.lazy.recipes import join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
 from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.dims import DIM
 from volseg.device.first_order import first_order
+from volseg.device.layout import DIM
 from volseg.device.norm import choice
+from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.peer.values import CAPACITY
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
@@ -95,12 +96,12 @@ def compute_statistics(
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
         if _fits_one_kernel(context, pooled, volume.slabs):
             (slab,) = volume.slabs
-            shares = choice.shares(counts, torch.float32, slab.device)
-            found = choice.direct_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
+            shares = context.communicator.shares(counts, torch.float32, slab.device)
+            found = choice.exchange_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
-            shares = choice.shares(counts, stacked.dtype, stacked.device)
+            shares = context.communicator.shares(counts, stacked.dtype, stacked.device)
             found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
     mean, variance, rstd, scale, shift = found.unbind(0)
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
@@ -111,7 +112,7 @@ def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) 
     batch, channels = slabs[0].shape[:2]
     mailbox = context.communicator.mailbox
     reached = context.communicator.num_shards == 1 or (mailbox is not None and 2 * batch * channels <= CAPACITY)
-    return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.fused(slabs[0])
+    return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.takes(slabs[0])
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
@@ -151,7 +152,7 @@ class WaitingNorm(Waiting):
     ) -> None:
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
         self.stand_ins = slabs = list(volume.slabs)
-        self.activation = choice.IDENTITY
+        self.activation = IDENTITY
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
         # The backward pass, where there will be one, reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
@@ -159,9 +160,9 @@ class WaitingNorm(Waiting):
         cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and self.context.communicator.num_shards > 1
         self.room = self.context.room if cut_along_depth and len(slabs) == 1 else 0
 
-    def activate(self, activation: choice.Activation) -> "WaitingNorm | None":
+    def activate(self, activation: Activation) -> "WaitingNorm | None":
         """Return this with an activation behind, or None where there is one already."""
-        if self.activation != choice.IDENTITY:
+        if self.activation != IDENTITY:
             return None
         taken = WaitingNorm.__new__(WaitingNorm)
         vars(taken).update(vars(self), activation=activation)
@@ -224,7 +225,9 @@ class _Normalize(torch.autograd.Function):
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
         if _fits_one_kernel(context, pooled, slabs):
             known, box = (mean, rstd, scale, shift), context.communicator.mailbox
-            found = choice.direct_backward_coefficients(gradients[0], slabs[0], known, activation, weight, voxels, box)
+            found = choice.exchange_backward_coefficients(
+                gradients[0], slabs[0], known, activation, weight, voxels, box
+            )
         else:
             rows = zip(gradients, slabs, means, scales, shifts, strict=True)
             partials = [choice.gradient_sums(*row, activation) for row in rows]

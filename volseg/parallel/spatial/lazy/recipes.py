@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM, copy_into
 from volseg.device.norm import choice
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.pending import Recipe, Write
 
 __all__ = ["Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
@@ -29,7 +30,7 @@ def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
 class Normalize:
     """Scale, shift and activation of a convolution's output."""
 
-    activation: choice.Activation
+    activation: Activation
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Apply them again."""
@@ -43,7 +44,7 @@ class Copy:
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy it."""
-        choice.copy(_view_planes(tensors[0], start, out), out)
+        copy_into(_view_planes(tensors[0], start, out), out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Join:
             first, used = first + count, used + number
 
 
-def recipe_of_norm(slab: Tensor, scale: Tensor, shift: Tensor, activation: choice.Activation) -> Recipe:
+def recipe_of_norm(slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation) -> Recipe:
     """Return the recipe of a norm's result, with the activation behind it."""
     return Recipe((slab, scale, shift), Normalize(activation))
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM
 from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room

@@ -19,10 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from volseg.device.torch_internals import (
+    BACKWARD_HOOKS,
+    POST_ACCUMULATE_GRAD_HOOKS,
+    ConvNd,
+    find_backward_pass,
+    tree_flatten,
+    tree_unflatten,
+)
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
@@ -43,7 +49,7 @@ def find_blocks(net: nn.Module) -> list[nn.Module]:
     adds one convolution (a transposed one and the join with the skip, or a strided one). A lone convolution elsewhere
     stays as it is.
     """
-    counts = {module: sum(isinstance(child, _ConvNd) for child in module.modules()) for module in net.modules()}
+    counts = {module: sum(isinstance(child, ConvNd) for child in module.modules()) for module in net.modules()}
     # A list of modules has no forward of its own.
     runnable = [module for module in counts if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
 
@@ -207,7 +213,7 @@ class _Repetition:
             return
         with self._lock:
             # Two devices' threads may ask for one block: the second finds it computed.
-            task = torch._C._current_graph_task_id()
+            task = find_backward_pass()
             due = task == -1 or task not in self._done
             self._done.add(task)
             with ExitStack() as then:
@@ -224,7 +230,7 @@ class _Repetition:
 @contextmanager
 def _no_new_hooks(block: nn.Module) -> Iterator[None]:
     """Drop the hooks that a block's ``forward`` registers on its parameters: the first run has done so."""
-    registries = "_backward_hooks", "_post_accumulate_grad_hooks"
+    registries = BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS
     known = [(p, name, set(getattr(p, name) or ())) for p in block.parameters() for name in registries]
     try:
         yield

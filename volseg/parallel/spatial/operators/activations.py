@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from volseg.device.norm.choice import Activation
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, defer

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
+from volseg.device.torch_internals import is_view, with_overrides
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse
@@ -101,7 +102,7 @@ def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab, and return the volume."""
     volume = args[0]
-    if func is Tensor.detach_ and any(slab._is_view() for slab in volume.slabs):
+    if func is Tensor.detach_ and any(is_view(slab) for slab in volume.slabs):
         refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
     for slab in volume.slabs:
         func(slab, *args[1:], **kwargs)
@@ -131,7 +132,7 @@ def backward_of_several(
     roots = _sequence(tensors)
     given = _gradients(roots, grad_tensors)
     leaves = None if inputs is None else _flat(_sequence(inputs))
-    with torch._C._EnableTorchFunction():  # off in handlers; blocks that are computed again need it, and hooks
+    with with_overrides():  # off in handlers; blocks that are computed again need it, and hooks
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
@@ -148,7 +149,7 @@ def differentiate(
     """Return gradients with respect to volumes and ordinary tensors."""
     roots, leaves = _sequence(outputs), _sequence(inputs)
     given = _gradients(roots, grad_outputs)
-    with torch._C._EnableTorchFunction():
+    with with_overrides():
         found = torch.autograd.grad(_flat(roots), _flat(leaves), given, retain_graph, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:

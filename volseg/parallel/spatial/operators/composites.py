@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.table import composes, handles, refuse
 
 __all__ = ["as_written", "broadcast_tensors", "multi_head_attention", "pixel_shuffle", "pixel_unshuffle"]
@@ -128,7 +129,7 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
 @handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False)
 def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own Python on volumes."""
-    with torch._C._EnableTorchFunction():
+    with with_overrides():
         return _without_overrides(func)(*args, **kwargs)
 
 

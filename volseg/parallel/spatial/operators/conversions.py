@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import get_base
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.operators.pointwise import pointwise, rewrap, run_local
 from volseg.parallel.spatial.table import handles, refuse
@@ -119,7 +120,7 @@ def scatter(
 
 def _is_nobodys(tensor: Tensor) -> bool:
     """Say whether what happens to an ordinary tensor happens to no other."""
-    return type(tensor) is Tensor and tensor._base is None and not tensor.requires_grad
+    return type(tensor) is Tensor and get_base(tensor) is None and not tensor.requires_grad
 
 
 class WrittenInto(Tensor):

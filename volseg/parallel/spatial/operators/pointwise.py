@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
 from volseg.parallel.spatial.plan.shards import Merged

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.device.dims import DIM
+from volseg.device.layout import DIM
 
 __all__ = ["allocate", "copy_planes", "put_back", "view_planes"]
 

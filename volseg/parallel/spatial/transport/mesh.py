@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
@@ -63,9 +64,7 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     device = own_device()
     if mesh is None:
         return Processes(
-            ProcessGroupShards(
-                dist.distributed_c10d._get_default_group(), _grid(grid, [dist.get_world_size()]), device
-            ),
+            ProcessGroupShards(find_default_group(), _grid(grid, [dist.get_world_size()]), device),
             None,
         )
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))

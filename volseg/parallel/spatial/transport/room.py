@@ -10,8 +10,7 @@ received straight into them: nothing is concatenated, and in channels-last layou
 import torch
 from torch import Tensor
 
-from volseg.device.dims import DIM
-from volseg.device.layout import layout_of
+from volseg.device.layout import DIM, layout_of
 
 __all__ = ["allocate_with_room", "extend", "find_room", "own_planes"]
 
