@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INTERPRETER := $(VENV)/.interpreter
 ifeq ($(origin PYTHON),command line)
 TESTER := $(PYTHON)
 READY :=
@@ -41,7 +42,7 @@ test-gpu: $(READY)
 	$(TESTER) -m pytest -q -m multi_gpu
 
 # Triton's kernels without a GPU, by its interpreter.
-test-kernels: $(READY)
+test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
 
 lint: $(INSTALLED)
@@ -60,6 +61,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(INTERPRETER): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[interpreter]'
 	touch $@
 
 clean:

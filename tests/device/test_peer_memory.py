@@ -1,18 +1,17 @@
 """Memory shared by processes lives as long as who uses it, and is freed once nobody has it mapped.
 
-Each process of the group runs ``CASES`` with a driver that only writes down what it is asked for.
+Each process of a group runs ``CASES`` with a driver that only writes down what it is asked for.
 """
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any, Self
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from in_group import Found, assert_well, run_in_group
+from in_group import in_group
 from torch import nn
 
 from volseg.device.peer import memory as peer_memory
@@ -167,16 +166,8 @@ def a_models_mailbox_goes_with_the_model() -> None:
     assert own not in Ledger.allocated
 
 
-def written_down(case: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        with mock.patch.object(peer_memory, "Driver", Ledger):
-            case()
-
-    return run
-
-
 CASES = {
-    case.__name__: written_down(case)
+    case.__name__: case
     for case in (
         memory_goes_with_who_holds_it,
         what_another_process_still_uses_stays,
@@ -186,11 +177,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_in_group(__file__, tmp_path_factory.mktemp("ranks"))
+def run_case(name: str) -> None:
+    with mock.patch.object(peer_memory, "Driver", Ledger):
+        CASES[name]()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shared_memory(found: Found, name: str) -> None:
-    assert_well(found, name)
+def test_shared_memory(name: str) -> None:
+    in_group(2, run_case, name)

@@ -31,7 +31,9 @@ def gpus(monkeypatch):
 def test_nobody_else_asks():
     package = Path(volseg.__file__).parent
     found = {
-        path.relative_to(package).as_posix() for path in package.rglob("*.py") if QUESTIONS.search(path.read_text())
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if QUESTIONS.search(path.read_text(encoding="utf-8"))
     }
     # What lies below asks about a group or a tensor that it was given.
     outside = {path for path in found if not path.startswith(("parallel/", "device/"))}
