@@ -58,7 +58,7 @@ def find_private_names(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_private_name_of_torch(file: Path) -> None:
-    found = sorted(set(find_private_names(ast.parse(file.read_text()))))
+    found = sorted(set(find_private_names(ast.parse(file.read_text(encoding="utf-8")))))
     assert not found, f"give it a public name, and a test, in volseg/device/torch_internals.py: {found}"
 
 

@@ -20,7 +20,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     >>> target = Path(tempfile.mkdtemp()) / "score.txt"
     >>> with replacing(target) as partial:
     ...     _ = partial.write_text("0.89")
-    >>> target.read_text(), len(list(target.parent.iterdir()))
+    >>> target.read_text(encoding="utf-8"), len(list(target.parent.iterdir()))
     ('0.89', 1)
     """
     path = Path(path)

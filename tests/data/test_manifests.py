@@ -42,7 +42,7 @@ def test_fields_agree_with_each_other(name):
 
 @pytest.mark.real_data
 def test_the_hippocampus_manifest_is_what_its_folder_says(msd_task04):
-    declared = json.loads((msd_task04 / "dataset.json").read_text())
+    declared = json.loads((msd_task04 / "dataset.json").read_text(encoding="utf-8"))
     manifest = MANIFESTS["Task04_Hippocampus"]
     assert {int(value): name for value, name in declared["labels"].items()} == manifest["labels"]
     assert list(declared["modality"].values()) == manifest["modalities"]

@@ -60,7 +60,7 @@ def test_the_quirks_of_the_real_files(msd, caplog):
 
 def test_byte_order_mark(msd):
     root = msd()
-    text = (root / "dataset.json").read_text()
+    text = (root / "dataset.json").read_text(encoding="utf-8")
     (root / "dataset.json").write_text(text, encoding="utf-8-sig")
     assert len(load_task(root).training) == 2
 
@@ -164,7 +164,7 @@ def test_links_to_another_disk_are_followed(msd, tmp_path):
 
 @pytest.mark.real_data
 def test_the_real_task(msd_task04):
-    declared = json.loads((msd_task04 / "dataset.json").read_text())
+    declared = json.loads((msd_task04 / "dataset.json").read_text(encoding="utf-8"))
     task = load_task(msd_task04)
     assert len(task.training) == declared["numTraining"] == 208
     assert task.labels == {0: "background", 1: "Anterior", 2: "Posterior"}

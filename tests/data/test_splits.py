@@ -7,7 +7,7 @@ from volseg.data.msd import load_task
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.errors import DataError
 
-PUBLISHED = json.loads((Path(__file__).parent / "msd_task04_folds.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "msd_task04_folds.json").read_text(encoding="utf-8"))
 
 
 def test_folds_are_the_published_ones_of_task04():
@@ -45,7 +45,7 @@ def test_folds_that_cannot_be(ids, num_folds, message):
 def test_written_splits_are_nnunets_and_read_back(tmp_path):
     splits = folds("abcdefg")
     path = write_splits(tmp_path / "splits_final.json", splits)
-    assert json.loads(path.read_text())[0] == {
+    assert json.loads(path.read_text(encoding="utf-8"))[0] == {
         "train": list(splits[0].training),
         "val": list(splits[0].validation),
     }

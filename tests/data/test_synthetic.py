@@ -89,7 +89,7 @@ def test_its_own_output_is_replaced_and_foreign_files_stay(tmp_path):
     make_task(root, num_cases=2, num_test=1)
     assert len(load_task(root).training) == 2
     assert len(list((root / "imagesTr").iterdir())) == 2
-    assert (root / "notes.txt").read_text() == "mine"
+    assert (root / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize("manifest", [None, "no json", "[]", json.dumps({"name": "Hippocampus"})])

@@ -40,7 +40,7 @@ def find_kernels() -> set[str]:
     """Return the kernels of the package, ``module.name``: what is compiled and takes a grid."""
     found = set()
     for file in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
                 module = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
                 found |= {f"{module}.{node.name}"} if node.name.endswith("_kernel") else set()

@@ -229,7 +229,7 @@ def test_networks_compute_the_same_as_through_nccl(tmp_path: Path) -> None:
 def _in_processes(what: str, folder: Path) -> None:
     launch([__file__, what, str(folder)], processes=torch.cuda.device_count())
     for rank in range(torch.cuda.device_count()):
-        assert (folder / str(rank)).read_text() == "equal"
+        assert (folder / str(rank)).read_text(encoding="utf-8") == "equal"
 
 
 def _group() -> tuple[ProcessGroupShards, int, int]:

@@ -118,7 +118,7 @@ def test_who_does_not_come_leaves_nan() -> None:
 def test_processes_exchange_eagerly_and_from_graphs(tmp_path: Path) -> None:
     launch([__file__, str(tmp_path)], processes=torch.cuda.device_count())
     for rank in range(torch.cuda.device_count()):
-        assert (tmp_path / str(rank)).read_text() == "equal"
+        assert (tmp_path / str(rank)).read_text(encoding="utf-8") == "equal"
 
 
 def exchange(folder: Path) -> None:

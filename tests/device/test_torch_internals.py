@@ -16,7 +16,7 @@ from volseg.device import torch_internals as internals
 
 
 def test_each_name_is_tried_here() -> None:
-    tree = ast.parse(Path(__file__).read_text())
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     tried = {
         node.attr
         for node in ast.walk(tree)

@@ -130,7 +130,7 @@ def counts(table: dict[str, dict[str, str]]) -> dict[str, int]:
 
 def written() -> dict[str, Any]:
     """Return the committed table."""
-    return json.loads(TABLE.read_text())
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", FAST)

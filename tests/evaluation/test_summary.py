@@ -54,7 +54,7 @@ def test_summary_is_json_and_reads_back(summary, tmp_path):
     def no_constant(name):
         raise AssertionError(f"{name} is no JSON")
 
-    raw = json.loads(path.read_text(), parse_constant=no_constant)
+    raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=no_constant)
     assert raw["mean"]["3"]["Dice"] is None
     read = read_summary(path)
     assert math.isnan(read["mean"]["3"]["Dice"])
@@ -80,10 +80,10 @@ def test_what_is_no_summary_is_refused(tmp_path, text):
 
 def test_failing_write_leaves_the_old_summary(summary, tmp_path):
     path = write_summary(summary, tmp_path / "summary.json")
-    old = path.read_text()
+    old = path.read_text(encoding="utf-8")
     with pytest.raises(TypeError):
         write_summary(summary | {"mean": object()}, path)
-    assert path.read_text() == old
+    assert path.read_text(encoding="utf-8") == old
     assert list(tmp_path.iterdir()) == [path]
 
 

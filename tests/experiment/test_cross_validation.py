@@ -62,7 +62,7 @@ def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
     assert len(dice) == len(ids)
     table = np.array([dice[file] for file in files])
     labels, overall = mean_intervals(table)
-    written = json.loads((folder / "cross_validation.json").read_text())
+    written = json.loads((folder / "cross_validation.json").read_text(encoding="utf-8"))
     assert list(written["labels"]) == ["Anterior", "Posterior", "mean"]
     for name, interval in zip(written["labels"], [*labels, overall], strict=True):
         result = written["labels"][name]
@@ -75,7 +75,7 @@ def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
     assert all(fold["seconds"] > fold["seconds_training"] > 0 for fold in written["folds"])
     assert written["config"]["training"]["iterations"] == 2
     assert written["environment"]["libraries"]["torch"] == torch.__version__
-    assert (folder / "report.md").read_text() == cross_validation_report(crossed)
+    assert (folder / "report.md").read_text(encoding="utf-8") == cross_validation_report(crossed)
 
 
 def test_a_fold_is_the_run_that_train_makes(quick, tmp_path):
@@ -91,7 +91,7 @@ def test_a_fold_is_the_run_that_train_makes(quick, tmp_path):
 def test_finished_folds_are_kept_and_the_rest_joins_them(quick, tmp_path, caplog):
     first = cross_validate(quick(), folds=[2])
     assert [fold.number for fold in first.folds] == [2]
-    assert "Incomplete: fold(s) 2 of 3." in (tmp_path / "run" / "report.md").read_text()
+    assert "Incomplete: fold(s) 2 of 3." in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
     checkpoint = tmp_path / "run" / "fold_2" / "checkpoints" / "latest.pt"
     written_at = checkpoint.stat().st_mtime_ns
     caplog.set_level("INFO")
@@ -266,7 +266,7 @@ def test_published_results_stand_beside_ones_own(quick, task, tmp_path):
     assert "0.90 " in report  # the test set's two digits stay two
     assert "0.895 " in report
     assert "trained and validated on 260 cases, this one has 2." in report
-    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text())
+    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert written["published"][0]["dice"] == {"1": 0.8975, "2": 0.8807}
 
 
@@ -283,7 +283,7 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     log = tmp_path / "run" / "fold_1.log"
     assert f"fold 1 failed with exit code 1; the last lines of {log}:" in result.output
     assert "latest.pt is damaged or not a volseg checkpoint" in result.output
-    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text())
+    written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert [fold["fold"] for fold in written["folds"]] == [0]
     assert list(written["failures"]) == ["1"]
     # The process was given the very fold, and its time is all included.
@@ -327,6 +327,6 @@ def test_a_label_that_is_nowhere_is_null_in_json(quick, tmp_path, task):
     summary["mean"]["2"]["Dice"] = math.nan
     write_summary(summary, crossed.folds[0].folder.validation / "summary.json")
     cross_validate(quick(), folds=[0])
-    text = (tmp_path / "run" / "cross_validation.json").read_text()
+    text = (tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8")
     assert "NaN" not in text
     assert json.loads(text)["labels"]["Posterior"]["low"] is None

@@ -40,7 +40,7 @@ def holder(tmp_path):
 
 def hold(folder: Path) -> None:
     with only_process_in(folder):
-        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+        assert json.loads((folder / LOCK).read_text(encoding="utf-8"))["pid"] == os.getpid()
 
 
 def test_a_folder_in_use_is_refused_by_the_name_of_its_user(holder, tmp_path, configured):

@@ -34,13 +34,16 @@ def outcome(configured):
 def test_a_run_folder_holds_everything_that_describes_the_run(outcome, task, configured):
     folder = outcome.folder
     assert load_config(folder.config_file) == configured()
-    assert json.loads((folder.path / "environment.json").read_text())["libraries"]["torch"] == torch.__version__
+    assert (
+        json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))["libraries"]["torch"]
+        == torch.__version__
+    )
     assert folder.task().labels == load_task(task).labels
     names = [case["case"] for case in load_task(task).training]
     assert folder.split() == folds(names, num_folds=3)[0]
     assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "best.pt"}
     assert any(folder.tensorboard.iterdir())
-    assert "| mean " in (folder.path / "report.md").read_text()
+    assert "| mean " in (folder.path / "report.md").read_text(encoding="utf-8")
     assert load_checkpoint(folder.checkpoints / "latest.pt").metadata["config"]["name"] == "tiny"
 
 
@@ -158,7 +161,11 @@ def test_a_run_is_not_gone_on_with_to_fewer_epochs(outcome, configured, tmp_path
 def test_a_run_of_an_older_volseg_goes_on(outcome, configured):
     """Its config names what is called `record` now, and nothing about kernels."""
     file = outcome.folder.config_file
-    text = file.read_text().replace("  record: true\n", "  capture: true\n").replace("  kernels: auto\n", "")
+    text = (
+        file.read_text(encoding="utf-8")
+        .replace("  record: true\n", "  capture: true\n")
+        .replace("  kernels: auto\n", "")
+    )
     file.write_text(text)
     with pytest.warns(FutureWarning, match=r"training\.capture is training\.record now"):
         assert outcome.folder.config() == configured()
@@ -210,13 +217,15 @@ def test_a_summary_made_on_the_way_is_never_taken_for_that_of_the_end(configured
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
 def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured):
     file = outcome.folder.config_file
-    file.write_text(file.read_text().replace("device: auto", "device: cuda"))
+    file.write_text(file.read_text(encoding="utf-8").replace("device: auto", "device: cuda"))
     with pytest.raises(ConfigError, match=r"no GPU is visible; set device to auto or cpu \(in .*run/config\.yaml\)"):
         validate(outcome.folder)
     file.write_text(
-        file.read_text().replace("device: cuda", "device: auto").replace("devices: null", "devices: [cuda:0]")
+        file.read_text(encoding="utf-8")
+        .replace("device: cuda", "device: auto")
+        .replace("devices: null", "devices: [cuda:0]")
     )
-    file.write_text(file.read_text().replace("strategy: none", "strategy: spatial"))
+    file.write_text(file.read_text(encoding="utf-8").replace("strategy: none", "strategy: spatial"))
     with pytest.raises(ConfigError, match=r"names cuda:0, which is not there; there are cpu \(in .*config"):
         validate(outcome.folder)
 
@@ -347,7 +356,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once(damaged, configured
 def test_bad_cases_can_be_left_out_and_are_listed_in_the_report(damaged, configured):
     outcome = train(configured(f"data.root={damaged}", "data.skip_bad=true"))
     assert {problem.case for problem in outcome.problems} == {"synthetic_001", "synthetic_002"}
-    report = (outcome.folder.path / "report.md").read_text()
+    report = (outcome.folder.path / "report.md").read_text(encoding="utf-8")
     assert "## Cases left out" in report
     assert "synthetic_002.nii.gz holds 7" in report
 
@@ -421,7 +430,7 @@ def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_p
     moved = outcome.folder.path.rename(tmp_path / "moved run é")
     assert validate(RunFolder(moved)).summary["mean"] == outcome.validated.summary["mean"]
     config = RunFolder(moved).config_file
-    config.write_text(config.read_text().replace(str(task), str(tmp_path / "gone")))
+    config.write_text(config.read_text(encoding="utf-8").replace(str(task), str(tmp_path / "gone")))
     with pytest.raises(DataError, match=r"gone, the task of .*moved run é, does not exist; .* data\.root into"):
         validate(RunFolder(moved))
 
@@ -451,7 +460,7 @@ def test_a_damaged_latest_checkpoint_is_told_and_the_best_one_gone_on_from(outco
 def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_path):
     """A case less shuffles every fold: what was trained on would validate."""
     smaller = shutil.copytree(task, tmp_path / "Task00_Smaller")
-    manifest = json.loads((smaller / "dataset.json").read_text())
+    manifest = json.loads((smaller / "dataset.json").read_text(encoding="utf-8"))
     manifest["training"].pop()
     (smaller / "dataset.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"no longer those of .*split\.json: .* must not validate"):

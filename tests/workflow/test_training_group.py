@@ -157,7 +157,7 @@ def follow(folder):
 def launched(folder):
     launch([__file__, str(folder)], 2)
     assert all((folder / f"{rank}.ended").exists() for rank in range(2))
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    results = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert_ended_together(*(result["interrupted"] for result in results))
     return [result["trained"] for result in results]
 

@@ -163,7 +163,7 @@ def work(todo: Path, done: Path) -> None:
     """Run the rows of ``todo``, adding each to ``done``; stop at a failure, which may leave the GPUs in disorder."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for row in json.loads(todo.read_text()):
+    for row in json.loads(todo.read_text(encoding="utf-8")):
         failed = False
         try:
             result = check(row) if row["part"] == "check" else measure(row)
@@ -186,7 +186,7 @@ def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
     queue, lines = output.with_suffix(".todo"), output.with_suffix(".rows")
     lines.write_text("")
     begun = time.monotonic()
-    while (count := len(lines.read_text().splitlines())) < len(todo):
+    while (count := len(lines.read_text(encoding="utf-8").splitlines())) < len(todo):
         if time.monotonic() - begun > limit_s:
             break
         queue.write_text(json.dumps(todo[count:]))
@@ -196,13 +196,13 @@ def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
         seen, since = count, time.monotonic()
         while worker.poll() is None:
             time.sleep(0.5)
-            if (now := len(lines.read_text().splitlines())) > seen:
+            if (now := len(lines.read_text(encoding="utf-8").splitlines())) > seen:
                 seen, since = now, time.monotonic()
                 save(output, lines)
             if time.monotonic() - since > ROW_LIMIT_S or time.monotonic() - begun > limit_s:
                 os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
-        done = len(lines.read_text().splitlines())
+        done = len(lines.read_text(encoding="utf-8").splitlines())
         is_late = time.monotonic() - begun > limit_s
         if worker.returncode not in (0, FAILED) and done < len(todo) and not is_late:
             error = f"the worker ended with {worker.returncode}, or the row took more than {ROW_LIMIT_S} s"
@@ -211,12 +211,12 @@ def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
     save(output, lines)
     with contextlib.suppress(OSError):
         queue.unlink()
-    return json.loads(output.read_text())["rows"]
+    return json.loads(output.read_text(encoding="utf-8"))["rows"]
 
 
 def save(output: Path, lines: Path) -> None:
     """Write what there is, with what it was measured on."""
-    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     command = [f"DIR/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv]
     about = row(
@@ -254,7 +254,7 @@ def main() -> None:
     if arguments.worker:
         return work(arguments.worker, arguments.output)
     if arguments.no_run:
-        found = json.loads(arguments.output.read_text())["rows"]
+        found = json.loads(arguments.output.read_text(encoding="utf-8"))["rows"]
     else:
         found = supervise(list(rows(arguments.parts, arguments.gpus)), arguments.output, arguments.limit_s)
     print("\n".join(map(describe, found)))

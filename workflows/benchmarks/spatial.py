@@ -181,7 +181,7 @@ def profile(run: Any, image: Any, label: Any, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     kernels = [
         (round(e["ts"], 1), round(e["dur"], 2), e["args"].get("stream"), e["name"][:90], e["args"].get("grid"))
         for e in events
@@ -198,7 +198,11 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
     results: list[dict[str, Any]] = []
 
     def tell(further: list[dict[str, Any]]) -> None:
-        if path.exists() and len(told := json.loads(path.read_text())) == len(results) and "ended" in told[-1]:
+        if (
+            path.exists()
+            and len(told := json.loads(path.read_text(encoding="utf-8"))) == len(results)
+            and "ended" in told[-1]
+        ):
             return  # a rank ran out of memory, and whatever this one met is its absence
         # Several ranks may run out of memory at once: each writes a whole file.
         own = path.with_suffix(f".{os.environ['RANK']}")
@@ -361,7 +365,7 @@ def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -
         except subprocess.TimeoutExpired:
             group.terminate()  # killed, the launcher would leave its processes behind, and their memory taken
             error = "took too long" + group.communicate()[1][-1500:]
-    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.unlink(missing_ok=True)
     lost = results and ("error" in results[-1] or "ended" in results[-1])
     if group.returncode and not lost:

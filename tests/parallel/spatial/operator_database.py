@@ -218,7 +218,7 @@ def _results(jobs: int) -> list[Result]:
 
 def _conclude(results: Sequence[Result], chosen: argparse.Namespace) -> int:
     form = "thin" if chosen.thin else "whole"
-    table = json.loads(TABLE.read_text())
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
     if chosen.write:
         table = updated(table, results, ("thin",) if chosen.thin else ("whole", "thin"), everything=not chosen.only)
         TABLE.write_text(written(table))

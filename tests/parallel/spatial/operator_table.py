@@ -265,7 +265,7 @@ def main() -> int:
         return bool(faults)
     if chosen.write:
         LIST.write_text(written(exceptions))
-    told = list(complaints(exceptions, json.loads(LIST.read_text()), names))
+    told = list(complaints(exceptions, json.loads(LIST.read_text(encoding="utf-8")), names))
     print("\n".join(told))
     counts = Counter(outcome for result in results for outcome in result.outcomes.values())
     seconds = sum(result.seconds for result in results)

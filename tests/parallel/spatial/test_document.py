@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "spatial.md"
 
 
 def test_the_table_of_the_page_is_current() -> None:
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     assert BEGIN in text
     assert text == with_table(text), "run: python -m volseg.parallel.spatial.document docs/spatial.md"
 
