@@ -7,6 +7,7 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
+from volseg.data.seeds import mix_seed
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 PATCH = (12, 10, 8)
@@ -36,7 +37,7 @@ def one_by_one(batches: AugmentedBatches, epoch: int):
     """Return the epoch's batches, each made alone and waited for."""
     cases, corners, names = batches.batches.places(epoch)
     for position, ids in enumerate(names):
-        batches._seed(epoch, position)
+        batches.generator.manual_seed(mix_seed(batches.seed, epoch, position))
         batch = batches._cut_and_augment(cases[position], corners[position])
         torch.cuda.synchronize()
         yield {**batch, "case": ids}

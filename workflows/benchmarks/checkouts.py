@@ -8,6 +8,7 @@ them, as in training. With ``--operators`` it is the host time of single operato
 """
 
 import argparse
+import importlib
 import json
 import os
 import shlex
@@ -105,14 +106,26 @@ def run(folder: str, options: list[str]) -> list[dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def find(*places: str) -> Any:
+    """Return what the first place has that a checkout knows, ``MODULE:NAME``: names move from one to the next."""
+    for place in places:
+        module, name = place.split(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"none of {places} is there")
+
+
 def operators() -> list[dict[str, float]]:
     """Return the shortest host time of operators (microseconds), of 600 rows of five calls."""
-    from volseg.parallel.spatial.context import Context
-    from volseg.parallel.spatial.transport.one_process import LocalDevices
-    from volseg.parallel.spatial.volume import from_whole
-
+    context = find("volseg.parallel.spatial.context:Context", "volseg.parallel.sharding.context:Context")
+    local_devices = find(
+        "volseg.parallel.spatial.transport.one_process:LocalDevices", "volseg.parallel.sharding.local:LocalDevices"
+    )
+    from_whole = find("volseg.parallel.spatial.volume:from_whole", "volseg.parallel.sharding.volume:from_whole")
     torch.set_num_threads(1)
-    volume = from_whole(torch.randn(1, 2, 8, 2, 2), [2], Context(LocalDevices(["cpu"])))
+    volume = from_whole(torch.randn(1, 2, 8, 2, 2), [2], context(local_devices(["cpu"])))
     found = []
     for call in OPERATORS.values():
         shortest = float("inf")
@@ -143,10 +156,13 @@ def build(name: str) -> nn.Module:
 
 def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, float]:
     """Return milliseconds of a step: forward in bfloat16, loss, backward, optimizer."""
-    from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
     from volseg.parallel import ModelParallel
-    from volseg.parallel.spatial import RecordedStep
 
+    losses = "volseg.losses", "volseg.parallel.sharding.dice_cross_entropy"
+    terms, dice_cross_entropy = (
+        find(*(f"{place}:{name}" for place in losses)) for name in ("Terms", "dice_cross_entropy")
+    )
+    recorded_step = find("volseg.parallel:RecordedStep", "volseg.parallel:CapturedStep")
     model = ModelParallel(build(name), strategy="spatial", devices=[device])
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=device.type == "cuda")
     image = torch.randn(1, 1, side, side, side, device=device)
@@ -155,12 +171,12 @@ def measure(name: str, side: int, mode: str, device: torch.device) -> dict[str, 
     def step(image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = dice_cross_entropy(model(image), label, Terms())
+            loss = dice_cross_entropy(model(image), label, terms())
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    run_step: Callable[..., Any] = RecordedStep(model, step, optimizer=optimizer) if mode == "recorded" else step
+    run_step: Callable[..., Any] = recorded_step(model, step, optimizer=optimizer) if mode == "recorded" else step
     host = []
     for _ in range(WARM_UP + MEASURED):
         begin = now(device)
