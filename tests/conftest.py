@@ -1,5 +1,6 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from hypothesis import settings
 # The machine may be busy; the time of one example says nothing.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Processes that a test starts of its own file find the modules that tests share, as pytest does.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -109,10 +109,7 @@ def test_the_graph_sees_what_imports_what(tmp_path: Path) -> None:
     assert circles_of(graph) == [["house.door", "house.wall", "house.door"]]
 
 
-WITHOUT_A_REASON: dict[str, str] = {
-    "volseg.cli": "so that `volseg --help` need not wait for torch: the module's docstring is to say so",
-    "volseg.data.itk": "SimpleITK is needed for some formats only",
-}
+WITHOUT_A_REASON: dict[str, str] = {}
 """Modules whose imports inside functions bear no comment yet. Add none: say it beside the import."""
 
 
@@ -167,13 +164,12 @@ STARTS_PROCESSES = {
 """Where to launch is the right word."""
 
 NAMES_OF_BEFORE: dict[str, set[str]] = {
-    "volseg.device.peer.planes": {"captured", "capturing"},
     "volseg.parallel.sharding": {"sharding"},  # the package of before: it warns
     "volseg.workflow.training": {"capture"},  # the option of before: it warns
 }
 """Names that still hold such a word, with the reason where they may. The list only shrinks."""
 
-CLASSES_OF_BEFORE = {"Activation", "Convolution", "Foreground", "Grid", "_Draws", "_Gathered", "_Held"}
+CLASSES_OF_BEFORE: set[str] = set()
 """Class names that stand for two things. The list only shrinks."""
 
 DOCS_NEVER = re.compile(r"captur|\bsharding\b", re.IGNORECASE)

@@ -54,8 +54,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
-    from volseg import experiment
-    from volseg.config.loading import path_override
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.config.loading import path_override  # imports torch: not for --help
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     if gpus is not None and gpus > 1:
@@ -83,8 +83,8 @@ def cross_validate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
-    from volseg import experiment
-    from volseg.config.loading import path_override
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.config.loading import path_override  # imports torch: not for --help
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
@@ -101,7 +101,7 @@ def cross_validate(
 @app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
 def validate(run: RunArgument, checkpoint: Checkpoint = "latest") -> None:
     """Predict the run's validation cases and write their summary.json."""
-    from volseg import experiment
+    from volseg import experiment  # imports torch: not for --help
 
     folder = experiment.RunFolder(run)
     validated = experiment.validate(folder, checkpoint=checkpoint)
@@ -121,7 +121,7 @@ def predict(
     checkpoint: Checkpoint = "latest",
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's own grid."""
-    from volseg import experiment
+    from volseg import experiment  # imports torch: not for --help
 
     for path in experiment.predict(experiment.RunFolder(run), images, output, checkpoint=checkpoint).values():
         typer.echo(path)
@@ -153,7 +153,7 @@ def verify(
 
     Outputs, gradients, buffers, parameters after a step and after two, in float64. Exit status 1 if anything differs.
     """
-    from volseg import experiment
+    from volseg import experiment  # imports torch: not for --help
 
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
@@ -171,7 +171,7 @@ def make(
     seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
 ) -> None:
     """Make a synthetic data set in MSD layout."""
-    from volseg.data.synthetic import make_task
+    from volseg.data.synthetic import make_task  # imports torch: not for --help
 
     typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
@@ -179,8 +179,8 @@ def make(
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
-    from volseg.data import check_cases, load_task, require_sound
-    from volseg.monitoring.progress import count_up
+    from volseg.data import check_cases, load_task, require_sound  # imports torch: not for --help
+    from volseg.monitoring.progress import count_up  # imports torch: not for --help
 
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]
@@ -198,7 +198,7 @@ def quickstart(
     ] = None,
 ) -> None:
     """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
-    from volseg import experiment
+    from volseg import experiment  # imports torch: not for --help
 
     typer.echo(experiment.quickstart(output))
 

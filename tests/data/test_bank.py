@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data.bank import CaseBank, Foreground
+from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.errors import DataError
 
 SHAPES = [(5, 9, 4), (7, 3, 6), (6, 6, 6)]
@@ -70,7 +70,7 @@ def test_metadata_stays_behind():
 
 def test_foreground_lists_the_voxels_of_every_class():
     labels = [case["label"] for case in cases()]
-    foreground = Foreground.find(labels, most=10_000, seed=0)
+    foreground = ForegroundVoxels.find(labels, most=10_000, seed=0)
     for case, label in enumerate(labels):
         for index in range(3):
             first, count = int(foreground.first[case, index]), int(foreground.count[case, index])
@@ -80,7 +80,7 @@ def test_foreground_lists_the_voxels_of_every_class():
 
 def test_foreground_is_capped_by_a_draw_without_repeats():
     label = torch.ones(1, 10, 10, 10)
-    foreground = Foreground.find([label], most=50, seed=0)
+    foreground = ForegroundVoxels.find([label], most=50, seed=0)
     assert foreground.count.tolist() == [[50]]
     assert len(foreground.voxels.unique(dim=0)) == 50
     assert foreground.voxels[:, 0].max() > 5  # not the first fifty

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from volseg.data.bank import CaseBank, Foreground
+from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.data.patches import PatchBatches, num_foreground, plan_epoch
 from volseg.errors import ConfigError
 
@@ -59,7 +59,7 @@ def test_plans_keep_their_promises(shapes, patch, batch_size, iterations, share,
     """Every case is seen equally often; patches stay inside, or are centred; the last ones hold foreground."""
     generator = torch.Generator().manual_seed(seed)
     labels = [torch.randint(0, 3, (1, *shape), generator=generator) for shape in shapes]
-    foreground = Foreground.find(labels, most=10_000, seed=0)
+    foreground = ForegroundVoxels.find(labels, most=10_000, seed=0)
     plan = plan_epoch(
         torch.tensor(shapes), foreground, patch,
         batch_size=batch_size, iterations=iterations, share=share, generator=generator,
@@ -167,7 +167,7 @@ def test_a_fault_in_the_thread_reaches_the_loop():
     )
     broken.shapes = broken.shapes.repeat(2, 1)  # a plan for a second case, which is not there
     broken.names *= 2
-    broken.foreground = Foreground.find([torch.zeros(1, 8, 8, 8)] * 2, 1, 0)
+    broken.foreground = ForegroundVoxels.find([torch.zeros(1, 8, 8, 8)] * 2, 1, 0)
     with pytest.raises(IndexError):
         list(PatchBatches(broken, PATCH, 2, 3, prefetch=2).epoch(0))
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import triton_tiles
 from volseg.device.convolution import choice, many_taps, stacks
-from volseg.device.convolution.choice import FORWARD, WEIGHT_GRADIENT, Convolution
+from volseg.device.convolution.choice import FORWARD, WEIGHT_GRADIENT, ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
 HALF = torch.bfloat16
@@ -36,7 +36,7 @@ def chosen(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
     dtype, device = slab.dtype, slab.device.type
     gradient = volume(slab.shape[0], weight.shape[0], *output, dtype=dtype, device=device)
     tables = (FORWARD, slab.new_empty(0)), (WEIGHT_GRADIENT, gradient)
-    kernels = [choice.choose(table, Convolution(slab, weight, bias, settings, given)) for table, given in tables]
+    kernels = [choice.choose(table, ConvolutionCall(slab, weight, bias, settings, given)) for table, given in tables]
     return [None if kernel is None else kernel.name for kernel in kernels]
 
 

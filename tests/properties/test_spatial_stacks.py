@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.verification.verify import TOLERANCE, compare
+from volseg.parallel.verification.comparison import (
+    TOLERANCE,
+    compare,
+    default_objective,
+    eager_step,
+    find_differences,
+    observe,
+)
 
 CHANNELS = 4
 
@@ -124,6 +131,14 @@ def runs(net: nn.Sequential, volume: Tensor) -> bool:
     return True
 
 
+def find_round_off(net: nn.Module, volume: Tensor) -> dict[str, float]:
+    """Return how far the plain network's own values move where its input moves by round-off."""
+    moved = volume * (1 + torch.randint_like(volume, -4, 5) * torch.finfo(volume.dtype).eps)
+    nets = [net, copy.deepcopy(net)]
+    values = [observe(n, [v], eager_step(n, default_objective))[0] for n, v in zip(nets, (volume, moved), strict=True)]
+    return find_differences(*values).errors
+
+
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     stack=st.lists(layers(), min_size=1, max_size=6),
@@ -145,7 +160,7 @@ def test_a_stack_on_slabs_equals_the_stack(
 ) -> None:
     torch.manual_seed(seed)
     first = nn.Conv3d(1, CHANNELS, 3, padding=1)
-    plain, other = (copy.deepcopy(nn.Sequential(first, *stack).double().train()) for _ in range(2))
+    plain, other, reference = (copy.deepcopy(nn.Sequential(first, *stack).double().train()) for _ in range(3))
     volume = torch.randn(batch, 1, *size, dtype=torch.float64)
     if not runs(copy.deepcopy(plain), volume):
         return
@@ -160,5 +175,7 @@ def test_a_stack_on_slabs_equals_the_stack(
         if not any(reason in str(refused) for reason in ("thinner than the number of shards", "(or another view)")):
             raise
         return
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE * 1e2}
+    # A result that is zero but for round-off (the mean of what a norm has centred) has no digits to agree in.
+    noise = find_round_off(reference, volume)
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE * 1e2 + 100 * noise[name]}
     assert not wrong, wrong

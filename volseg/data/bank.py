@@ -17,14 +17,14 @@ from torch import Tensor
 
 from volseg.errors import DataError
 
-__all__ = ["CaseBank", "Foreground"]
+__all__ = ["CaseBank", "ForegroundVoxels"]
 
 _SHARE_OF_MEMORY = 0.3
 """Of an accelerator's free memory, what a stack may take by itself; the rest is for training."""
 
 
 @dataclass(frozen=True, slots=True)
-class Foreground:
+class ForegroundVoxels:
     """Voxels of each foreground class of each case, at most some thousands of them."""
 
     voxels: Tensor
@@ -35,7 +35,7 @@ class Foreground:
     """Rows of it, (N, K)."""
 
     @classmethod
-    def find(cls, labels: Sequence[Tensor], most: int, seed: int) -> "Foreground":
+    def find(cls, labels: Sequence[Tensor], most: int, seed: int) -> "ForegroundVoxels":
         """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more."""
         num_classes = max((int(label.max()) for label in labels), default=0)
         generator = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ class CaseBank:
         Case ids.
     shapes : Tensor
         D, H, W of each case, (N, 3), on the CPU.
-    foreground : Foreground
+    foreground : ForegroundVoxels
         Where each class lies, on the CPU.
     on_device : bool
         Whether the cases are stacked on ``device``.
@@ -108,7 +108,7 @@ class CaseBank:
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
-        self.foreground = Foreground.find(labels, most_foreground, seed=0)
+        self.foreground = ForegroundVoxels.find(labels, most_foreground, seed=0)
         self.on_device = self._choose(keep, images[0].element_size())
         self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
 

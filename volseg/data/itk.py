@@ -24,7 +24,7 @@ def simpleitk() -> ModuleType:
 
     Kept for the life of the process, as `import` keeps every module.
     """
-    import SimpleITK
+    import SimpleITK  # large, and needed for some formats only
 
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
     return SimpleITK

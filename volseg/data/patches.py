@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from volseg.data.bank import CaseBank, Foreground
+from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.data.cases import Batch
 from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
@@ -42,7 +42,7 @@ def num_foreground(batch_size: int, share: float) -> int:
 
 def plan_epoch(
     shapes: Tensor,
-    foreground: Foreground,
+    foreground: ForegroundVoxels,
     patch_size: Sequence[int],
     *,
     batch_size: int,
@@ -61,7 +61,7 @@ def plan_epoch(
     ----------
     shapes : Tensor
         D, H, W of the cases, (N, 3).
-    foreground : Foreground
+    foreground : ForegroundVoxels
         Voxels of the classes; a case without any gets an ordinary patch.
     patch_size : sequence of int
         D, H, W in voxels.
@@ -88,7 +88,7 @@ def plan_epoch(
     return EpochPlan(cases.view(iterations, batch_size), corners.view(iterations, batch_size, 3))
 
 
-def _draw_voxels(foreground: Foreground, cases: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draw_voxels(foreground: ForegroundVoxels, cases: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a voxel of a random class that each case has, and whether it has any."""
     if not len(foreground.voxels):
         return torch.zeros(len(cases), 3, dtype=torch.int64), torch.zeros(len(cases), dtype=torch.bool)

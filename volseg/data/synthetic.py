@@ -32,7 +32,7 @@ NUM_POINTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class SyntheticGrid:
     """A box of voxels and the map from their indices to RAS+ mm."""
 
     shape: tuple[int, int, int]
@@ -128,7 +128,7 @@ def _draw_case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.N
     return _to_nifti(_digitise(image, rng), grid.affine), _to_nifti(label, grid.affine)
 
 
-def _draw_grid(rng: np.random.Generator) -> Grid:
+def _draw_grid(rng: np.random.Generator) -> SyntheticGrid:
     """Lay 32 to 48 voxels a side around the origin, in any orientation, half of the time obliquely."""
     spacing = rng.uniform(0.9, 1.2, size=3)
     order, signs = ORIENTATIONS[rng.integers(len(ORIENTATIONS))]
@@ -141,7 +141,7 @@ def _draw_grid(rng: np.random.Generator) -> Grid:
     affine = np.eye(4)
     affine[:3, :3] = axes * spacing
     affine[:3, 3] = -affine[:3, :3] @ ((shape - 1) / 2) + rng.uniform(-1.5, 1.5, size=3)
-    return Grid((int(shape[0]), int(shape[1]), int(shape[2])), affine)
+    return SyntheticGrid((int(shape[0]), int(shape[1]), int(shape[2])), affine)
 
 
 def _draw_anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

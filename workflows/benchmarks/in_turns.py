@@ -3,7 +3,7 @@
 python workflows/benchmarks/in_turns.py before=DIR after=. --result compared.json --keys ms --rounds 3 -- \
     spatial.py --gpus 1 --output OUTPUT
 
-``OUTPUT`` stands for the JSON that the benchmark writes. Numbers under the ``--keys`` are compared in the order in
+``OUTPUT`` stands for the JSON that the benchmark writes, ``CHECKOUT`` for the checkout's folder. Numbers under the ``--keys`` are compared in the order in
 which they stand there: medians over the rounds, and their ratio to the first checkout's. A change of speed that is
 none of the code's shows in the rounds.
 """
@@ -56,7 +56,7 @@ def run(folder: str, benchmark: list[str]) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.json"
         command = [sys.executable, str(root / "workflows" / "benchmarks" / script)]
-        command += [str(output) if option == "OUTPUT" else option for option in options]
+        command += [str(output) if option == "OUTPUT" else option.replace("CHECKOUT", str(root)) for option in options]
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
         if done.returncode or not output.exists():
             raise RuntimeError(f"{script} of {folder} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

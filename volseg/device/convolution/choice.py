@@ -19,7 +19,7 @@ from volseg.device.layout import in_layout
 __all__ = [
     "FORWARD",
     "WEIGHT_GRADIENT",
-    "Convolution",
+    "ConvolutionCall",
     "choose",
     "convolve",
     "differentiate",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class Convolution(NamedTuple):
+class ConvolutionCall(NamedTuple):
     """What is convolved, or was, where the output's ``gradient`` is there."""
 
     slab: Tensor
@@ -42,8 +42,8 @@ class Kernel(NamedTuple):
     """A kernel of ours for the convolutions that ``suits`` says."""
 
     name: str
-    suits: Callable[[Convolution], bool]
-    compute: Callable[[Convolution], Tensor]
+    suits: Callable[[ConvolutionCall], bool]
+    compute: Callable[[ConvolutionCall], Tensor]
 
 
 def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
@@ -74,13 +74,13 @@ def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     return point and small and _is_plain(tensor, weight, settings)
 
 
-def _is_few_taps(call: Convolution) -> bool:
+def _is_few_taps(call: ConvolutionCall) -> bool:
     channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
     return fits and _is_undilated(call.slab, call.weight, call.settings)
 
 
-def _is_few_out(call: Convolution) -> bool:
+def _is_few_out(call: ConvolutionCall) -> bool:
     assert call.gradient is not None
     (out, channels), taps = call.weight.shape[:2], prod(call.weight.shape[2:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and out <= few_taps.MOST_OUT
@@ -91,7 +91,7 @@ def _is_few_out(call: Convolution) -> bool:
     return dense and _pads_less_than_kernel(call.weight, call.settings)
 
 
-def _is_many_taps(call: Convolution) -> bool:
+def _is_many_taps(call: ConvolutionCall) -> bool:
     slab, weight = call.slab, call.weight
     wide = min(weight.shape[:2]) >= many_taps.FEWEST_CHANNELS and prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS
     if not (wide and _is_undilated(slab, weight, call.settings) and _pads_less_than_kernel(weight, call.settings)):
@@ -138,12 +138,12 @@ WEIGHT_GRADIENT = (
 """Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
 
 
-def _given(call: Convolution) -> Tensor:
+def _given(call: ConvolutionCall) -> Tensor:
     assert call.gradient is not None
     return call.gradient
 
 
-def choose(kernels: Sequence[Kernel], call: Convolution) -> Kernel | None:
+def choose(kernels: Sequence[Kernel], call: ConvolutionCall) -> Kernel | None:
     """Return the first kernel that takes the convolution, or None where torch's are the faster ones."""
     return next((kernel for kernel in kernels if kernel.suits(call)), None)
 
@@ -162,7 +162,7 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
     """
     if not channels_last:
         return stacks.convolve(slab, weight, bias, settings.arguments)
-    call = Convolution(slab, weight, bias, settings)
+    call = ConvolutionCall(slab, weight, bias, settings)
     kernel = choose(FORWARD, call)
     if kernel is not None:
         return kernel.compute(call)
@@ -209,7 +209,7 @@ def differentiate(
             each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
             return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
         if needed[1]:
-            call = Convolution(slab, weight, None, settings, gradient)
+            call = ConvolutionCall(slab, weight, None, settings, gradient)
             kernel = choose(WEIGHT_GRADIENT, call)
             found[1] = None if kernel is None else kernel.compute(call)
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]

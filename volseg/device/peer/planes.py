@@ -225,14 +225,14 @@ class PlaneMailbox(Mailbox):
         keep
             Dense memory for a copy of what is received.
         """
-        capturing = self.calls.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._complete(capturing)
+        recording = self.calls.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._complete(recording)
         with_planes = [planes if there else None for planes, there in zip(sends, self.neighbours, strict=True)]
         packed = [_pack(planes) for planes in with_planes]
         targets = [_pack(planes, copy=False) for planes in receives]
         size = max(0 if planes is None else planes.numel() * planes.element_size() for planes in (*packed, *targets))
-        stream = self.stream if capturing and size >= ASIDE else None
-        self._open = exchange = _Exchange(self, receives, targets, packed, keep, capturing, stream)
+        stream = self.stream if recording and size >= ASIDE else None
+        self._open = exchange = _Exchange(self, receives, targets, packed, keep, recording, stream)
         if stream is None:
             self._send(packed)
             return exchange
@@ -247,15 +247,15 @@ class PlaneMailbox(Mailbox):
 
         To be called before a recording begins: what another one left behind was never sent.
         """
-        self._complete(capturing=False)
+        self._complete(recording=False)
 
-    def _complete(self, capturing: bool) -> None:
+    def _complete(self, recording: bool) -> None:
         """Receive what has been sent and not yet waited for: the box holds one call."""
         if self._open is None:
             return
-        if self._open.captured and not capturing:
+        if self._open.recorded and not recording:
             self._open = None  # of a recording that failed: never sent
-        elif capturing and not self._open.captured:
+        elif recording and not self._open.recorded:
             raise ParallelError(
                 "planes of a halo were sent before the recording of a CUDA graph began and are still awaited; record "
                 "whole steps"
@@ -318,7 +318,7 @@ class _Exchange:
     targets: Sequence[Tensor | None]
     sent: Sequence[Tensor | None]
     kept: Sequence[Tensor | None] | None
-    captured: bool
+    recorded: bool
     stream: torch.cuda.Stream | None
 
     def __call__(self) -> None:

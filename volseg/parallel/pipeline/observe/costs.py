@@ -22,7 +22,7 @@ from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
 from volseg.parallel.pipeline.observe.trace import Segment, Trace, find_segments
-from volseg.parallel.pipeline.plan.memory import Activation
+from volseg.parallel.pipeline.plan.memory import KeptActivation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.state.random import own_random_numbers
 
@@ -42,7 +42,7 @@ class Measured:
     trace: Trace
     segments: tuple[Segment, ...]
     layers: tuple[LayerCost, ...]
-    activations: tuple[Activation, ...]
+    activations: tuple[KeptActivation, ...]
     host_ms: float
     """Host time in which one micro-batch's forward is queued; 0 where functions run on the host anyway."""
 
@@ -157,7 +157,7 @@ def measure(
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
 
 
-def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[Activation]:
+def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
     """Return what outlives an operation, by the segments that handle it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
@@ -166,7 +166,7 @@ def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[Activ
         return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
 
     found = [
-        Activation(
+        KeptActivation(
             block.num_bytes, name_segments({block.made})[0], name_segments(block.read), name_segments(block.kept)
         )
         for block in observer.blocks

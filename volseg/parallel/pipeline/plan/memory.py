@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Activation", "Held", "compute_held_bytes", "sum_runs"]
+__all__ = ["Held", "KeptActivation", "compute_held_bytes", "sum_runs"]
 
 Held = Sequence[Sequence[float]]
 """``held[start][end]``: what a stage of the layers [start, end) costs, for 0 <= start < end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class KeptActivation:
     """One piece of memory of one micro-batch, by the numbers of the layers that handle it."""
 
     num_bytes: int
@@ -29,14 +29,14 @@ class Activation:
     """Those that keep it for backward."""
 
 
-def compute_held_bytes(activations: Iterable[Activation], layers: int, is_recorded: bool) -> list[list[float]]:
+def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_recorded: bool) -> list[list[float]]:
     """Return the bytes that each run of layers holds between forward and backward.
 
     Examples
     --------
     Layer 0 makes four bytes that it keeps, and layer 1 reads and keeps:
 
-    >>> shared = Activation(4, made=0, read=(1,), kept=(0, 1))
+    >>> shared = KeptActivation(4, made=0, read=(1,), kept=(0, 1))
     >>> held = compute_held_bytes([shared], layers=2, is_recorded=False)
     >>> held[0][2], held[0][1], held[1][2]
     (4.0, 4.0, 4.0)

@@ -84,7 +84,7 @@ class Recomputation:
             raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
         self.levels, self.context = levels, context
         self.blocks = find_blocks(net) if levels is not None else []
-        self._random = _Draws()
+        self._random = _DrawnStates()
         # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
         self._lock = RLock()
 
@@ -114,12 +114,12 @@ class Recomputation:
         if not given or not self._chosen(max(volume.shape[2:].numel() for volume in given), finest):
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        held = [_Held(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
+        held = [_HeldTensors(leaf) if isinstance(leaf, ShardedVolume) else leaf for leaf in leaves]
         plain = Unchanged([leaf for leaf in leaves if _is_counted(leaf)])
         repeat = _Repetition(block, self._random, self.context, self._lock)
 
         def check(when: str) -> None:
-            if not plain.holds() or not all(leaf.unchanged.holds() for leaf in held if isinstance(leaf, _Held)):
+            if not plain.holds() or not all(leaf.unchanged.holds() for leaf in held if isinstance(leaf, _HeldTensors)):
                 raise UnsupportedOperatorError(
                     f"the input of the recomputed block {self.context.name_of(block)} was changed in place {when}, and "
                     "could not be computed from again; do that out of place (inplace=False), or leave out checkpoint="
@@ -131,7 +131,7 @@ class Recomputation:
             with repeat.turn() as due:
                 if not due:
                     return None
-                given = [leaf.take() if isinstance(leaf, _Held) else leaf for leaf in held]
+                given = [leaf.take() if isinstance(leaf, _HeldTensors) else leaf for leaf in held]
                 taken_args, taken_kwargs = tree_unflatten(given, structure)
                 with self.context.own_hooks():
                     return forward(*taken_args, **taken_kwargs)
@@ -140,7 +140,7 @@ class Recomputation:
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         check("by the block itself")
         for leaf in held:
-            if isinstance(leaf, _Held):
+            if isinstance(leaf, _HeldTensors):
                 leaf.let_go()
         return result
 
@@ -156,7 +156,7 @@ def _is_counted(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, ShardedVolume) and not leaf.is_inference()
 
 
-class _Draws:
+class _DrawnStates:
     """Which blocks draw random numbers, as their runs have shown: by block and modes of its modules."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _Draws:
 class _Repetition:
     """The state in which a block ran, for the recomputation to run in."""
 
-    def __init__(self, block: nn.Module, draws: _Draws, context: Context, lock: RLock) -> None:
+    def __init__(self, block: nn.Module, draws: _DrawnStates, context: Context, lock: RLock) -> None:
         self._context, self._lock, self._block = context, lock, block
         self._state: Remembered = remember(block)
         self._copies = context.parameters.current
@@ -241,7 +241,7 @@ def _no_new_hooks(block: nn.Module) -> Iterator[None]:
                 del hooks[key]
 
 
-class _Held:
+class _HeldTensors:
     """A block's input, kept as its recipe once the block has run: half as much, or nothing that is not kept anyway."""
 
     def __init__(self, volume: ShardedVolume) -> None:

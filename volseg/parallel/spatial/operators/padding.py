@@ -19,7 +19,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 __all__ = ["flip", "pad", "roll"]
 
 
-class _Gathered(Window):
+class _GatheredPlanes(Window):
     """Planes by number, for padding that repeats planes of the volume."""
 
     __slots__ = ("planes",)
@@ -85,7 +85,7 @@ def _pad_cut(
         window: Window = Strided(-before)
     else:
         numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
-        window = _Gathered([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+        window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
     plans = [
         AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
@@ -93,7 +93,7 @@ def _pad_cut(
     axis = volume.dims.index(dim)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        if not isinstance(window, _Gathered):
+        if not isinstance(window, _GatheredPlanes):
             return slab
         own = windows[axis]
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])

@@ -4,7 +4,6 @@ A mesh dimension named ``"data"`` holds replicas: processes that train on differ
 cuts one axis of the volume. Without a mesh all processes share each volume.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
+from volseg.parallel.devices import find_own_device
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-__all__ = ["DATA", "Processes", "join", "own_device", "start_group"]
+__all__ = ["DATA", "Processes", "join", "start_group"]
 
 DATA = "data"
 
@@ -31,18 +31,11 @@ class Processes:
     replicas: dist.ProcessGroup | None
 
 
-def own_device() -> torch.device:
-    """Return this process's device: the GPU of its local rank, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
 def start_group() -> None:
     """Initialise the default process group from torchrun's environment, unless that was done."""
     if dist.is_initialized():
         return
-    device = own_device()
+    device = find_own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
@@ -61,7 +54,7 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     start_group()
-    device = own_device()
+    device = find_own_device()
     if mesh is None:
         return Processes(
             ProcessGroupShards(find_default_group(), _grid(grid, [dist.get_world_size()]), device),
