@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from volseg.parallel.pipeline.observe.costs import Stopwatch, measure, observe_copy
 from volseg.parallel.pipeline.observe.trace import find_segments
-from volseg.parallel.pipeline.plan.memory import Activation
+from volseg.parallel.pipeline.plan.memory import KeptActivation
 
 CPU = torch.device("cpu")
 
@@ -66,10 +66,10 @@ def test_a_tensor_that_two_layers_keep_is_known_to_both():
     between = 4 * 8 * 4
     # The input; what the first layer hands to the second, kept by none; what both others keep; the output.
     assert found == (
-        Activation(between, made=0, read=(0,), kept=(0,)),
-        Activation(between, made=0, read=(1,)),
-        Activation(between, made=1, read=(2,), kept=(1, 2)),
-        Activation(4 * 2 * 4, made=2, read=(3,)),
+        KeptActivation(between, made=0, read=(0,), kept=(0,)),
+        KeptActivation(between, made=0, read=(1,)),
+        KeptActivation(between, made=1, read=(2,), kept=(1, 2)),
+        KeptActivation(4 * 2 * 4, made=2, read=(3,)),
     )
 
 

@@ -15,7 +15,7 @@ from volseg.parallel.pipeline.plan.balance import (
     predict_ms,
     sum_stages,
 )
-from volseg.parallel.pipeline.plan.memory import Activation, compute_held_bytes, sum_runs
+from volseg.parallel.pipeline.plan.memory import KeptActivation, compute_held_bytes, sum_runs
 from volseg.parallel.pipeline.plan.partition import LayerCost, Partition
 
 
@@ -46,7 +46,7 @@ def test_phases_take_the_least_of_all_cuts(layers, data):
 
 ACTIVATIONS = st.lists(
     st.builds(
-        Activation,
+        KeptActivation,
         num_bytes=st.integers(0, 99),
         made=st.integers(0, 6),
         read=st.lists(st.integers(0, 7), max_size=3).map(tuple),
@@ -59,7 +59,7 @@ ACTIVATIONS = st.lists(
 def within(activations, layers):
     """The activations, on layers that there are and in their order; 7 is the caller."""
     return [
-        Activation(
+        KeptActivation(
             each.num_bytes,
             min(each.made, layers - 1),
             tuple(layers if reader == 7 else min(reader, layers - 1) for reader in each.read),

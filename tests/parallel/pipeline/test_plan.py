@@ -5,7 +5,7 @@ import torch
 
 from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.observe.trace import Trace
-from volseg.parallel.pipeline.plan.memory import Activation
+from volseg.parallel.pipeline.plan.memory import KeptActivation
 from volseg.parallel.pipeline.plan.partition import LayerCost
 from volseg.parallel.pipeline.plan.stages import plan_stages
 
@@ -18,7 +18,7 @@ def measured(*times: float, activation_bytes: int = 0, host_ms: float = 0.0) -> 
         LayerCost(modules=(str(n),), forward_ms=ms / 3, backward_ms=2 * ms / 3, activation_bytes=activation_bytes)
         for n, ms in enumerate(times)
     )
-    kept = tuple(Activation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
+    kept = tuple(KeptActivation(activation_bytes, made=n, kept=(n,)) for n in range(len(times)))
     return Measured(Trace(()), (), layers, kept, host_ms)
 
 
@@ -64,7 +64,7 @@ def test_the_host_bounds_what_is_not_recorded():
 
 def test_a_full_device_is_named_with_the_price_of_evenness():
     layers = measured(1.0, 1.0, 1.0, 1.0)
-    uneven = replace(layers, activations=tuple(Activation(size, made=n, kept=(n,)) for n, size in enumerate(SIZES)))
+    uneven = replace(layers, activations=tuple(KeptActivation(size, made=n, kept=(n,)) for n, size in enumerate(SIZES)))
     plan = plan_stages(uneven, GPUS[:2], 16, None, is_recorded=True)
     assert plan.lengths == (2, 2)
     assert plan.held == [5 * 2**30, 2 * 2**30]
