@@ -146,7 +146,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
             full = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            full = [ast.unparse(node)]
+            full = [name] if (name := ast.unparse(node)).replace(".", "").isidentifier() else []
         else:
             continue
         for name in full:
