@@ -56,13 +56,16 @@ def train(
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment
     from volseg.config.loading import path_override
+    from volseg.parallel.devices import count_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     if gpus is not None and gpus > 1:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
     loaded = experiment.load_config(config, overrides)
-    outcome = experiment.train(loaded if gpus is None else loaded.on_one_device(), resume=resume)
+    if gpus is not None:
+        loaded = loaded.on_one_device(count_launched())
+    outcome = experiment.train(loaded, resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()
