@@ -89,9 +89,8 @@ class TrainingState(Mapping[str, Any]):
         layout = content.pop("format", None)
         names = {known.name for known in fields(cls)}
         beside: dict[str, Any] = {}
-        if (
-            layout is None or layout < FORMAT
-        ):  # without a format: a `state_dict`, to which somebody may have added values
+        if layout is None or layout < FORMAT:
+            # Without a format it is a `state_dict`, to which somebody may have added values.
             own = names if layout is None else names - {"metadata"}
             beside = {name: content.pop(name) for name in [*content] if name not in own}
             content = {**ADDED_LATER, "metadata": {}, **content}
