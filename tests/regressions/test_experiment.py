@@ -9,6 +9,10 @@ from typer.testing import CliRunner
 
 from volseg import Named, Training, experiment
 from volseg.cli import app
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_sound
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError
 from volseg.workflow import load_checkpoint, save_checkpoint
 
 BATCH = {"image": torch.ones(1, 1, 4, 4, 4), "label": torch.zeros(1, 1, 4, 4, 4)}
@@ -102,3 +106,19 @@ def test_one_gpu_of_each_of_several_processes(tmp_path, monkeypatch, processes, 
     with pytest.raises(ReachedError):
         CliRunner().invoke(app, ["train", str(tmp_path / "tiny.yaml"), "--gpus", "1"], catch_exceptions=False)
     assert trained == [expected]
+
+
+def test_bad_cases_come_before_whatever_a_step_of_ones_own_raises(tmp_path):
+    """A case is checked and prepared in one go. A registered step that raised a KeyError for a sound case ended that at
+    once, and the bad cases behind it were not named any more."""
+    task = load_task(make_task(tmp_path / "Task00_Synthetic", num_cases=3, num_test=0))
+
+    def preprocess(case):
+        raise KeyError(case["case"])
+
+    with pytest.raises(KeyError, match=task.training[0]["case"]):
+        prepare_sound(task.training, (), task, preprocess, workers=1)
+    for case in task.training[1:]:
+        case["label"].unlink()
+    with pytest.raises(DataError, match=r"^2 case\(s\) cannot be used"):
+        prepare_sound(task.training, (), task, preprocess, workers=1)
