@@ -1,9 +1,14 @@
 """The pages point to what exists, and every result and decision is reached from a page."""
 
+import ast
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import volseg
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DECISIONS = ROOT / "workflows" / "benchmarks" / "results", ROOT / "docs" / "decisions"
@@ -76,3 +81,39 @@ def test_decisions_are_numbered_without_a_gap_dated_indexed_and_whole() -> None:
         sections = [line for line in rest if line.startswith("## ")]
         assert sections == ["## Context", "## Decision", "## Tried and rejected", "## Consequences"], page
         assert f"[{title.partition('. ')[2]}]({page.name})" in index, page
+
+
+def broken_names(code: str) -> list[str]:
+    """Return what a block of Python imports from volseg or calls there, and is not there or cannot be called."""
+    broken = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "volseg":
+            home = import_module(node.module or "")
+            names = {one.name: f"{node.module}.{one.name}" for one in node.names}
+            broken += [path for name, path in names.items() if not hasattr(home, name) and not _is_module(path)]
+        elif isinstance(node, ast.Call) and (path := ast.unparse(node.func)).startswith("volseg."):
+            found: object = volseg
+            for name in path.split(".")[1:]:
+                found = getattr(found, name, None)
+            broken += [] if callable(found) else [path]
+    return broken
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
+    """``volseg.parallel.verification.verify(...)`` stood in a page: a module, since the move, and no function."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [name for block in blocks for name in broken_names(block)] == []
+
+
+def test_a_call_of_a_module_and_an_absent_name_are_found() -> None:
+    calls = "volseg.parallel.verification.verify(net)\nvolseg.gone(volseg.FastKernels(net))"
+    code = f"from volseg.data import Read, Write\n{calls}"
+    assert broken_names(code) == ["volseg.data.Write", "volseg.parallel.verification.verify", "volseg.gone"]

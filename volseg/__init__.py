@@ -35,7 +35,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parallel":  # volseg.parallel.verification.verify, whole, pointwise_function
+    if name == "parallel":  # volseg.parallel.verify, whole, pointwise_function
         return import_module("volseg.parallel")
     if name not in __all__:
         raise AttributeError(f"module 'volseg' has no attribute {name!r}")

@@ -55,14 +55,17 @@ def train(
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override  # imports torch: not for --help
+    from volseg.config.loading import path_override
+    from volseg.parallel.devices import count_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     if gpus is not None and gpus > 1:
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
     loaded = experiment.load_config(config, overrides)
-    outcome = experiment.train(loaded if gpus is None else loaded.on_one_device(), resume=resume)
+    if gpus is not None:
+        loaded = loaded.on_one_device(count_launched())
+    outcome = experiment.train(loaded, resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()
@@ -84,7 +87,7 @@ def cross_validate(
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override  # imports torch: not for --help
+    from volseg.config.loading import path_override
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
@@ -180,7 +183,7 @@ def make(
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
     from volseg.data import check_cases, load_task, require_sound  # imports torch: not for --help
-    from volseg.monitoring.progress import count_up  # imports torch: not for --help
+    from volseg.monitoring.progress import count_up
 
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]

@@ -251,10 +251,11 @@ class ExperimentConfig(ConfigModel):
             )
         return self
 
-    def on_one_device(self) -> "ExperimentConfig":
-        """Return the config for one device of this process: nothing is cut there."""
+    def on_one_device(self, num_processes: int = 1) -> "ExperimentConfig":
+        """Return the config for one device of each of ``num_processes``; nothing is cut where that is one process."""
         parallel = self.parallel.model_copy(update={"devices": 1})
-        return self.model_copy(update={"parallel": ParallelConfig() if parallel.only_chooses_kernels else parallel})
+        cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
+        return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to its data, so that it reads them from any working directory."""

@@ -9,7 +9,6 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, read_case, require_sound
 from volseg.data.readers import Read
 from volseg.data.threads import map_in_threads
-from volseg.errors import VolsegError
 
 __all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound"]
 
@@ -60,8 +59,8 @@ def prepare_sound(
     ------
     DataError
         If a case is bad and ``skip_bad`` is off: all bad cases at once.
-    VolsegError
-        If no case is bad, or bad ones are left out, and one cannot be preprocessed: the first such case.
+    Exception
+        If no case is bad, or bad ones are left out, and one cannot be preprocessed: what the first such case raised.
     """
     is_refused = Event()  # from then on cases are checked and not prepared any more: nothing will come of them
 
@@ -73,7 +72,7 @@ def prepare_sound(
             return _Attempt(problems=problems)
         try:
             return _Attempt(prepared=_preprocess(read, case, preprocessing, keep_reference))
-        except VolsegError as fault:  # told below, unless there are bad cases, which come first
+        except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
             return _Attempt(fault=fault)
 
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]
@@ -98,7 +97,7 @@ class _Attempt:
 
     problems: Sequence[Problem] = ()
     prepared: Case | None = None
-    fault: VolsegError | None = None
+    fault: Exception | None = None
     """Why a case without problems could not be preprocessed."""
 
 

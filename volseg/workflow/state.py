@@ -1,7 +1,7 @@
 """What a training is between two batches: the one place that knows what a checkpoint holds, and under which names."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,10 +20,11 @@ ADDED_LATER = {"seconds": (0.0, 0.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingState:
+class TrainingState(Mapping[str, Any]):
     """Everything from which a training goes on as if it had not been interrupted.
 
-    Tensors are the training's own, not copies, until the state is written.
+    Tensors are the training's own, not copies, until the state is written. For one release it is also read as the dict
+    that a checkpoint of format 1 was.
     """
 
     model: Mapping[str, Any]
@@ -85,11 +86,14 @@ class TrainingState:
         if isinstance(content, TrainingState):
             return content
         content = dict(content)
-        has_metadata = content.pop("format", 1) > 1
+        layout = content.pop("format", None)
         names = {known.name for known in fields(cls)}
-        if not has_metadata:
-            beside = {name: content.pop(name) for name in [*content] if name not in names}
-            content = {**ADDED_LATER, "metadata": beside, **content}
+        beside: dict[str, Any] = {}
+        if layout is None or layout < FORMAT:
+            # Without a format it is a `state_dict`, to which somebody may have added values.
+            own = names if layout is None else names - {"metadata"}
+            beside = {name: content.pop(name) for name in [*content] if name not in own}
+            content = {**ADDED_LATER, "metadata": {}, **content}
         if content.keys() != names:
             missing, surplus = sorted(names - content.keys()), sorted(map(str, content.keys() - names))
             raise CheckpointError(
@@ -97,21 +101,37 @@ class TrainingState:
                 f"{surplus or 'nothing'} besides; name a checkpoint that `volseg train` wrote, or update volseg"
             )
         try:
-            return cls(**{**content, **_typed(content)})
+            return cls(**{**content, **_typed(content, beside)})
         except (AttributeError, KeyError, TypeError, ValueError) as fault:
             raise CheckpointError(f"{source} holds a training state with values that are none: {fault}") from fault
 
+    def _as_format_1(self) -> dict[str, Any]:
+        """Return the content of a checkpoint of format 1, which `from_checkpoint` takes too."""
+        content = self.as_checkpoint()
+        return {"format": 1, **content.pop("metadata"), **content}
+
     def __getitem__(self, name: str) -> Any:
         """Read the state as the dict that a checkpoint was before."""
-        warnings.warn(
-            f"a checkpoint is a TrainingState now: read .{name} instead of [{name!r}]", FutureWarning, stacklevel=2
-        )
-        content = self.as_checkpoint()
-        return content[name] if name in content else self.metadata[name]
+        value = self._as_format_1()[name]
+        place = f"metadata[{name!r}]" if name in self.metadata else name
+        advice = "only a file has a format" if name == "format" else f"read .{place} instead of [{name!r}]"
+        warnings.warn(f"a checkpoint is a TrainingState now: {advice}", FutureWarning, stacklevel=2)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names that a checkpoint had before; reading one of them says what to read instead."""
+        return iter(self._as_format_1())
+
+    def __len__(self) -> int:
+        """Return how many names a checkpoint had before."""
+        return len(self._as_format_1())
 
 
-def _typed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not stored as it is used, and the numbers that decide where a training goes on."""
+def _typed(content: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not stored as it is used, and the numbers that decide where a training goes on.
+
+    ``beside`` are values that lay beside the state, and belong to its metadata.
+    """
     seconds, waited = content["seconds"]
     return {
         "steps_done": _count(content["steps_done"]),
@@ -120,7 +140,7 @@ def _typed(content: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": (float(seconds), float(waited)),
         "history": tuple(EpochRecord(**record) for record in content["history"]),
         "best": None if content["best"] is None else EpochRecord(**content["best"]),
-        "metadata": dict(content["metadata"]),
+        "metadata": {**content["metadata"], **beside},
     }
 
 

@@ -3,9 +3,9 @@
 python workflows/benchmarks/in_turns.py before=DIR after=. --result compared.json --keys ms --rounds 3 -- \
     spatial.py --gpus 1 --output OUTPUT
 
-``OUTPUT`` stands for the JSON that the benchmark writes, ``CHECKOUT`` for the checkout's folder. Numbers under the ``--keys`` are compared in the order in
-which they stand there: medians over the rounds, and their ratio to the first checkout's. A change of speed that is
-none of the code's shows in the rounds.
+``OUTPUT`` stands for the JSON that the benchmark writes, ``CHECKOUT`` for the checkout's folder. Numbers under the
+``--keys`` are compared in the order in which they stand there: medians over the rounds, and their ratio to the first
+checkout's. A change of speed that is none of the code's shows in the rounds.
 """
 
 import argparse

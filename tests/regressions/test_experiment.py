@@ -1,0 +1,124 @@
+"""What users of the release before had written, and what became of it: loops that read checkpoints, launch commands."""
+
+import pytest
+import torch
+import yaml
+from monai.losses import DiceCELoss
+from torch import nn
+from typer.testing import CliRunner
+
+from volseg import Named, Training, experiment
+from volseg.cli import app
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_sound
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError
+from volseg.workflow import load_checkpoint, save_checkpoint
+
+BATCH = {"image": torch.ones(1, 1, 4, 4, 4), "label": torch.zeros(1, 1, 4, 4, 4)}
+
+
+class Batches:
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([BATCH] * 2)
+
+
+@pytest.fixture
+def training():
+    torch.manual_seed(0)
+    net = nn.Conv3d(1, 2, 3, padding=1)
+    return Training(
+        Named(net, inputs=["image"], outputs=["logits"]),
+        Named(DiceCELoss(to_onehot_y=True, softmax=True), inputs=["logits", "label"], outputs=["loss"]),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Batches(),
+        epochs=1,
+    )
+
+
+def test_values_that_were_put_beside_the_state_of_a_training_are_kept(training, tmp_path):
+    """A loop wrote ``{**training.state_dict(), "config": ...}``. A state holds metadata of its own now, empty ones,
+    which replaced what lay beside it: the checkpoint was written without the config, and nobody was told."""
+    path = save_checkpoint({**training.state_dict(), "config": {"name": "x"}, "remark": 7}, tmp_path / "mine.pt")
+    assert load_checkpoint(path).metadata == {"config": {"name": "x"}, "remark": 7}
+    again = save_checkpoint({**load_checkpoint(path).as_checkpoint(), "more": 8}, tmp_path / "more.pt")
+    assert load_checkpoint(again).metadata == {"config": {"name": "x"}, "remark": 7, "more": 8}
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint is a TrainingState now:FutureWarning")
+def test_a_checkpoint_is_a_mapping_as_before(training, tmp_path):
+    """``state["epoch"]`` was taken, but ``"epoch" in state`` was a KeyError about 0, and ``get``, ``keys`` and
+    ``{**state}`` were none that a state had."""
+    training.run()
+    path = save_checkpoint({**training.state_dict(), "config": {"name": "x"}}, tmp_path / "it.pt")
+    state = load_checkpoint(path)
+    assert "epoch" in state
+    assert "nothing" not in state
+    assert (state["epoch"], state.get("config"), state.get("nothing", 5), state["format"]) == (1, {"name": "x"}, 5, 1)
+    before = {*training.state_dict()} - {"metadata"} | {"config", "format"}
+    assert set(state) == set(state.keys()) == before
+    assert len(state) == len(before)
+    written = load_checkpoint(save_checkpoint({**state, "epoch": 4, "remark": 7}, tmp_path / "changed.pt"))
+    assert (written.epoch, written.metadata) == (4, {"config": {"name": "x"}, "remark": 7})
+    torch.testing.assert_close(dict(written.model), dict(state.model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("epoch", r"read \.epoch instead"), ("config", r"read \.metadata\['config'\] instead"), ("format", "only a file")],
+)
+def test_what_an_old_name_advises_exists(training, tmp_path, name, advice):
+    """For the config it said ``.config``, which a state does not have."""
+    state = load_checkpoint(save_checkpoint({**training.state_dict(), "config": {}}, tmp_path / "it.pt"))
+    with pytest.warns(FutureWarning, match=advice):
+        assert state[name] is not None
+
+
+class ReachedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("processes", "expected"), [("2", ("spatial", 1)), ("1", ("none", None))])
+def test_one_gpu_of_each_of_several_processes(tmp_path, monkeypatch, processes, expected):
+    """``torchrun --nproc-per-node 2 -m volseg train CONFIG --gpus 1`` cut volumes over two processes. Then ``--gpus 1``
+    took a spatial config for a choice of kernels, and the job was refused for having no strategy."""
+    config = {
+        "name": "tiny",
+        "data": {"root": "data"},
+        "patch": {"size": [16, 16, 16]},
+        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
+        "optimizer": {"name": "SGD", "lr": 0.1},
+        "parallel": {"strategy": "spatial"},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    trained = []
+
+    def note(loaded, **_):
+        trained.append((loaded.parallel.strategy, loaded.parallel.devices))
+        raise ReachedError
+
+    monkeypatch.setattr(experiment, "train", note)
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ReachedError):
+        CliRunner().invoke(app, ["train", str(tmp_path / "tiny.yaml"), "--gpus", "1"], catch_exceptions=False)
+    assert trained == [expected]
+
+
+def test_bad_cases_come_before_whatever_a_step_of_ones_own_raises(tmp_path):
+    """A case is checked and prepared in one go. A registered step that raised a KeyError for a sound case ended that at
+    once, and the bad cases behind it were not named any more."""
+    task = load_task(make_task(tmp_path / "Task00_Synthetic", num_cases=3, num_test=0))
+
+    def preprocess(case):
+        raise KeyError(case["case"])
+
+    with pytest.raises(KeyError, match=task.training[0]["case"]):
+        prepare_sound(task.training, (), task, preprocess, workers=1)
+    for case in task.training[1:]:
+        case["label"].unlink()
+    with pytest.raises(DataError, match=r"^2 case\(s\) cannot be used"):
+        prepare_sound(task.training, (), task, preprocess, workers=1)
