@@ -283,3 +283,7 @@ def _check_not_lazy(net: nn.Module) -> None:
 
 def _rebuild(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
     return ModelParallel(net, **arguments)
+
+
+_rebuilt = _rebuild
+"""The name of before, in models that were pickled then; it goes with the next release."""
