@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from volseg.parallel.state.random import seeded
 __all__ = ["Spatial", "SpatialStrategy"]
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
+
+_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A gloo group of the same processes for each group that is another: one for all models, as torch never lets it go."""
 
 AXES = {"D": -3, "H": -2, "W": -1}
 
@@ -141,7 +145,6 @@ class SpatialStrategy:
         self._checked = False
         self._checked_weights = not self._groups
         self._generator: torch.Generator | None = None
-        self._messages: dist.ProcessGroup | None = None
         wanted = options.channels_last
         self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
@@ -235,10 +238,12 @@ class SpatialStrategy:
         """Return a gloo group of the processes that share a volume; made by all of them together, the first time."""
         group = self.group
         assert group is not None
-        if self._messages is None:
-            ranks, is_gloo = dist.get_process_group_ranks(group), dist.get_backend(group) == "gloo"
-            self._messages = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return self._messages
+        if dist.get_backend(group) == "gloo":
+            return group
+        if group not in _message_groups:
+            ranks = dist.get_process_group_ranks(group)
+            _message_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return _message_groups[group]
 
     def prepare_recording(self) -> torch.Generator:
         """Make ready for a CUDA graph of a step; return the generator that it draws from beside the device's own.
