@@ -9,8 +9,10 @@ from torch import nn
 
 import volseg.losses
 import volseg.parallel
+from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import _rebuilt
-from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
+from volseg.parallel.spatial import Spatial, SpatialStrategy
 from volseg.parallel.verification import comparison, verify
 
 OLD = {
@@ -63,3 +65,17 @@ def test_options_of_a_model_that_was_pickled_before_are_taken() -> None:
     with pytest.warns(FutureWarning, match="record=False"):
         model = _rebuilt(nn.Linear(2, 2), {**arguments, "checkpoint": None, "launch": "eager"})
     assert model.strategy.options == volseg.parallel.Pipeline(split_size=1, record=False)
+
+
+def test_options_of_a_strategy_that_is_built_by_itself_are_taken_as_keywords() -> None:
+    """``SpatialStrategy`` was found by its old name, and knew none of its options by theirs."""
+    net = nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.Conv3d(1, 1, 1))
+    devices = ["cpu", "cpu:1"]
+    with pytest.warns(FutureWarning, match=r"Spatial\(axes='D', offload=True\)"):
+        assert SpatialStrategy(net, devices=devices, axes="D", offload=True).options == Spatial(axes="D", offload=True)
+    options = pytest.warns(FutureWarning, match=r"Pipeline\(split_size=2, cuts=\['1'\], record=False\)")
+    with options, pytest.warns(FutureWarning, match="launch='eager'"):
+        pipeline = PipelineStrategy(net, 2, devices, cuts=["1"], launch="eager", batched=None)
+    assert pipeline.options == Pipeline(split_size=2, cuts=["1"], record=False)
+    with pytest.raises(ParallelError, match="which was given too"):
+        SpatialStrategy(net, Spatial(), devices, axes="D")

@@ -32,6 +32,7 @@ from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, average_gradients
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 from volseg.parallel.state.random import seeded
+from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Spatial", "SpatialStrategy"]
 
@@ -120,6 +121,8 @@ class SpatialStrategy:
         Processes instead of devices; see ``ModelParallel``.
     replicated
         Whether the network gets the values of the first process; not needed for a copy of one that has them.
+    old
+        Options as keywords, as before they were a value; they go with the next release.
     """
 
     def __init__(
@@ -130,8 +133,9 @@ class SpatialStrategy:
         mesh: Any = None,
         *,
         replicated: bool = True,
+        **old: Any,
     ) -> None:
-        self.options = options = Spatial() if options is None else options
+        self.options = options = take_old_options(Spatial, options, old)
         self.net = net
         placed = _find_place(devices, mesh, options.grid)
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
