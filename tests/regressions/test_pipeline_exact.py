@@ -5,6 +5,7 @@ import pickle
 import random
 import types
 from collections.abc import Callable
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -536,3 +537,38 @@ def test_array_that_is_drawn_is_not_recorded():
         found.append([each(x) for x in inputs])
     torch.testing.assert_close(*found, **ROUND_OFF)
     assert not model.strategy.is_replaying
+
+
+class Factors(Enum):
+    """What a member holds may change; which member it is does not tell."""
+
+    LIST = ([2.0],)
+
+
+class AllAlike(Enum):
+    """Members that are equal to Python, and cannot be hashed."""
+
+    TWO = 2.0
+    FIVE = 5.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AllAlike)
+
+
+@pytest.mark.parametrize(
+    ("modes", "recorded"),
+    [([Factors.LIST] * (WARM_UP + 3), False), ([AllAlike.TWO] * (WARM_UP + 2) + [AllAlike.FIVE], True)],
+)
+def test_argument_that_is_a_member_of_an_enumeration_is_told_by_what_it_holds(modes: list[Enum], recorded: bool):
+    """By ``==`` one recording served for both members, or for a list that had changed; or the batch was not run."""
+
+    def factor_of(mode: Enum) -> float:
+        return mode.value[0][0] if isinstance(mode.value, tuple) else mode.value
+
+    net = chain(lambda net, x, mode: net.b(net.a(x) * factor_of(mode)))
+    model = pipeline(net, record=True)
+    for number, mode in enumerate(modes):
+        Factors.LIST.value[0][0] = 3.0 if number == len(modes) - 1 else 2.0
+        x = volumes()
+        torch.testing.assert_close(model(x, mode), net.b(net.a(x) * factor_of(mode)), **ROUND_OFF)
+    assert model.strategy.is_replaying is recorded

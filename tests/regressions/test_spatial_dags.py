@@ -165,3 +165,58 @@ def test_a_batch_of_no_samples_and_a_volume_without_a_batch(devices: list[str]) 
     model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
     volume = torch.randn(2, 9, 6, 5, dtype=torch.float64)
     torch.testing.assert_close(model(volume).full_tensor(), plain(volume))
+
+
+# --- the gradient of a join ----------------------------------------------------------------------------------------
+
+
+class Joins(nn.Module):
+    """Joins two volumes, asks for the gradient of the join, and convolves it; or the other way round."""
+
+    def __init__(self, ask: Callable[[Tensor], object], late: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = convolution(), convolution(), nn.Conv3d(4, 2, 3, padding=1)
+        self.ask, self.late = ask, late
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.relu(nn.functional.instance_norm(self.first(x)))
+        self.join = torch.cat([skip, self.second(skip)], 1)
+        if not self.late:
+            self.ask(self.join)
+        result = self.last(self.join)
+        if self.late:
+            self.ask(self.join)
+        return result
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_the_hook_of_a_join_is_called_with_what_a_convolution_gives_it(devices: list[str]) -> None:
+    """The convolution gave the joined volumes their gradients, and the join none: the hook changed nothing."""
+    assert_same(Joins(lambda join: join.register_hook(lambda gradient: gradient * 3), late=False).double(), devices)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_a_join_retains_the_gradient_that_a_convolution_gives_it(devices: list[str]) -> None:
+    """It was None."""
+    plain = Joins(lambda join: join.retain_grad(), late=False).double()
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
+    x = torch.randn(1, 2, 9, 4, 4, dtype=torch.float64)
+    for net in (plain, model):
+        net(x).sin().sum().backward()
+    torch.testing.assert_close(model.module.join.grad.full_tensor(), plain.join.grad)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda join: join.register_hook(lambda gradient: gradient * 3),
+        lambda join: join.retain_grad(),
+        lambda join: torch.autograd.grad(join.sum(), join),
+    ],
+    ids=["hook", "retain_grad", "autograd.grad"],
+)
+def test_the_gradient_of_a_join_that_went_past_it_is_refused(ask: Callable[[Tensor], object]) -> None:
+    """Without a word it was that of everything but the convolution."""
+    model = ModelParallel(Joins(ask, late=True).double(), strategy="spatial", devices=["cpu"])
+    with pytest.raises(UnsupportedOperatorError, match="before the convolution"):
+        model(torch.randn(1, 2, 9, 4, 4, dtype=torch.float64))

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
+from volseg.parallel.spatial.strategy import _message_groups
 from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 
@@ -255,3 +256,21 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str) -> None:
     assert_all_well(in_group(2, CASES[name]))
+
+
+def message_groups_of_two_models() -> tuple[bool, bool]:
+    models = [spatial(convolution()) for _ in range(2)]
+    backend, dist.get_backend = dist.get_backend, lambda group=None: "not gloo"
+    try:
+        first, second = (model.strategy.message_group() for model in models)
+    finally:
+        dist.get_backend = backend
+    found = first is second, first is not models[0].strategy.group
+    del _message_groups[models[0].strategy.group]
+    dist.destroy_process_group(first)
+    return found
+
+
+def test_models_of_one_group_send_their_batches_messages_through_one_group_of_gloo() -> None:
+    """Each model made one of its own at its first batch, which torch holds for as long as the process lives."""
+    assert in_group(2, message_groups_of_two_models) == [(True, True)] * 2

@@ -21,18 +21,18 @@ from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
 __all__ = [
-    "PLAIN",
     "Composed",
     "Graph",
     "RecordedFunction",
     "describe_inputs",
+    "describe_plain",
     "read_modes",
     "undisturbed",
     "without_cached_casts",
 ]
 
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, Enum)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments, besides tensors, whose value says all."""
 
 
@@ -74,11 +74,32 @@ def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] 
         if isinstance(leaf, Tensor):
             made = leaf.arrangement if is_composed(leaf) else leaf.stride() if with_strides else None
             found.append((type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, made))
-        elif isinstance(leaf, PLAIN):
-            found.append((type(leaf), leaf))  # True == 1 == 1.0
+        elif (plain := describe_plain(leaf)) is not None:
+            found.append(plain)
         else:
             return None
     return str(structure), *found
+
+
+def describe_plain(value: Any) -> Hashable | None:
+    """Return what tells a plain value from any other, or None where it is not plain, and may hold something else later.
+
+    Which member of an enumeration it is says nothing of what the member holds: a list can be changed. Nor does ``==``,
+    which its class may define as it likes. So it is plain where all that it holds is, and its name tells it.
+    """
+    if isinstance(value, Enum):
+        held = [part for name, part in vars(value).items() if not _is_of_enumerations(name)]
+        parts = [describe_plain(part) for part in (value._value_, *held)]
+        return None if None in parts else (type(value), value._name_, *parts)
+    if type(value) in (tuple, torch.Size):
+        parts = [describe_plain(part) for part in value]
+        return None if None in parts else (type(value), *parts)
+    return (type(value), value) if isinstance(value, PLAIN) else None  # True == 1 == 1.0
+
+
+def _is_of_enumerations(name: str) -> bool:
+    """Say whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
+    return name.startswith("_") and name.endswith("_")
 
 
 def read_modes() -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -35,16 +34,13 @@ from volseg.parallel.devices import list_gpus
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
-from volseg.parallel.strategy import Devices, Options, Strategy
+from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
 
-__all__ = ["ModelParallel", "take_new_names"]
+__all__ = ["ModelParallel"]
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
-
-LAUNCH = {"auto": "auto", "eager": False, "graphs": True}
-"""What ``record`` is for the values of its old name."""
 
 
 class ModelParallel(nn.Module):
@@ -206,36 +202,6 @@ class ModelParallel(nn.Module):
         return type(self.strategy).__name__
 
 
-def take_new_names(given: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
-    """Take the old name of an option for its new one, with a warning.
-
-    Parameters
-    ----------
-    given
-        Options by name.
-    stacklevel
-        Whose call the warning names: two for the caller's, three for its caller's.
-
-    Raises
-    ------
-    ParallelError
-        If both names were given, or a value that the option never had.
-    """
-    if "launch" not in given:
-        return dict(given)
-    launch = given["launch"]
-    if launch not in LAUNCH or "record" in given:
-        raise ParallelError(
-            f"launch={launch!r} is the old name of record: pass record='auto', True (recorded) or False (eager) instead"
-        )
-    warnings.warn(
-        f"ModelParallel(launch={launch!r}) is record={LAUNCH[launch]!r} now; the old name goes with the next release",
-        FutureWarning,
-        stacklevel=stacklevel,
-    )
-    return {**{name: value for name, value in given.items() if name != "launch"}, "record": LAUNCH[launch]}
-
-
 def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:
     """Return the options of the strategy to begin with, and why."""
     if isinstance(strategy, Spatial | Pipeline):
@@ -283,3 +249,7 @@ def _check_not_lazy(net: nn.Module) -> None:
 
 def _rebuild(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
     return ModelParallel(net, **arguments)
+
+
+_rebuilt = _rebuild
+"""The name of before, in models that were pickled then; it goes with the next release."""

@@ -288,6 +288,7 @@ def test_a_skip_that_waits_for_its_join(whole: Tensor) -> None:
     expected = torch.cat([F.instance_norm(whole), F.relu(F.instance_norm(whole * 2.0))], 1)
     torch.testing.assert_close(joined.slabs[0], expected)
     assert joined.slabs[0] is slab
+    assert joined.pending.parts is None  # who has seen the join may wait for its gradient
     weights = torch.randn_like(expected)
     torch.testing.assert_close(
         torch.autograd.grad((slab * weights).sum(), whole), torch.autograd.grad((expected * weights).sum(), whole)

@@ -281,6 +281,10 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
 
     class Mode(Enum):
         FAST = 1
+        PAIR = (1, "a")
+
+    class Open(Enum):
+        LIST = (["may change"],)
 
     x = torch.zeros(2)
     given = [
@@ -289,12 +293,16 @@ def test_a_signature_tells_types_apart_and_refuses_what_it_cannot_know() -> None
         (x, 1.0),
         (x, "1"),
         (x, Mode.FAST),
+        (x, Mode.PAIR),
+        (x, torch.float32),
+        (x, torch.device("cpu")),
         (x.clone().requires_grad_(), 1),
         (nn.Parameter(x), 1),
     ]
     assert len({describe_inputs(inputs) for inputs in given}) == len(given)
     assert describe_inputs((x, object())) is None
     assert describe_inputs((x, SimpleNamespace(alpha=1))) is None
+    assert describe_inputs((x, Open.LIST)) is None
 
 
 def test_an_input_that_needs_a_gradient_is_not_recorded() -> None:

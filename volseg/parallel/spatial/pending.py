@@ -96,7 +96,8 @@ class Pending(ABC):
     Attributes
     ----------
     parts
-        The slabs that the one slab joins, if it does: an operator can hand each its own gradient.
+        The slabs that the one slab joins, if it does: an operator can hand each its own gradient. None once the slab
+        was shown: who has seen it may wait for its gradient, by a hook for example.
     """
 
     __slots__ = ()
@@ -207,7 +208,7 @@ class Written(Pending):
 
     def show(self, volume: "ShardedVolume") -> list[Tensor]:
         """Return the slabs."""
-        volume.pending = PLAIN_SHOWN if self.recipe is None else Shown(self.recipe, self.unchanged, self.parts)
+        volume.pending = PLAIN_SHOWN if self.recipe is None else Shown(self.recipe, self.unchanged)
         return volume._slabs
 
     def release(self, volume: "ShardedVolume") -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,14 @@ from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, average_gradients
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 from volseg.parallel.state.random import seeded
+from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Spatial", "SpatialStrategy"]
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
+
+_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A gloo group of the same processes for each group that is another: one for all models, as torch never lets it go."""
 
 AXES = {"D": -3, "H": -2, "W": -1}
 
@@ -116,6 +121,8 @@ class SpatialStrategy:
         Processes instead of devices; see ``ModelParallel``.
     replicated
         Whether the network gets the values of the first process; not needed for a copy of one that has them.
+    old
+        Options as keywords, as before they were a value; they go with the next release.
     """
 
     def __init__(
@@ -126,8 +133,9 @@ class SpatialStrategy:
         mesh: Any = None,
         *,
         replicated: bool = True,
+        **old: Any,
     ) -> None:
-        self.options = options = Spatial() if options is None else options
+        self.options = options = take_old_options(Spatial, options, old)
         self.net = net
         placed = _find_place(devices, mesh, options.grid)
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
@@ -141,7 +149,6 @@ class SpatialStrategy:
         self._checked = False
         self._checked_weights = not self._groups
         self._generator: torch.Generator | None = None
-        self._messages: dist.ProcessGroup | None = None
         wanted = options.channels_last
         self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
@@ -235,10 +242,12 @@ class SpatialStrategy:
         """Return a gloo group of the processes that share a volume; made by all of them together, the first time."""
         group = self.group
         assert group is not None
-        if self._messages is None:
-            ranks, is_gloo = dist.get_process_group_ranks(group), dist.get_backend(group) == "gloo"
-            self._messages = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return self._messages
+        if dist.get_backend(group) == "gloo":
+            return group
+        if group not in _message_groups:
+            ranks = dist.get_process_group_ranks(group)
+            _message_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return _message_groups[group]
 
     def prepare_recording(self) -> torch.Generator:
         """Make ready for a CUDA graph of a step; return the generator that it draws from beside the device's own.

@@ -47,6 +47,8 @@ class ShardedVolume(Tensor):
     hooks
         What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). One slab
         has its own.
+    is_bypassed
+        Whether a gradient goes past the one slab, to the slabs that it joins: the slab's own is not all of it.
     """
 
     run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
@@ -57,6 +59,7 @@ class ShardedVolume(Tensor):
     merged: Merged | None = None
     origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
+    is_bypassed: bool = False
     _slabs: list[Tensor]
     _shape: torch.Size
 

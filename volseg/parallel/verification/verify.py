@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
-from volseg.parallel.model_parallel import take_new_names
+from volseg.parallel.strategy import take_new_names
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
 from volseg.parallel.verification.modes import Comparison, Criterion, make_copies
 from volseg.parallel.verification.report import ModeResult, Report

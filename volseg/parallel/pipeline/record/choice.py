@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.graph import PLAIN, describe_inputs, read_modes
+from volseg.device.graph import describe_inputs, describe_plain, read_modes
 from volseg.device.record_policy import Kind, Recordings
 from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
@@ -291,4 +291,4 @@ class ObservedRun(PlacedRun):
     def _describe(self, leaf: Any) -> Hashable:
         if isinstance(leaf, Tensor):
             return id(leaf) if id(leaf) in self.placement.owners else getattr(leaf, "_volseg_order", None)
-        return leaf if isinstance(leaf, PLAIN) else str(type(leaf))
+        return describe_plain(leaf) or str(type(leaf))

@@ -50,7 +50,9 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
             wait = None
         weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
     # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
-    parts = [slab] if recipe is None or pending.parts is None else pending.parts
+    parts = [slab]
+    if recipe is not None and pending.parts is not None:
+        parts, volume.is_bypassed = pending.parts, True
     work = _Input(slab.detach(), plan, recipe, room, wait)
     result = _Convolve.apply(work, weight, bias, *parts)
     work.slab = None

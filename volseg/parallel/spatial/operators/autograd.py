@@ -112,6 +112,8 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False)
 def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell it to each slab."""
+    if func is Tensor.retain_grad:
+        _check_not_bypassed(args[0])
     for slab in args[0].slabs:
         func(slab, *args[1:], **kwargs)
 
@@ -131,7 +133,7 @@ def backward_of_several(
     """Start the backward pass from volumes and ordinary tensors."""
     roots = _sequence(tensors)
     given = _gradients(roots, grad_tensors)
-    leaves = None if inputs is None else _flat(_sequence(inputs))
+    leaves = None if inputs is None else _flat_leaves(_sequence(inputs))
     with with_overrides():  # off in handlers; blocks that are computed again need it, and hooks
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
@@ -150,7 +152,7 @@ def differentiate(
     roots, leaves = _sequence(outputs), _sequence(inputs)
     given = _gradients(roots, grad_outputs)
     with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat(leaves), given, retain_graph, allow_unused=True)
+        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), given, retain_graph, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:
         parts = _flat([leaf])
@@ -180,6 +182,23 @@ def _flat(tensors: Sequence[Any]) -> list[Tensor]:
     return [part for one in tensors for part in (one.slabs if isinstance(one, ShardedVolume) else [one])]
 
 
+def _flat_leaves(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors whose gradients are asked for, likewise."""
+    for one in tensors:
+        if isinstance(one, ShardedVolume):
+            _check_not_bypassed(one)
+    return _flat(tensors)
+
+
+def _check_not_bypassed(volume: ShardedVolume) -> None:
+    """Refuse the gradient of a join that a convolution has read: it goes to what was joined, without being joined."""
+    if volume.is_bypassed:
+        refuse(
+            "a convolution that has read this join hands its gradient to the volumes that were joined: ask for theirs, "
+            "or register the hook, or call retain_grad(), before the convolution"
+        )
+
+
 def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     """Return the gradient of each part of each root."""
     given = [None] * len(roots) if gradients is None else _sequence(gradients)
@@ -204,6 +223,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     used, slabs = isinstance(input.pending, Shown), input.slabs
+    _check_not_bypassed(input)
     dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 
     def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
