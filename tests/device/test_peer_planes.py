@@ -161,7 +161,7 @@ def test_an_open_exchange_is_completed_before_the_next_is_sent() -> None:
         # Both have sent before either receives the exchange before: one device's shards take turns.
         for side, stream in zip(both.sides, both.streams, strict=True):
             with stream:
-                side._complete(capturing=False)
+                side._complete(recording=False)
         for rank, (side, stream) in enumerate(zip(both.sides, both.streams, strict=True)):
             pair = [None, None]
             pair[1 - rank] = sent[rank]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import pytree
+from volseg.device.torch_internals import accept_gradients_of_other_streams, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching, Runner
@@ -154,6 +154,9 @@ class PipelineStrategy:
         self.net = net
         self.split_size, self.cuts = self.options.split_size, self.options.cuts
         self.devices = choose_devices(devices)
+        if any(device.type == "cuda" for device in self.devices):
+            # What a recording hands to autograd comes from the stream that it is replayed on; autograd waits for it.
+            accept_gradients_of_other_streams()
         if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
