@@ -1,6 +1,6 @@
 """Several devices that behave as one: ``ModelParallel`` and what it is made of.
 
-It imports nothing of volseg but the errors, and works in any PyTorch loop.
+Of volseg it imports ``device`` and the errors, and it works in any PyTorch loop.
 """
 
 import warnings

@@ -27,7 +27,7 @@ The parts, from plan to effect:
 - ``memory``: activations that are computed again, or wait in host memory.
 - ``strategy``: what a user sees.
 
-Each imports only what stands further down (a contract in ``pyproject.toml``).
+What may import what is a contract in ``pyproject.toml``: nothing that computes comes below a plan.
 
 Where this refuses: a function without a handler raises. Nothing is run on what only looks like the volume, nothing
 is approximated, and no level is too coarse: a volume with fewer planes than shards is computed whole by everybody.
