@@ -245,7 +245,21 @@ def build_training(
     validation: Callable[[], Score] | None,
     hooks: Sequence[Hook],
 ) -> Training:
-    """Return the training that the config describes."""
+    """Return the training that the config describes.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Losses, optimizer, schedule and loop.
+    model : nn.Module
+        As `build_model` made it.
+    batches : EpochBatches
+        What it trains on.
+    validation : callable or None
+        Called when one is due.
+    hooks : sequence of Hook
+        Called in this order.
+    """
     settings = config.training
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(

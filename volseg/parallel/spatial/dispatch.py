@@ -151,7 +151,19 @@ class Copied:
 def _checked(
     entry: Entry, func: Callable, result: Any, expected: list[Outline] | None, given: list[ShardedVolume]
 ) -> Any:
-    """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there."""
+    """Return the result, if it is what torch returns, and marked where it is a copy of what is a view there.
+
+    Parameters
+    ----------
+    entry, func
+        The function that ran, and its entry.
+    result
+        Of its handler.
+    expected
+        What torch returns for such shapes; None where that was not asked.
+    given
+        The volumes among its arguments.
+    """
     if expected is not None:
         check(func, result.value if type(result) is Copied else result, expected)
     if type(result) is Copied:

@@ -181,6 +181,19 @@ def nearest_planes(
     torch is asked, with a ramp: how it rounds depends on its version, the dtype and the number of dims. Its backward
     pass on a CPU computes the planes in another way than the forward pass (``nearest_idx`` in UpSampleKernel.cpp copies
     where the size stays, and rounds otherwise), so that they may differ.
+
+    Parameters
+    ----------
+    size, outputs
+        Planes before and after.
+    mode
+        ``"nearest"`` or ``"nearest-exact"``.
+    scale
+        The user's ``scale_factor``, or None where a size was given.
+    dtype
+        Of the volume.
+    dim, count
+        Which of how many spatial dims.
     """
     ramp = torch.arange(size, dtype=dtype if dtype == torch.float64 else torch.float32)
     along = [1] * count

@@ -103,10 +103,22 @@ class Communicator(ABC):
     def fetch(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> list[Tensor]:
-        """Give each shard the planes it wants of a volume with ``size`` planes along ``dim``, cut by mesh ``axis``.
+        """Give each shard the planes it wants of a volume.
 
-        ``wanted`` has one span per position on the mesh axis, inside ``[0, size)``, possibly empty. Other dims may
-        have any extent. ``unit`` planes of the volume stay together (see ``spans``).
+        Parameters
+        ----------
+        slabs
+            Of this process; other dims than the cut one may have any extent.
+        axis
+            Mesh axis that cuts the volume.
+        dim
+            Tensor dim that it cuts.
+        size
+            Planes of the whole volume along ``dim``.
+        wanted
+            One span for each position on the mesh axis, inside ``[0, size)``, possibly empty.
+        unit
+            So many planes stay together (see ``spans``).
         """
 
     @abstractmethod

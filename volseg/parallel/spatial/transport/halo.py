@@ -86,9 +86,20 @@ def write_outer_first(
     write: Callable[[int, int], None],
     write_ends: Callable[[int, int], None] | None = None,
 ) -> Wait | None:
-    """Write a slab with ``write(first, count)``; planes that the neighbours wait for come first, and are sent.
+    """Write a slab; planes that the neighbours wait for come first, and are sent.
 
-    ``write_ends(front, back)`` writes so many of the first and of the last planes, where one pass can.
+    Parameters
+    ----------
+    out
+        The slab to write.
+    room
+        Planes of room around it.
+    halo
+        What the neighbours need; None where there are none.
+    write
+        ``write(first, count)`` writes so many planes from the first on.
+    write_ends
+        ``write_ends(front, back)`` writes so many of the first and of the last planes, where one pass can.
     """
     planes = out.shape[DIM]
     if halo is None:

@@ -89,7 +89,7 @@ class ProcessGroupShards(Communicator):
         return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit)]
 
     def exchange(self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1) -> Tensor:
-        """Return the wanted planes, outside autograd."""
+        """Return the wanted planes, outside autograd; arguments as those of ``Communicator.fetch``."""
         return self.start_exchange(slab, axis, dim, size, wanted, unit)()
 
     def start_exchange(
