@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import tree_map
 from volseg.errors import ParallelError, VolsegError
+from volseg.parallel.devices import list_gpus
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline.observe.costs import observe_copy
 from volseg.parallel.pipeline.observe.trace import find_segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial import SpatialStrategy
+from volseg.parallel.state.random import seeded
 from volseg.parallel.verification.comparison import (
     Difference,
     Values,
@@ -27,7 +29,7 @@ from volseg.parallel.verification.comparison import (
     whole,
 )
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few, seeded
+from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few
 
 __all__ = ["Comparison", "Mode", "make_copies"]
 
@@ -270,7 +272,7 @@ class Comparison:
         if mode.recorded and self.strategy == "spatial" and devices is not None:
             devices = devices[:1]  # a step is recorded on one GPU of each process
         options = {**self.options, **dict(mode.options)}
-        with seeded(seed):
+        with seeded(seed, list_gpus()):
             model = ModelParallel(copy.deepcopy(net), strategy=self.strategy, devices=devices, **options)
             recomputes = self.strategy == "spatial" and "checkpoint" in options
             if recomputes and not model.strategy.volumes.recomputation.blocks:
@@ -362,7 +364,7 @@ def _must_differ(found: Difference) -> Difference:
 def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return where stages of about as many calls begin; a pipeline's own choice may be one stage for a tiny volume."""
     arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
-    with seeded(0), torch.no_grad():
+    with seeded(0, list_gpus()), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
     starts = [segment.calls[0].path for segment in find_segments(trace)]
     known = list(dict.fromkeys(path for path in starts[1:] if path and not starts[0].startswith(path)))

@@ -5,18 +5,18 @@ not repeat itself with one seed, is said to be so.
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from volseg.device.torch_internals import DropoutNd, NormBase, get_buffers
 from volseg.errors import GridError, ParallelError
+from volseg.parallel.devices import list_gpus
+from volseg.parallel.state.random import seeded
 from volseg.parallel.verification.comparison import (
     TOLERANCE,
     Values,
@@ -28,7 +28,7 @@ from volseg.parallel.verification.comparison import (
     observe_call,
 )
 
-__all__ = ["MOST", "Subject", "cut_pieces", "name_few", "seeded"]
+__all__ = ["MOST", "Subject", "cut_pieces", "name_few"]
 
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -37,21 +37,6 @@ MARGIN = 100
 
 MOST = 1e-5
 """No error above it is put down to round-off: what is wrong is above 1e-4."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, NumPy and Python, and put the caller's random states back afterwards."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002  (what a forward may draw from)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
 
 
 def cut_pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
@@ -148,7 +133,7 @@ class Subject:
 
     def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
         model = copy.deepcopy(net)
-        with self._own_fault(), seeded(seed):
+        with self._own_fault(), seeded(seed, list_gpus()):
             return observe_call(model, inputs)
 
     def reference(
@@ -200,7 +185,7 @@ class Subject:
                 return model(*arguments)
             return join([model(*piece) for piece in cut_pieces(arguments, split_size)])
 
-        with self._own_fault(), seeded(0):
+        with self._own_fault(), seeded(0, list_gpus()):
             return observe(model, inputs, eager_step(call, objective, gradients), steps, self.leaves)
 
     def mixes_samples(self, split_size: int) -> bool:

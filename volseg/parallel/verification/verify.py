@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError
+from volseg.parallel.devices import list_gpus
+from volseg.parallel.state.random import seeded
 from volseg.parallel.strategy import take_new_names
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
 from volseg.parallel.verification.modes import Comparison, Criterion, make_copies
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import seeded
 
 __all__ = ["TOLERANCE", "ModeResult", "Report", "compare", "default_objective", "verify"]
 
@@ -92,7 +93,7 @@ def verify(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
     options = take_new_names(options)
-    with seeded(0), _hear() as said:
+    with seeded(0, list_gpus()), _hear() as said:
         criterion = Criterion(objective, tolerance)
         comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)
         return comparison.report(said)
