@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
-from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
-from volseg.parallel import RecordedStep
+from volseg.errors import CheckpointError, ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
 from volseg.workflow.named import Named
@@ -30,15 +30,13 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.recorded_step import can_be_recorded, plain_rates
+from volseg.workflow.recorded_step import plain_rates
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
+from volseg.workflow.step import TrainingStep
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
-
-CHECK_EVERY = 32
-"""Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
 ScoreT = TypeVar("ScoreT", bound="Score")
 logger = logging.getLogger(__name__)
@@ -161,12 +159,19 @@ class Training:
         self.epochs = epochs
         self.validation = validation
         self.validate_every = validate_every
-        self.clip = clip
         self.accumulate = accumulate
         self.hooks = list(hooks)
         self.device = next(model.parameters()).device
         self.precision = Precision.choose(precision, self.device)
-        self.scaler = self.precision.scaler()
+        self.step = TrainingStep(
+            model,
+            self.objective,
+            optimizer,
+            self.precision,
+            clip=clip,
+            record=record and accumulate == 1,
+            look=lambda losses: self._losses.require_finite(losses),
+        )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
         self.num_batches = len(batches)  # type: ignore[arg-type]
         steps_per_epoch = -(-self.num_batches // accumulate)
@@ -178,14 +183,9 @@ class Training:
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
         self._stop_reason: str | None = None
-        self._losses: list[dict[str, Tensor]] = []  # of this epoch, on the device
-        self._cases: list[Sequence[str]] = []
-        self._num_checked = 0
+        self._losses = EpochLosses(self.objective.names)
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._recorded: RecordedStep | None = None
-        if record and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
-            self._recorded = RecordedStep(self.network, self._computed, optimizer=optimizer)
 
     @property
     def finished(self) -> bool:
@@ -223,8 +223,7 @@ class Training:
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
-                if self._recorded is not None:
-                    self._recorded.release()  # its memory is the final validation's; and no group ends before
+                self.step.release()  # its memory is the final validation's; and no group ends before
                 self._emit("on_training_end")
         self._interruption.raise_as_signal()
         return self.history
@@ -244,44 +243,25 @@ class Training:
             at_check = self.device.type == "cpu" or self.position % CHECK_EVERY == 0
             if at_check and self.position % self.accumulate == 0 and self._must_stop():
                 break
-        self._check_losses()
+        self._look_at_losses()
         self._seconds += time.perf_counter() - begin
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
         self._emit("on_batch_begin", batch)
-        self._cases.append(batch.get("case", ()))
+        self._losses.begin_batch(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        if self._recorded is None:
-            losses = self._computed(tensors)
-        else:  # the next replay overwrites them
-            losses = {name: loss.clone() for name, loss in self._recorded(tensors).items()}
-        self._losses.append(losses)
+        completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
+        losses = self.step(tensors, gathered=self._group_size(), completes=completes)
+        self._losses.add(losses)
         self.position += 1
-        if self.position % self.accumulate == 0 or self.position == self.num_batches:
+        if completes:
             self.schedule.step()
             if self.average:
                 self.average.update()
-        if len(self._losses) - self._num_checked >= CHECK_EVERY:
-            self._check_losses()
+        if self._losses.is_due:
+            self._look_at_losses()
         self._emit("on_batch_end", {**batch, **losses})
-
-    def _computed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run one batch and, when enough are gathered, the optimizer; return the losses."""
-        with self.precision.autocast():
-            fields = self.objective({**tensors, **self.model(tensors)})
-        losses = {name: fields[name].detach() for name in self.objective.names}
-        if self.device.type == "cpu":  # before the step, so that a bad loss never reaches the weights
-            self._refuse_not_finite(len(self._losses), losses)
-        self.scaler.scale(fields["loss"] / self._group_size()).backward()
-        if (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches:
-            if self.clip:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-        return losses
 
     def _group_size(self) -> int:
         """Return how many batches share the current optimizer step; the last group of an epoch may be a short one."""
@@ -300,10 +280,9 @@ class Training:
         except StopRequested:
             self._must_stop()  # tells which signal it was to the processes that did not get it
             return False
-        losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
         record = EpochRecord(
             epoch=self.epoch,
-            losses={name: values.float().mean().item() for name, values in losses.items()},
+            losses=self._losses.compute_means(),
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             seconds=self._seconds,
             seconds_waited=self._seconds_waited,
@@ -313,7 +292,7 @@ class Training:
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
-        self._losses, self._cases, self._num_checked = [], [], 0
+        self._losses = EpochLosses(self.objective.names, self.epoch)
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -348,26 +327,9 @@ class Training:
         self._interruption.take(largest_over_processes(self._interruption.signal or 0, self.device))
         return bool(self._interruption)
 
-    def _check_losses(self) -> None:
-        """Raise if a loss since the last check is not finite; keep the newest losses for display."""
-        names = self.objective.names
-        for number in range(self._num_checked, len(self._losses), CHECK_EVERY):
-            fresh = self._losses[number : number + CHECK_EVERY]
-            values = torch.stack([torch.stack([losses[name].float() for name in names]) for losses in fresh]).cpu()
-            for offset, row in enumerate(values):
-                self._refuse_not_finite(number + offset, dict(zip(names, row, strict=True)))
-        if self._losses:
-            self.latest_losses = {name: float(self._losses[-1][name]) for name in names}
-        self._num_checked = len(self._losses)
-
-    def _refuse_not_finite(self, number: int, losses: Mapping[str, Tensor]) -> None:
-        values = {name: value.item() for name, value in losses.items()}
-        if not all(map(math.isfinite, values.values())):
-            cases = ", ".join(self._cases[number]) or "(the batch has no field `case`)"
-            raise NonFiniteLossError(
-                f"the loss is not finite in epoch {self.epoch}, batch {number}: {values}; cases: {cases}. "
-                "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
-            )
+    def _look_at_losses(self) -> None:
+        """Raise if a loss since the last look is not finite; keep the newest losses for display."""
+        self.latest_losses = self._losses.look() or self.latest_losses
 
     def _emit(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:
@@ -379,13 +341,13 @@ class Training:
             model=self.network.state_dict(),
             optimizer=plain_rates(self.optimizer.state_dict()),
             steps_done=self.schedule.steps_done,
-            scaler=self.scaler.state_dict(),
+            scaler=self.step.scaler.state_dict(),
             average=self.average.state_dict() if self.average else None,
             random=random_state(),
             epoch=self.epoch,
             position=self.position,
-            losses=tuple(self._losses),
-            cases=tuple(self._cases),
+            losses=tuple(self._losses.losses),
+            cases=tuple(self._losses.cases),
             seconds=(self._seconds, self._seconds_waited),
             history=tuple(self.history),
             best=self.best,
@@ -414,11 +376,10 @@ class Training:
         except (KeyError, ValueError, RuntimeError) as fault:
             raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
         self.schedule.go_to(state.steps_done)
-        self.scaler.load_state_dict(dict(state.scaler))
+        self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
-        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
-        self._cases = [tuple(cases) for cases in state.cases]
-        self._num_checked = len(self._losses)
+        losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
+        self._losses = EpochLosses(self.objective.names, self.epoch, losses, state.cases)
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         restore_random_state(state.random)
