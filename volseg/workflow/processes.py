@@ -1,11 +1,13 @@
 """What the processes of one job have to agree on."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-from volseg.parallel.devices import has_process_group, is_distributed
+from volseg.parallel.devices import count_processes, has_process_group, is_distributed
 
-__all__ = ["largest_over_processes", "leave_processes"]
+__all__ = ["gather_over_processes", "largest_over_processes", "leave_processes"]
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
@@ -15,6 +17,15 @@ def largest_over_processes(value: int, device: torch.device) -> int:
     values = torch.tensor([value], device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return int(values.item())
+
+
+def gather_over_processes(names: Sequence[str]) -> list[str]:
+    """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
+    if not is_distributed():
+        return list(names)
+    gathered: list[Sequence[str]] = [()] * count_processes()
+    dist.all_gather_object(gathered, list(names))
+    return list(dict.fromkeys(name for each in gathered for name in each))
 
 
 def leave_processes() -> None:

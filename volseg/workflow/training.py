@@ -28,7 +28,7 @@ from volseg.workflow.interrupts import Interruption, StopRequested, catch_signal
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import largest_over_processes
+from volseg.workflow.processes import gather_over_processes, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.recorded_step import plain_rates
 from volseg.workflow.records import EpochRecord
@@ -170,6 +170,7 @@ class Training:
             self.precision,
             clip=clip,
             record=record and accumulate == 1,
+            batch_size=getattr(batches, "batch_size", None),
             look=lambda losses: self._losses.require_finite(losses),
         )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
@@ -183,7 +184,7 @@ class Training:
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
         self._stop_reason: str | None = None
-        self._losses = EpochLosses(self.objective.names)
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
 
@@ -292,7 +293,7 @@ class Training:
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
-        self._losses = EpochLosses(self.objective.names, self.epoch)
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -326,6 +327,13 @@ class Training:
         """Tell whether a signal came, to this process or to any other of the job."""
         self._interruption.take(largest_over_processes(self._interruption.signal or 0, self.device))
         return bool(self._interruption)
+
+    def _new_losses(
+        self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
+    ) -> EpochLosses:
+        """Return the losses of the current epoch, those of the batches that are done among them."""
+        gather = gather_over_processes if self.step.replicated is not None else tuple
+        return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
 
     def _look_at_losses(self) -> None:
         """Raise if a loss since the last look is not finite; keep the newest losses for display."""
@@ -379,7 +387,7 @@ class Training:
         self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
-        self._losses = EpochLosses(self.objective.names, self.epoch, losses, state.cases)
+        self._losses = self._new_losses(losses, state.cases)
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         restore_random_state(state.random)
