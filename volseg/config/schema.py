@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ConfigModel
+from volseg.config.base import ConfigModel, validated
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 
 __all__ = [
@@ -248,6 +248,18 @@ class ExperimentConfig(ConfigModel):
         """Return who does what in a training of ``num_processes``; see `plan_mesh`."""
         fixed_order = self.training.deterministic
         return plan_mesh(self.parallel, num_processes, batch_size=self.patch.batch, fixed_order=fixed_order, fits=fits)
+
+    def with_mesh(self, plan: MeshPlan) -> "ExperimentConfig":
+        """Return the config with what it left open about replicas and slabs.
+
+        Raises
+        ------
+        ConfigError
+            If its other values do not go with that.
+        """
+        parallel = {**self.parallel.model_dump(), "data": plan.data, "spatial": plan.spatial}
+        source = f"parallel.data: {plan.data} and parallel.spatial: {plan.spatial}, which the processes come to,"
+        return validated(ExperimentConfig, {**self.model_dump(), "parallel": parallel}, source)
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to its data, so that it reads them from any working directory."""
