@@ -50,19 +50,20 @@ def train(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
+        int | None,
+        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
     ] = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
-    from volseg.parallel.devices import count_launched
+    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    if gpus is not None and gpus > 1:
+    loaded = experiment.load_config(config, overrides)
+    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
         experiment.train_on(gpus, config, overrides, resume=resume)
         return
-    loaded = experiment.load_config(config, overrides)
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
     outcome = experiment.train(loaded, resume=resume)

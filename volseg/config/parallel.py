@@ -87,7 +87,7 @@ class ParallelConfig(ConfigModel):
     def only_chooses_kernels(self) -> bool:
         """Whether one process would cut nothing and recompute nothing: what ``training.kernels`` is for."""
         plain = self.checkpoint is None and self.on_unsupported == "raise"
-        return self.model_strategy == "spatial" and self.is_on_one_device and plain
+        return self.strategy == "spatial" and self.num_gpus == 1 and self.is_on_one_device and plain
 
     @property
     def num_gpus(self) -> int:

@@ -177,15 +177,17 @@ def _place_on_several(
             FutureWarning,
             stacklevel=3,
         )
-    processes = mesh.mesh.device_mesh if mesh is not None and mesh.plan.spatial_processes > 1 else None
+    group = None if mesh is None else mesh.mesh.spatial_group
+    options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}
     return ModelParallel(
         network,
         strategy=parallel.model_strategy,
-        devices=None if processes is not None else _devices(config, device, trains=trains, mesh=mesh),
-        mesh=processes,
+        devices=None if group is not None else _devices(config, device, trains=trains, mesh=mesh),
+        mesh=group,
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
+        **options,
     )
 
 

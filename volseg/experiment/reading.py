@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
@@ -23,7 +22,7 @@ from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
 from volseg.monitoring.progress import progress
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, find_shared_model, one_replica
+from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
 from volseg.workflow.spread_validation import SpreadValidation
 from volseg.workflow.validation import Validation
 
@@ -58,9 +57,9 @@ class Follower:
     def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:
         """Return this process's part of the batches of prepared training cases."""
         batches = self._cut_batches(prepared, task, device)
-        if (shared := find_shared_model(model)) is not None:
-            settings = self.config
-            return GroupBatches(shared, batches, settings.training.iterations, batch_size=settings.patch.batch)
+        if is_cut_over_processes(model):
+            length, batch_size = self.config.training.iterations, self.config.patch.batch
+            return GroupBatches(model, batches, length, batch_size=batch_size)
         assert batches is not None, "a follower of a model that is not shared"
         return batches
 
@@ -95,12 +94,11 @@ class Follower:
         show : bool
             Whether a bar counts the cases of the leader.
         """
-        shared = find_shared_model(model)
-        called = one_replica(model) if shared is None else FollowedModel(shared)
+        called = FollowedModel(model) if is_cut_over_processes(model) else model
         predictor = build_predictor(self.config, task, called, mirror=mirror)
         validation = self._judge(predictor, task, prepared, folder, show)
-        if shared is not None:
-            return GroupValidation(shared, validation, predictor.autocast)
+        if is_cut_over_processes(model):
+            return GroupValidation(model, validation, predictor.autocast)
         assert validation is not None, "a follower of a model that is not shared"
         return validation
 
@@ -124,7 +122,10 @@ class Reader(Follower):
 
     def prepare(self, chosen: ChosenCases) -> PreparedCases:
         """Return prepared cases, without bad ones if the config would rather leave these out than stop."""
-        return prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=self.config.data.skip_bad)
+        prepared = prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=self.config.data.skip_bad)
+        self._order = [case["case"] for case in prepared.validation]
+        own = prepared.validation[self.mesh.mesh.replica :: self.mesh.mesh.data]
+        return PreparedCases(training=prepared.training, validation=own, problems=prepared.problems)
 
     def _cut_batches(self, prepared: PreparedCases, task: Task, device: torch.device) -> EpochBatches:
         rows = self.mesh.deal(self.config.patch.batch)
@@ -143,7 +144,7 @@ class Reader(Follower):
             batch_size=self.config.inference.batch,
             show=_bar(cases, "validating") if show and is_main_process() else iter,
         )
-        return SpreadValidation(validation, prepared.order, self.mesh.readers)
+        return SpreadValidation(validation, self._order, self.mesh.readers)
 
 
 def _bar(cases: Sequence[Case], title: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

@@ -4,12 +4,11 @@ The leader holds the folder's lock and writes into it. A member only reads what 
 process is led and has no other member.
 """
 
+import contextlib
+import secrets
 import socket
 import time
-import uuid
 from contextlib import ExitStack
-
-import torch.distributed as dist
 
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
@@ -19,16 +18,16 @@ from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
-from volseg.parallel.devices import count_processes, is_distributed, is_main_process
-from volseg.workflow.processes import largest_over_processes
+from volseg.parallel.devices import is_distributed, is_main_process
+from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["Leader", "Member", "choose_role"]
 
-TOKEN = "seen_by_all"
+SEEN = "seen_by_all"
 """File of the run folder by which machines find out whether they share it."""
 
 SECONDS_TO_SEE = 30.0
-"""In which a file of one machine must have come into sight on the others: network file systems remember absence."""
+"""In which a file of one machine must have come into sight on the others."""
 
 
 def choose_role(config: ExperimentConfig, held: ExitStack) -> "Member":
@@ -50,8 +49,9 @@ class Member:
         self.folder = RunFolder(config.folder)
 
     def settle(self, config: ExperimentConfig) -> None:
-        """Take what the processes have come to for what the config left open."""
-        self.config = config
+        """Take what the processes have come to for what the config left open, where that is part of the run."""
+        if config.training.deterministic:
+            self.config = config
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint, which the leader decides.
@@ -79,32 +79,28 @@ class Member:
         """
         if not is_distributed():
             return
-        told = [self._leave_token()]
-        dist.broadcast_object_list(told)
-        sees, host = self._sees(str(told[0])), socket.gethostname()
-        found: list[tuple[str, bool]] = [("", False)] * count_processes()
-        dist.all_gather_object(found, (host, sees))
+        device = choose_device(self.config)
+        sees = self._sees(largest_over_processes(self._leave_token(), device))
+        blind = gather_over_processes([] if sees else [socket.gethostname()], device)
         self._remove_token()
-        if blind := sorted({host for host, sees in found if not sees}):
+        if blind:
             raise ConfigError(
-                f"{', '.join(blind)} does not see {self.folder.path.absolute()}, which {found[0][0]} writes; choose a "
-                "run folder by --output on a file system that all machines of the job share"
+                f"{', '.join(blind)} does not see the run folder {self.folder.path.absolute()}, which process 0 "
+                "writes; choose one by --output on a file system that all machines of the job share"
             )
 
-    def _sees(self, token: str) -> bool:
+    def _sees(self, token: int) -> bool:
         deadline = time.monotonic() + SECONDS_TO_SEE
-        while True:
-            try:
-                if (self.folder.path / TOKEN).read_text(encoding="utf-8") == token:
+        while time.monotonic() < deadline:
+            # Not there, or not yet: a network file system may remember its absence for a while.
+            with contextlib.suppress(OSError):
+                if (self.folder.path / SEEN).read_text(encoding="utf-8") == str(token):
                     return True
-            except OSError:  # not there, or not yet
-                pass
-            if time.monotonic() > deadline:
-                return False
             time.sleep(0.1)
+        return False
 
-    def _leave_token(self) -> str:
-        return ""
+    def _leave_token(self) -> int:
+        return 0
 
     def _remove_token(self) -> None:
         """Take the token away, when all have looked for it."""
@@ -152,13 +148,13 @@ class Leader(Member):
     def _goes_on(self, resume: bool) -> bool:
         return resume and self.folder.may_go_on()
 
-    def _leave_token(self) -> str:
-        token = uuid.uuid4().hex
-        self.folder.write_text(TOKEN, token)
+    def _leave_token(self) -> int:
+        token = secrets.randbits(62)
+        self.folder.write_text(SEEN, str(token))
         return token
 
     def _remove_token(self) -> None:
-        (self.folder.path / TOKEN).unlink(missing_ok=True)
+        (self.folder.path / SEEN).unlink(missing_ok=True)
 
     def begin(self, chosen: ChosenCases) -> None:
         """Make the run folder and describe the run in it."""

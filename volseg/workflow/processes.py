@@ -1,5 +1,6 @@
 """What the processes of one job have to agree on."""
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +20,16 @@ def largest_over_processes(value: int, device: torch.device) -> int:
     return int(values.item())
 
 
-def gather_over_processes(names: Sequence[str]) -> list[str]:
+def gather_over_processes(names: Sequence[str], device: torch.device) -> list[str]:
     """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
     if not is_distributed():
-        return list(names)
-    gathered: list[Sequence[str]] = [()] * count_processes()
-    dist.all_gather_object(gathered, list(names))
-    return list(dict.fromkeys(name for each in gathered for name in each))
+        return list(dict.fromkeys(names))
+    message = json.dumps(list(names)).encode()
+    message = message.ljust(largest_over_processes(len(message), device))
+    own = torch.tensor(list(message), dtype=torch.uint8, device=device)
+    received = [torch.empty_like(own) for _ in range(count_processes())]
+    dist.all_gather(received, own)
+    return list(dict.fromkeys(name for one in received for name in json.loads(bytes(one.tolist()))))
 
 
 def leave_processes() -> None:

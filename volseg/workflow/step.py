@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.parallel import RecordedStep
 from volseg.parallel.data_parallel import DataParallel
-from volseg.parallel.fixed_order import fold
+from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
@@ -130,10 +130,15 @@ class TrainingStep:
         shares = list(model.replicas.shares(self.batch_size))
         _require_rows(tensors, shares[-1].rows.stop, self.batch_size)
         rounds = []
+        sums = RoundSums(model.parameters(), len(shares)) if len(shares) > 1 else None
         for share in shares:
             own = tensors if len(shares) == 1 else {name: value[share.rows] for name, value in tensors.items()}
             losses = self._compute_share(own, gathered, share)
             rounds.append(torch.stack([losses[name] for name in self.objective.names]) * share.weight)
+            if sums is not None:
+                sums.push()
+        if sums is not None:
+            sums.put_back()
         values = fold(model.replicas.sum_values(torch.stack(rounds)).unbind(), torch.add)
         return dict(zip(self.objective.names, values.unbind(), strict=True))
 
