@@ -24,8 +24,8 @@ from volseg.evaluation.summary import write_summary
 from volseg.experiment.building import check_components
 from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated, as_json, cross_validation_report
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
-from volseg.experiment.launching import count_workers
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
+from volseg.experiment.launching import count_workers
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
