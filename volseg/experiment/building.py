@@ -21,7 +21,7 @@ from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
 from volseg.parallel.devices import count_launched, find_current_device, is_distributed, require_devices
-from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel.processes import start_group
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 from volseg.workflow.components import build_loss, build_metric, build_optimizer
