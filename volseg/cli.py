@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from volseg.errors import VolsegError
+from volseg.launched import OWN_LAUNCHER, Launch, find_launch
+from volseg.lifetime import end_at_exit, end_with_launcher
 from volseg.version import __version__
 
 __all__ = ["app", "main"]
@@ -38,6 +40,8 @@ Overrides = Annotated[
 ]
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses."""
+
+INTERRUPTED_WORDS = "volseg: interrupted; a training that had begun is saved, go on with it by --resume"
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
 Checkpoint = Annotated[str, typer.Option(help="latest (the end of the training) or best (on the validation cases).")]
@@ -233,8 +237,7 @@ def _leaving_nothing_half_done() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
-    # As `volseg.parallel.devices.is_launched` does, whose import would keep `volseg --help` waiting for torch.
-    if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+    if find_launch() is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -246,7 +249,12 @@ def _leaving_nothing_half_done() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line."""
+    launch = find_launch()
+    if launch is not None or OWN_LAUNCHER in os.environ:
+        end_with_launcher()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if launch is not None:
+        _run_launched(launch)
     try:
         with _leaving_nothing_half_done():
             app()
@@ -254,11 +262,39 @@ def main() -> None:
         typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except OSError as fault:  # a full disk, a folder that may not be written
-        where = "" if fault.filename is None else f"{fault.filename}: "
-        remedy = "free space, or name another folder; a training goes on by --resume"
-        typer.secho(f"volseg: {where}{fault.strerror or fault}; {remedy}", fg=typer.colors.RED, err=True)
+        typer.secho(f"volseg: {_describe_refusal(fault)}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
         if end.code in INTERRUPTED:
-            typer.secho("volseg: interrupted; a training that had begun is saved, go on with it by --resume", err=True)
+            typer.secho(INTERRUPTED_WORDS, err=True)
         raise
+
+
+def _run_launched(launch: Launch) -> NoReturn:
+    """Run the command line as one of the processes of a job, which end together and tell what happened once."""
+    ending = end_at_exit()
+    try:
+        app()
+        status = 0
+    except SystemExit as end:
+        if end.code in INTERRUPTED and launch.rank == 0:
+            typer.secho(INTERRUPTED_WORDS, err=True)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as fault:
+        from volseg.parallel.failures import end_after  # imports torch: not for --help
+        from volseg.parallel.processes import find_supervision
+
+        # The system's refusals are no fault of ours that a traceback would help with.
+        said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
+        end_after(said, find_supervision())
+    if "torch" in sys.modules:
+        from volseg.parallel.processes import stop_watching  # imports torch: not for --help
+
+        stop_watching()
+    ending.status = status
+    sys.exit(status)
+
+
+def _describe_refusal(fault: OSError) -> str:
+    where = "" if fault.filename is None else f"{fault.filename}: "
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; a training goes on by --resume"

@@ -16,6 +16,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
+from volseg.parallel.progress import report_progress
 from volseg.transforms.grid import Grid
 
 __all__ = ["Problem", "check_case", "check_cases", "read_case", "require_sound"]
@@ -73,6 +74,7 @@ def read_case(case: Case, task: Task) -> tuple[Case, list[Problem]]:
     for field, check in (("image", _find_image_faults), ("label", _find_label_faults)):
         if field not in case:
             continue
+        report_progress("read", item=case["case"])
         try:
             volumes[field] = read_volume(case[field])
         except ReaderError as fault:

@@ -12,7 +12,7 @@ from volseg.experiment.training import train
 from volseg.experiment.validating import validate
 from volseg.experiment.verifying import verify
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.processes import leave_processes
+from volseg.parallel.processes import leave_processes
 
 __all__ = [
     "CrossValidated",

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
 from volseg.inference.original_grid import original_label_map
+from volseg.parallel.progress import report_progress
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -159,6 +160,7 @@ class Predictor:
         total: Tensor | None = None
         for model in self.models:
             for flips in mirrorings:
+                report_progress("predict")
                 dims = [axis - 3 for axis in flips]
                 mirrored = windows.flip(dims) if dims else windows
                 with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):

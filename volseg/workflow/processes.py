@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from volseg.parallel.devices import has_process_group, is_distributed
+from volseg.parallel.devices import is_distributed
 
-__all__ = ["largest_over_processes", "leave_processes"]
+__all__ = ["largest_over_processes"]
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
@@ -15,12 +15,3 @@ def largest_over_processes(value: int, device: torch.device) -> int:
     values = torch.tensor([value], device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return int(values.item())
-
-
-def leave_processes() -> None:
-    """End this process's part of the job, when all have done theirs; without one, do nothing.
-
-    Not after a failure: the others may never come to the end, for which this waits.
-    """
-    if has_process_group():
-        dist.destroy_process_group()

@@ -22,6 +22,7 @@ from volseg.data.cases import Batch
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.parallel import RecordedStep
 from volseg.parallel.devices import is_main_process
+from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
@@ -249,6 +250,7 @@ class Training:
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
+        report_progress("train", self.epoch, self.position)
         self._emit("on_batch_begin", batch)
         self._cases.append(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -324,6 +326,7 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
+        report_progress("validate", self.epoch)
         self.model.eval()
         if self.average is None:
             return validation()
