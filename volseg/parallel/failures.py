@@ -15,7 +15,7 @@ from volseg.errors import VolsegError
 from volseg.launched import OWN_LAUNCHER, find_launch
 from volseg.lifetime import end_now
 from volseg.parallel.devices import name_own_place
-from volseg.parallel.supervision import Supervision, Cause
+from volseg.parallel.supervision import Cause, Supervision
 
 __all__ = ["describe", "end_after", "end_by", "is_peer_gone", "read_cause"]
 

@@ -32,7 +32,7 @@ from typing import Any
 from volseg.parallel.meeting import Store
 from volseg.parallel.progress import find_milestone
 
-__all__ = ["Supervision", "Cause"]
+__all__ = ["Cause", "Supervision"]
 
 LEAST_SECONDS = 20.0
 """Without a sign of life after which a process is taken for gone; a machine under load may be that slow."""
