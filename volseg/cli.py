@@ -56,6 +56,9 @@ def train(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
+    ] = 0,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
@@ -64,7 +67,7 @@ def train(
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     if gpus is not None and gpus > 1:
-        experiment.train_on(gpus, config, overrides, resume=resume)
+        experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     loaded = experiment.load_config(config, overrides)
     if gpus is not None:

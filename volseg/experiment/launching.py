@@ -15,9 +15,12 @@ from volseg.workflow.interrupts import Interruption
 __all__ = ["train_on"]
 
 
-def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resume: bool = False) -> None:
+def train_on(
+    num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resume: bool = False, max_restarts: int = 0
+) -> None:
     """Run ``volseg train`` in ``num_gpus`` processes, which cut each volume among them.
 
+    If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
     ``torchrun --nproc-per-node N -m volseg train CONFIG --set parallel.strategy=spatial`` does the same. On a machine
     without GPUs the processes share the CPU, which is for trying things out.
 
@@ -42,7 +45,8 @@ def train_on(num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resu
         raise ConfigError(f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {devices}")
     arguments = [part for assignment in (*overrides, strategy) for part in ("--set", assignment)]
     try:
-        launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], num_gpus)
+        command = ["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])]
+        launch(command, num_gpus, max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
         interruption = Interruption()
         interruption.take(stopped.sigval)

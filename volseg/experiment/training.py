@@ -19,6 +19,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
+from volseg.parallel.devices import count_restarts
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
@@ -36,7 +37,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     config : ExperimentConfig
         What to do; see `volseg.config.load_config`.
     resume : bool
-        Go on from the run folder's newest checkpoint; without one, begin.
+        Go on from the run folder's newest checkpoint; without one, begin. Processes that their launcher has started
+        again do so by themselves.
     hooks : sequence of Hook
         Called after the framework's own.
 
@@ -51,7 +53,7 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     check_components(config)
     with deterministic(config.training.deterministic), ExitStack() as held:
         join_processes(config)
-        run = _begin(choose_role(config, held), resume, hooks)
+        run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
         _fit(run)
         return _finish(run, started)
 

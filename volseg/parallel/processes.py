@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,12 @@ class _Joined:
     serves: bool = False
     """Whether this process keeps the job's store."""
     has_met: bool = False
-    message_groups: dict[dist.ProcessGroup, dist.ProcessGroup]
 
 
 _joined = _Joined()
-_joined.message_groups = {}
+
+_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A gloo group of the same processes for each group that is another."""
 
 
 def start_group(timeout: float = TIMEOUT) -> None:
@@ -128,10 +130,9 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_backend(group) == "gloo":
         return group
-    if group not in _joined.message_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _joined.message_groups[group] = make_group(ranks, "gloo", local=True)
-    return _joined.message_groups[group]
+    if group not in _message_groups:
+        _message_groups[group] = make_group(dist.get_process_group_ranks(group), "gloo", local=True)
+    return _message_groups[group]
 
 
 def list_hosts() -> list[str]:
@@ -155,7 +156,7 @@ def leave_processes() -> None:
         _wait_for_all(meeting, "arrived")
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    _joined.message_groups.clear()
+    _message_groups.clear()
     gc.collect()  # a model is full of circles, and holds its groups
     rank = find_rank()
     dist.destroy_process_group()

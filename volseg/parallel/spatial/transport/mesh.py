@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.devices import find_own_device
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes import make_group, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 __all__ = ["DATA", "Processes", "join"]
@@ -65,7 +65,7 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
 def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
     own = None
     for row in rows:
-        group = dist.new_group(row)
+        group = make_group(row)
         if dist.get_rank() in row:
             own = group
     if own is None:
