@@ -197,6 +197,11 @@ class Training:
         """Whether this process writes files and shows progress."""
         return is_main_process()
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients are gathered that the optimizer has not seen: what a state does not hold."""
+        return self.position % self.accumulate == 0 or self.position >= self.num_batches
+
     def stop(self, reason: str) -> None:
         """End the training after the current epoch."""
         self._stop_reason = reason
