@@ -14,9 +14,11 @@ from volseg.data.checks import Problem
 from volseg.experiment.building import build_model, build_training, check_components, choose_device, join_processes
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.report import Outcome
+from volseg.experiment.restarting import is_started_again
 from volseg.experiment.roles import Follower, choose_role
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import Progress
+from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.workflow.checkpoints import Checkpoints
@@ -36,7 +38,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     config : ExperimentConfig
         What to do; see `volseg.config.load_config`.
     resume : bool
-        Go on from the run folder's newest checkpoint; without one, begin.
+        Go on from the run folder's newest checkpoint; without one, begin. A process that an elastic launcher has
+        started again does so by itself.
     hooks : sequence of Hook
         Called after the framework's own.
 
@@ -49,7 +52,9 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     """
     started = time.perf_counter()
     check_components(config)
+    resume = resume or is_started_again()
     with deterministic(config.training.deterministic), ExitStack() as held:
+        held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
         run = _begin(choose_role(config, held), resume, hooks)
         _fit(run)
