@@ -304,7 +304,7 @@ def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):
     assert not rest
     image = nibabel.load(task / "imagesTs" / f"{name}.nii.gz")
     assert nibabel.load(path).shape == image.shape
-    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, got 'final'"):
+    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, previous, got 'final'"):
         validate(outcome.folder, checkpoint="final")
 
 

@@ -158,7 +158,10 @@ class TrainingConfig(ConfigModel):
     """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with
     the fast kernels, which sum in one order anyway."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
-    """Time between two writings of the latest checkpoint."""
+    """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
+    spot: Literal["none", "aws"] = "none"
+    """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
+    5 s, and saves and ends with status 143 when it says so."""
 
 
 class InferenceConfig(ConfigModel):

@@ -17,6 +17,7 @@ from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Follower, choose_role
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import Progress
+from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts
@@ -52,6 +53,7 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     started = time.perf_counter()
     check_components(config)
     with deterministic(config.training.deterministic), ExitStack() as held:
+        held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
         run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
         _fit(run)
