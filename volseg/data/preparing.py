@@ -1,12 +1,12 @@
 """Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, read_case, require_sound
+from volseg.data.checks import Problem, Remark, read_case, remark_on_same_images, require_sound
 from volseg.data.readers import Read
 from volseg.data.threads import map_in_threads
 
@@ -24,6 +24,8 @@ class PreparedCases:
     """Each with its ``reference``; see `prepare`."""
     problems: Sequence[Problem] = ()
     """Of cases that were left out."""
+    remarks: Sequence[Remark] = ()
+    """What should be looked at, of all cases."""
 
 
 def prepare_sound(
@@ -65,15 +67,16 @@ def prepare_sound(
     is_refused = Event()  # from then on cases are checked and not prepared any more: nothing will come of them
 
     def attempt(case: Case, keep_reference: bool) -> _Attempt:
-        read, problems = read_case(case, task)
-        if problems and not skip_bad:
+        checked = read_case(case, task)
+        found = _Attempt(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        if checked.problems and not skip_bad:
             is_refused.set()
-        if problems or is_refused.is_set():
-            return _Attempt(problems=problems)
+        if checked.problems or is_refused.is_set():
+            return found
         try:
-            return _Attempt(prepared=_preprocess(read, case, preprocessing, keep_reference))
+            return replace(found, prepared=_preprocess(checked.case, case, preprocessing, keep_reference))
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
-            return _Attempt(fault=fault)
+            return replace(found, fault=fault)
 
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]
     attempts: list[_Attempt] = []
@@ -81,20 +84,50 @@ def prepare_sound(
         attempts.append(tried)
         if progress is not None:
             progress()
+    trained = _refuse_validated(attempts[: len(training)], attempts[len(training) :])
+    attempts = [*trained, *attempts[len(training) :]]
     problems = [problem for tried in attempts for problem in tried.problems]
     if not skip_bad:
         require_sound(problems)
+    digests = [(tried.case["case"], tried.digest) for tried in attempts if tried.digest and not tried.problems]
     return PreparedCases(
-        training=_take_prepared(attempts[: len(training)]),
+        training=_take_prepared(trained),
         validation=_take_prepared(attempts[len(training) :]),
         problems=problems,
+        remarks=[*(remark for tried in attempts for remark in tried.remarks), *remark_on_same_images(digests)],
     )
+
+
+def _refuse_validated(training: Sequence["_Attempt"], validation: Sequence["_Attempt"]) -> list["_Attempt"]:
+    """Return the attempts at training cases; one whose image validates too is bad: it would be known by heart."""
+    held_out = {tried.digest: tried.case["case"] for tried in validation if tried.digest and not tried.problems}
+    return [
+        replace(
+            tried,
+            prepared=None,
+            problems=[
+                Problem(
+                    tried.case["case"],
+                    Path(tried.case["image"]),
+                    f"{tried.case['image']} holds the same voxels as the validation case {held_out[tried.digest]}; "
+                    "keep one of them, or both on one side of the split",
+                ),
+            ],
+        )
+        if tried.digest in held_out and not tried.problems
+        else tried
+        for tried in training
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
     """What became of one case."""
 
+    case: Case
+    """With paths."""
+    digest: str | None = None
+    remarks: Sequence[Remark] = ()
     problems: Sequence[Problem] = ()
     prepared: Case | None = None
     fault: Exception | None = None
@@ -103,7 +136,7 @@ class _Attempt:
 
 def _take_prepared(attempts: Sequence[_Attempt]) -> list[Case]:
     for tried in attempts:
-        if tried.fault is not None:
+        if tried.fault is not None and not tried.problems:
             raise tried.fault
     return [tried.prepared for tried in attempts if tried.prepared is not None]
 

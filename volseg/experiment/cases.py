@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
+from volseg.data.checks import summarise_remarks
 from volseg.data.msd import load_task
 from volseg.data.preparing import PreparedCases, prepare_sound
 from volseg.data.splits import Split, folds, read_splits
@@ -60,6 +61,8 @@ def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_ba
         )
     for problem in prepared.problems:
         logger.warning("left out: %s", problem)
+    for line in summarise_remarks(prepared.remarks):
+        logger.warning("look at %s", line)
     if not prepared.training or (chosen.validation and not prepared.validation):
         num_bad = len({problem.case for problem in prepared.problems})
         raise DataError(f"no sound case is left to train or validate on; {num_bad} of {num_chosen} are bad")
