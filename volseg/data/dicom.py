@@ -81,7 +81,11 @@ def _find_only_series(folder: Path) -> tuple[str, ...]:
         raise ReaderError(f"{folder} holds {len(by_id)} DICOM series: {found}; put each into a folder of its own")
     [files] = by_id.values()
     readable = {Path(file).name for file in files}
-    damaged = sorted(path.name for path in folder.glob("*.dcm") if path.name not in readable | _list_hidden(folder))
+    damaged = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix.lower() == ".dcm" and path.name not in readable | _list_hidden(folder)
+    )
     if damaged:
         raise ReaderError(
             f"{folder / damaged[0]} is no readable DICOM file; fetch it again or take it out of the series"
