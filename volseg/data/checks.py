@@ -5,7 +5,7 @@ A header can be right while the voxels are not, so files are read to their end; 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = [
     "find_same_images",
     "inspect_cases",
     "read_case",
+    "refuse_held_out",
     "remark_on_same_images",
     "require_sound",
     "summarise_remarks",
@@ -112,7 +113,7 @@ def inspect_cases(
     """
     problems: list[Problem] = []
     remarks: list[Remark] = []
-    digests: dict[str, str] = {}
+    digests: list[tuple[Case, str]] = []
 
     def without_volumes(case: Case) -> CheckedCase:
         checked = read_case(case, task)
@@ -122,10 +123,10 @@ def inspect_cases(
         problems.extend(checked.problems)
         remarks.extend(checked.remarks)
         if checked.digest is not None:
-            digests[checked.case["case"]] = checked.digest
+            digests.append((checked.case, checked.digest))
         if progress is not None:
             progress()
-    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests.items())])
+    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests)])
 
 
 def check_case(case: Case, task: Task) -> list[Problem]:
@@ -177,18 +178,44 @@ def read_case(case: Case, task: Task) -> CheckedCase:
     )
 
 
-def find_same_images(digests: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Return the groups of cases, of pairs of case id and digest, that hold the same voxels."""
-    cases: dict[str, list[str]] = defaultdict(list)
+def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
+    """Return the groups of cases, of pairs of a case and its digest, that hold the same voxels."""
+    cases: dict[str, list[Case]] = defaultdict(list)
     for case, digest in digests:
         cases[digest].append(case)
     return [same for same in cases.values() if len(same) > 1]
 
 
-def remark_on_same_images(digests: Iterable[tuple[str, str]]) -> list[Remark]:
+def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Remark]:
     """Remark on images that stand under several names."""
     kind = "the same image stands under several names; keep one, or it counts more than others and may be tested on"
-    return [Remark(kind, same[0], f"also {list_some(same[1:])}") for same in find_same_images(digests)]
+    return [
+        Remark(kind, first["case"], f"also {list_some([case['case'] for case in rest])}")
+        for first, *rest in find_same_images(digests)
+    ]
+
+
+def refuse_held_out(digests: Iterable[tuple[Case, str]], validation: Container[str]) -> dict[str, list[Problem]]:
+    """Return problems of training cases whose image validates as well, so that it would be known by heart.
+
+    Parameters
+    ----------
+    digests
+        Each case with its digest, on both sides of the split.
+    validation
+        Ids of the cases that validate.
+    """
+    refused: dict[str, list[Problem]] = {}
+    for same in find_same_images(digests):
+        held_out = [case["case"] for case in same if case["case"] in validation]
+        for case in same if held_out else ():
+            if case["case"] not in validation:
+                message = (
+                    f"{case['image']} holds the same voxels as the validation case {held_out[0]}; keep one of them, or "
+                    "both on one side of the split"
+                )
+                refused[case["case"]] = [Problem(case["case"], Path(case["image"]), message)]
+    return refused
 
 
 def summarise_remarks(remarks: Sequence[Remark], most: int = 3) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, Remark, read_case, remark_on_same_images, require_sound
+from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import Read
 from volseg.data.threads import map_in_threads
 
@@ -84,40 +84,18 @@ def prepare_sound(
         attempts.append(tried)
         if progress is not None:
             progress()
-    trained = _refuse_validated(attempts[: len(training)], attempts[len(training) :])
-    attempts = [*trained, *attempts[len(training) :]]
-    problems = [problem for tried in attempts for problem in tried.problems]
+    sound = [(tried.case, tried.digest) for tried in attempts if tried.digest and not tried.problems]
+    learnt = refuse_held_out(sound, {case["case"] for case in validation})
+    problems = [problem for tried in attempts for problem in (*tried.problems, *learnt.get(tried.case["case"], ()))]
     if not skip_bad:
         require_sound(problems)
-    digests = [(tried.case["case"], tried.digest) for tried in attempts if tried.digest and not tried.problems]
+    sound = [(case, digest) for case, digest in sound if case["case"] not in learnt]
     return PreparedCases(
-        training=_take_prepared(trained),
+        training=_take_prepared([tried for tried in attempts[: len(training)] if tried.case["case"] not in learnt]),
         validation=_take_prepared(attempts[len(training) :]),
         problems=problems,
-        remarks=[*(remark for tried in attempts for remark in tried.remarks), *remark_on_same_images(digests)],
+        remarks=[*(remark for tried in attempts for remark in tried.remarks), *remark_on_same_images(sound)],
     )
-
-
-def _refuse_validated(training: Sequence["_Attempt"], validation: Sequence["_Attempt"]) -> list["_Attempt"]:
-    """Return the attempts at training cases; one whose image validates too is bad: it would be known by heart."""
-    held_out = {tried.digest: tried.case["case"] for tried in validation if tried.digest and not tried.problems}
-    return [
-        replace(
-            tried,
-            prepared=None,
-            problems=[
-                Problem(
-                    tried.case["case"],
-                    Path(tried.case["image"]),
-                    f"{tried.case['image']} holds the same voxels as the validation case {held_out[tried.digest]}; "
-                    "keep one of them, or both on one side of the split",
-                ),
-            ],
-        )
-        if tried.digest in held_out and not tried.problems
-        else tried
-        for tried in training
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +114,7 @@ class _Attempt:
 
 def _take_prepared(attempts: Sequence[_Attempt]) -> list[Case]:
     for tried in attempts:
-        if tried.fault is not None and not tried.problems:
+        if tried.fault is not None:
             raise tried.fault
     return [tried.prepared for tried in attempts if tried.prepared is not None]
 
