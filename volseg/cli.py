@@ -211,14 +211,16 @@ def make(
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
-    from volseg.data import check_cases, load_task, require_sound  # imports torch: not for --help
+    from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]
     with count_up(len(cases), "checking") as count:
-        problems = check_cases(cases, task, progress=count)
-    require_sound(problems)
+        found = inspect_cases(cases, task, progress=count)
+    for line in summarise_remarks(found.remarks):
+        typer.echo(f"look at {line}")
+    require_sound(found.problems)
     typer.echo(f"all {len(cases)} cases of {task.name} can be used")
 
 

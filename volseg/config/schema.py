@@ -7,12 +7,12 @@ follows from the data (channels, classes) is not written here.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ConfigModel
+from volseg.config.base import ConfigModel, find_absurd_number
 
 __all__ = [
     "AugmentationConfig",
@@ -29,8 +29,8 @@ __all__ = [
     "TrainingConfig",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
@@ -43,9 +43,17 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 class ComponentConfig(BaseModel):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str
+
+    @model_validator(mode="after")
+    def _numbers_are_finite(self) -> Self:
+        """Refuse what no component can mean; parameters have no fields that could say so."""
+        for name, value in (self.model_extra or {}).items():
+            if (absurd := find_absurd_number(value)) is not None:
+                raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+        return self
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as a registry takes them."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
-from volseg.data.checks import Problem
+from volseg.data.checks import Problem, Remark
 from volseg.experiment.building import build_model, build_training, check_components, choose_device, join_processes
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.report import Outcome
@@ -71,6 +71,8 @@ class _Run:
     """Cases that validate, prepared."""
     problems: Sequence[Problem]
     """Of cases that were left out."""
+    remarks: Sequence[Remark]
+    """On cases that should be looked at."""
     training: Training
 
 
@@ -86,7 +88,7 @@ def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
     model = build_model(config, chosen.task, device)
     prepared = role.prepare(chosen)
     batches = role.make_batches(prepared.training, chosen.task, model, device)
-    held_out, problems = prepared.validation, prepared.problems
+    held_out, problems, remarks = prepared.validation, prepared.problems, prepared.remarks
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(role.make_validation, model, chosen.task, held_out)
     training = build_training(
@@ -103,7 +105,15 @@ def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
         role.go_on(finished=training.finished)
     else:
         role.begin(chosen)
-    return _Run(role=role, chosen=chosen, model=model, held_out=held_out, problems=problems, training=training)
+    return _Run(
+        role=role,
+        chosen=chosen,
+        model=model,
+        held_out=held_out,
+        problems=problems,
+        remarks=remarks,
+        training=training,
+    )
 
 
 def _fit(run: _Run) -> None:
@@ -134,6 +144,7 @@ def _finish(run: _Run, started: float) -> Outcome:
         history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
         problems=run.problems,
+        remarks=run.remarks,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )
