@@ -7,12 +7,12 @@ follows from the data (channels, classes) is not written here.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ConfigModel, validated
+from volseg.config.base import ConfigModel, find_absurd_number, validated
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "TrainingConfig",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
@@ -44,9 +44,17 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 class ComponentConfig(BaseModel):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str
+
+    @model_validator(mode="after")
+    def _numbers_are_finite(self) -> Self:
+        """Refuse what no component can mean; parameters have no fields that could say so."""
+        for name, value in (self.model_extra or {}).items():
+            if (absurd := find_absurd_number(value)) is not None:
+                raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+        return self
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as a registry takes them."""
@@ -159,7 +167,10 @@ class TrainingConfig(ConfigModel):
     """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with
     the fast kernels, which sum in one order anyway."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
-    """Time between two writings of the latest checkpoint."""
+    """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
+    spot: Literal["none", "aws"] = "none"
+    """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
+    5 s, and saves and ends with status 143 when it says so."""
 
 
 class InferenceConfig(ConfigModel):

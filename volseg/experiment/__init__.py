@@ -7,12 +7,13 @@ from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
+from volseg.experiment.restarting import finished_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
 from volseg.experiment.verifying import verify
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.processes import leave_processes
+from volseg.parallel.processes import leave_processes
 
 __all__ = [
     "CrossValidated",
@@ -23,6 +24,7 @@ __all__ = [
     "cross_validate",
     "cross_validation_words",
     "dice_table",
+    "finished_report",
     "is_main_process",
     "leave_processes",
     "load_config",

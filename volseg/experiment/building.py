@@ -34,6 +34,7 @@ from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 from volseg.workflow.components import build_loss, build_metric, build_optimizer
 from volseg.workflow.hooks import Hook
+from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
@@ -294,6 +295,7 @@ def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, m
         mirror=mirror,
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
+        before_pass=stop_if_requested,
     )
 
 

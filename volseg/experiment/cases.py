@@ -2,15 +2,19 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
+from volseg.data.checks import summarise_remarks
 from volseg.data.msd import load_task
-from volseg.data.preparing import PreparedCases, prepare_sound
+from volseg.data.preparing import PreparedCases, prepare_together
+from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
+from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = ["ChosenCases", "choose_cases", "choose_split", "prepare_chosen"]
@@ -43,8 +47,12 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     return ChosenCases(task=task, split=split, training=training, validation=validation)
 
 
-def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool) -> PreparedCases:
-    """Read every chosen case once; return those that can be used, as the network sees them.
+def prepare_chosen(
+    chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool, readers: Readers = ALONE
+) -> PreparedCases:
+    """Read every chosen case once per machine; return those that can be used, as the network sees them.
+
+    All processes of the readers' group call this, those that read nothing too.
 
     The split was made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
 
@@ -54,15 +62,24 @@ def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_ba
         If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
     """
     num_chosen = len(chosen.training) + len(chosen.validation)
-    with count_up(num_chosen, "checking and preparing") as count:
-        prepared = prepare_sound(
-            chosen.training, chosen.validation, chosen.task, preprocessing, skip_bad=skip_bad, progress=count
+    leads = is_main_process()  # every process is told of all cases
+    with count_up(num_chosen, "checking and preparing") if leads else nullcontext() as count:
+        prepared = prepare_together(
+            chosen.training,
+            chosen.validation,
+            chosen.task,
+            preprocessing,
+            readers=readers,
+            skip_bad=skip_bad,
+            progress=count,
         )
-    for problem in prepared.problems:
+    for problem in prepared.problems if leads else ():
         logger.warning("left out: %s", problem)
-    if not prepared.training or (chosen.validation and not prepared.validation):
-        num_bad = len({problem.case for problem in prepared.problems})
-        raise DataError(f"no sound case is left to train or validate on; {num_bad} of {num_chosen} are bad")
+    for line in summarise_remarks(prepared.remarks) if leads else ():
+        logger.warning("look at %s", line)
+    bad = {problem.case for problem in prepared.problems}
+    if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):
+        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {num_chosen} are bad")
     return prepared
 
 

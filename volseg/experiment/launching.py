@@ -27,9 +27,17 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
     return config.count_processes(num_gpus, visible)
 
 
-def train_on(num_gpus: int | None, config: Path, overrides: Sequence[str] = (), *, resume: bool = False) -> None:
+def train_on(
+    num_gpus: int | None,
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    max_restarts: int = 0,
+) -> None:
     """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
 
+    If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
     ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. On a machine without GPUs the processes share
     the CPU, which is for trying things out.
 
@@ -43,6 +51,8 @@ def train_on(num_gpus: int | None, config: Path, overrides: Sequence[str] = (), 
         Such as ``training.epochs=5``.
     resume : bool
         Go on from the run folder's newest checkpoint.
+    max_restarts : int
+        How often all processes are started again after one has failed.
 
     Raises
     ------
@@ -59,7 +69,8 @@ def train_on(num_gpus: int | None, config: Path, overrides: Sequence[str] = (), 
     count = count_workers(loaded, num_gpus)
     arguments = [part for assignment in overrides for part in ("--set", assignment)]
     try:
-        launch(["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])], count)
+        command = ["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])]
+        launch(command, count, max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
         interruption = Interruption()
         interruption.take(stopped.sigval)

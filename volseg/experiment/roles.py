@@ -137,6 +137,7 @@ class Leader(Member):
         self._is_locked = self.folder.path.is_dir()
         if self._is_locked:
             held.enter_context(only_process_in(self.folder.path))
+            self.folder.remove_partials()
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint; else its folder is free."""
@@ -165,9 +166,9 @@ class Leader(Member):
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""
-        self.folder.go_on(self.config)
-        if not finished:
+        if not finished:  # first: a report beside a config says that this has been trained
             self.folder.forget_validation()
+        self.folder.go_on(self.config)
 
     def forget_validation(self) -> None:
         """Remove what was written about weights on the way, by somebody who looked in."""

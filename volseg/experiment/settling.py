@@ -7,16 +7,16 @@ tried and not computed: what a network keeps for its backward pass, nobody but a
 import logging
 
 import torch
-import torch.distributed as dist
 
 from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
-from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel.processes import make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer
@@ -43,7 +43,7 @@ def join_processes(config: ExperimentConfig) -> None:
     count = count_launched()
     config.mesh(count)  # before anybody waits for anybody
     if count > 1:
-        start_group()
+        start_group(config.parallel.timeout)
 
 
 def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
@@ -69,9 +69,14 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
         logger.info("%s", describe(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
-    readers = [replica * mesh.spatial for replica in range(mesh.data)]
-    group = dist.new_group(readers, backend="gloo") if mesh.data > 1 else None
-    return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas, readers=group if mesh.shard == 0 else None)
+    if count == 1:
+        return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas)
+    # Groups of their own: a thread sends in them beside other work.
+    readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
+    judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
+    return settled, TrainingMesh(
+        plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
+    )
 
 
 def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> bool:

@@ -18,8 +18,10 @@ from volseg.experiment.roles import Member, choose_role
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.monitoring.progress import Progress
+from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
+from volseg.parallel.devices import count_restarts
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
@@ -37,7 +39,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     config : ExperimentConfig
         What to do; see `volseg.config.load_config`.
     resume : bool
-        Go on from the run folder's newest checkpoint; without one, begin.
+        Go on from the run folder's newest checkpoint; without one, begin. Processes that their launcher has started
+        again do so by themselves.
     hooks : sequence of Hook
         Called after the framework's own.
 
@@ -51,8 +54,9 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     started = time.perf_counter()
     check_components(config)
     with deterministic(config.training.deterministic), ExitStack() as held:
+        held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
-        run = _begin(choose_role(config, held), resume, hooks)
+        run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
         _fit(run)
         return _finish(run, started)
 
@@ -133,6 +137,7 @@ def _finish(run: _Run, started: float) -> Outcome:
         history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
         problems=run.held_out.problems,
+        remarks=run.held_out.remarks,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )

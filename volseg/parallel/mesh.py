@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, count_processes, find_own_device
+from volseg.parallel.processes import start_group
 from volseg.parallel.replicas import Replicas
-from volseg.parallel.spatial.transport.mesh import DATA, start_group
+from volseg.parallel.spatial.transport.mesh import DATA
 
 __all__ = ["SPATIAL", "Mesh", "join_mesh"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from volseg import errors
 from volseg.errors import ParallelError, VolsegError
 
-__all__ = ["Rounds", "exchange", "run_together"]
+__all__ = ["Rounds", "describe_error", "exchange", "run_together", "told_error"]
 
 Heard = Callable[[list[list[int]]], object]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from volseg.parallel.devices import count_processes, has_process_group, is_distributed
+from volseg.parallel.devices import count_processes, is_distributed
 
-__all__ = ["gather_over_processes", "largest_over_processes", "leave_processes"]
+__all__ = ["gather_over_processes", "largest_over_processes"]
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
@@ -30,12 +30,3 @@ def gather_over_processes(names: Sequence[str], device: torch.device) -> list[st
     received = [torch.empty_like(own) for _ in range(count_processes())]
     dist.all_gather(received, own)
     return list(dict.fromkeys(name for one in received for name in json.loads(bytes(one.tolist()))))
-
-
-def leave_processes() -> None:
-    """End this process's part of the job, when all have done theirs; without one, do nothing.
-
-    Not after a failure: the others may never come to the end, for which this waits.
-    """
-    if has_process_group():
-        dist.destroy_process_group()

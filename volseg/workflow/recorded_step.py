@@ -1,7 +1,5 @@
 """Which training steps can be one CUDA graph: forward, loss, backward, clipping and optimizer in one launch."""
 
-from typing import Any
-
 from torch import nn
 from torch.optim import Optimizer
 
@@ -10,7 +8,7 @@ from volseg.parallel.data_parallel import find_replicas
 from volseg.parallel.devices import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 
-__all__ = ["can_be_recorded", "plain_rates"]
+__all__ = ["can_be_recorded"]
 
 
 def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
@@ -26,8 +24,3 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
     fused = all(group.get("fused") for group in optimizer.param_groups)
     together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
     return one and on_gpus and fused and together
-
-
-def plain_rates(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state whose learning rates are numbers, as another machine's optimizer takes them."""
-    return {**state, "param_groups": [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]}

@@ -1,8 +1,8 @@
 """The training loop.
 
 ``Training.run`` reads as its pseudocode; what happens around it is a hook's business. The loop never waits for the
-device inside an epoch except once in ``CHECK_EVERY`` batches, when the losses gathered so far are checked and handed
-to the progress display.
+device inside an epoch except once in ``CHECK_EVERY`` batches, or two seconds where these take longer, when the losses
+gathered so far are checked and handed to the progress display, and signals are looked at.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -20,19 +21,20 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
+from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
+from volseg.workflow.interrupts import Interruption, LookInterval, StopRequested, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.recorded_step import plain_rates
 from volseg.workflow.records import EpochRecord
+from volseg.workflow.restoring import require_whole, taking_over
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
 from volseg.workflow.step import TrainingStep
@@ -188,6 +190,7 @@ class Training:
         self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
+        self._interval = LookInterval(CHECK_EVERY if self.device.type == "cuda" else 1)
 
     @property
     def finished(self) -> bool:
@@ -198,6 +201,11 @@ class Training:
     def is_main_process(self) -> bool:
         """Whether this process writes files and shows progress."""
         return is_main_process()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients are gathered that the optimizer has not seen: what a state does not hold."""
+        return self.position % self.accumulate == 0 or self.position >= self.num_batches
 
     def stop(self, reason: str) -> None:
         """End the training after the current epoch."""
@@ -211,7 +219,7 @@ class Training:
         NonFiniteLossError
             With epoch, batch and cases, when a loss is not finite.
         KeyboardInterrupt, SystemExit
-            When Ctrl-C or SIGTERM came; the hooks have saved the state before.
+            When Ctrl-C, SIGTERM or SIGHUP came; the hooks have saved the state before.
         """
         with catch_signals() as self._interruption:
             try:
@@ -221,18 +229,26 @@ class Training:
                     self._train_epoch()
                     if self._must_stop() or not self._close_epoch():
                         self._emit("on_interrupt")
+                        self._must_stop()  # wait until the leader has saved: a launcher ends all when one ends
                         break
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
-                self.step.release()  # its memory is the final validation's; and no group ends before
-                self._emit("on_training_end")
+                self._end()
         self._interruption.raise_as_signal()
         return self.history
+
+    def _end(self) -> None:
+        """Tell every hook that this is the end, whatever another one raises."""
+        with ExitStack() as ending:
+            for hook in reversed(self.hooks):  # the stack goes backwards
+                ending.callback(hook.on_training_end, self)
+            ending.callback(self.step.release)  # its memory is the final validation's; and no group ends before
 
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
         self.model.train()
+        self._interval.begin()
         begin = time.perf_counter()
         batches = self._remaining_batches()
         while True:
@@ -242,14 +258,15 @@ class Training:
             if batch is None:
                 break
             self._train_batch(self._on_device(batch))
-            at_check = self.device.type == "cpu" or self.position % CHECK_EVERY == 0
-            if at_check and self.position % self.accumulate == 0 and self._must_stop():
+            self._interval.count()
+            if self._interval.is_due and self.is_between_steps and self._look():
                 break
         self._look_at_losses()
         self._seconds += time.perf_counter() - begin
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
+        report_progress("train", self.epoch, self.position)
         self._emit("on_batch_begin", batch)
         self._losses.begin_batch(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -277,9 +294,11 @@ class Training:
         """
         is_last = self.epoch + 1 == self.epochs
         due = (self.epoch + 1) % self.validate_every == 0 or is_last
+        drawn = random_state()
         try:
             outcome = self.validate(self.validation) if self.validation is not None and due else None
         except StopRequested:
+            restore_random_state(drawn)  # the validation begins again where this one began
             self._must_stop()  # tells which signal it was to the processes that did not get it
             return False
         record = EpochRecord(
@@ -305,6 +324,7 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
+        report_progress("validate", self.epoch)
         self.model.eval()
         if self.average is None:
             return validation()
@@ -324,9 +344,24 @@ class Training:
             for name, value in batch.items()
         }
 
-    def _must_stop(self) -> bool:
-        """Tell whether a signal came, to this process or to any other of the job."""
-        self._interruption.take(largest_over_processes(self._interruption.signal or 0, self.device))
+    def _look(self) -> bool:
+        """Look at what the device has done so far; tell whether a signal came, and choose when to look next."""
+        if self.device.type == "cuda":
+            self._look_at_losses()
+        return self._must_stop(self._interval.measure())
+
+    def _must_stop(self, seconds_per_batch: float | None = None) -> bool:
+        """Tell whether a signal came, to this process or to any other of the job.
+
+        With a time all of them look again after the same number of batches, by the time of the slowest.
+        """
+        # One number, because it is one collective: signals first, which end the run whatever the time is.
+        microseconds = min(int(1e6 * (seconds_per_batch or 0.0)), 2**40 - 1)
+        largest = largest_over_processes((self._interruption.signal or 0) * 2**40 + microseconds, self.device)
+        number, slowest = divmod(largest, 2**40)
+        self._interruption.take(number)
+        if seconds_per_batch is not None:
+            self._interval.adapt(slowest / 1e6)
         return bool(self._interruption)
 
     def _new_losses(
@@ -345,10 +380,17 @@ class Training:
             getattr(hook, event)(self, *arguments)
 
     def state(self) -> TrainingState:
-        """Return everything from which the training goes on as if it had not been interrupted."""
+        """Return everything from which the training goes on as if it had not been interrupted.
+
+        Nothing in it waits for the device, but for the scaler of float16.
+        """
+        optimizer = self.optimizer.state_dict()
+        # Rates as numbers, which another machine's optimizer takes too; a recorded step's lie on the device.
+        rates = zip(optimizer["param_groups"], self.schedule.rates, strict=True)
+        groups = [{**group, "lr": rate} for group, rate in rates]
         return TrainingState(
             model=self.network.state_dict(),
-            optimizer=plain_rates(self.optimizer.state_dict()),
+            optimizer={**optimizer, "param_groups": groups},
             steps_done=self.schedule.steps_done,
             scaler=self.step.scaler.state_dict(),
             average=self.average.state_dict() if self.average else None,
@@ -375,20 +417,23 @@ class Training:
             If the state is of another network or optimizer, or no whole state.
         """
         state = TrainingState.from_checkpoint(state, "what is to be gone on from")
-        try:
+        with taking_over("model"):
             self.network.load_state_dict(state.model)
+        with taking_over("optimizer"):
             self.optimizer.load_state_dict(dict(state.optimizer))
+        require_whole(state, self.optimizer)
+        with taking_over("average"):
             if (state.average is None) != (self.average is None):
                 raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
             if self.average and state.average:
                 self.average.load_state_dict(state.average)
-        except (KeyError, ValueError, RuntimeError) as fault:
-            raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
         self.schedule.go_to(state.steps_done)
-        self.step.scaler.load_state_dict(dict(state.scaler))
+        with taking_over("scaler"):
+            self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
         self._losses = self._new_losses(losses, state.cases)
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
-        restore_random_state(state.random)
+        with taking_over("random"):
+            restore_random_state(state.random)
