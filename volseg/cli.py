@@ -71,7 +71,8 @@ def train(
         ),
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
+        int | None,
+        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
@@ -80,16 +81,16 @@ def train(
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
-    from volseg.parallel.devices import count_launched
+    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     loaded = experiment.load_config(config, overrides)
     if restart and (report := experiment.finished_report(loaded)) is not None:
-        if os.environ.get("RANK", "0") == "0":
+        if experiment.is_main_process():
             typer.echo(report)
         return
     resume = resume or restart
-    if gpus is not None and gpus > 1:
+    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:

@@ -205,6 +205,22 @@ class RunFolder:
                 f"Restore these values, or start a new {of} with another --output"
             )
 
+    def require_same_mesh(self, config: ExperimentConfig) -> None:
+        """Raise if sums were to be taken in another order than before, where the run is to be the same bits anywhere.
+
+        Raises
+        ------
+        ConfigError
+            Says what the run was begun with.
+        """
+        before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (self.config(), config))
+        if config.training.deterministic and before != now:
+            raise ConfigError(
+                f"{self.path} was begun with parallel.data: {before[0]}, parallel.spatial: {before[1]} and "
+                f"training.deterministic: true, which gives the same bits with these numbers only, got {now[0]} and "
+                f"{now[1]}; set both to what they were (fewer processes may compute them), or begin another run"
+            )
+
     def require_epochs(self, state: TrainingState, epochs: int) -> None:
         """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
 
