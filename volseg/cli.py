@@ -86,7 +86,7 @@ def train(
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     loaded = experiment.load_config(config, overrides)
     if restart and (report := experiment.finished_report(loaded)) is not None:
-        if os.environ.get("RANK", "0") == "0":
+        if experiment.is_main_process():
             typer.echo(report)
         return
     resume = resume or restart
