@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
@@ -59,7 +60,8 @@ def prepare_chosen(
         If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
     """
     num_chosen = len(chosen.training) + len(chosen.validation)
-    with count_up(num_chosen, "checking and preparing") as count:
+    is_first = readers.own == 0  # whose bar counts the cases of all
+    with count_up(num_chosen, "checking and preparing") if is_first else nullcontext() as count:
         prepared = prepare_together(
             chosen.training,
             chosen.validation,
@@ -69,7 +71,7 @@ def prepare_chosen(
             skip_bad=skip_bad,
             progress=count,
         )
-    for problem in prepared.problems:
+    for problem in prepared.problems if is_first else ():
         logger.warning("left out: %s", problem)
     bad = {problem.case for problem in prepared.problems}
     if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):
