@@ -16,7 +16,7 @@ from in_group import in_group
 from torch import nn
 
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.spatial.transport.mesh import start_group
+from volseg.parallel.processes import start_group
 from volseg.workflow import Hook, Named, Training
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation
@@ -80,7 +80,7 @@ def trained(record, dropout=(), epochs=2):
 
 def found(training):
     weights = torch.cat([p.detach().flatten() for p in training.network.parameters()]).cpu()
-    recorded = training._recorded
+    recorded = training.step.recorded
     return {
         "losses": [record.losses["loss"] for record in training.history],
         "weights": weights.tolist(),

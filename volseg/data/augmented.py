@@ -77,6 +77,11 @@ class AugmentedBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a whole batch, of which ``rows`` are made."""
+        return self.batches.batch_size
+
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
         bank = self.batches.bank

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from volseg.data.bank import require_fit
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, read_case, require_sound
+from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import Read
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
@@ -37,6 +37,8 @@ class PreparedCases:
     """The ids of all cases that validate, whoever holds them."""
     problems: Sequence[Problem] = ()
     """Of cases that were left out, by any process."""
+    remarks: Sequence[Remark] = ()
+    """What should be looked at, of all cases, whoever read them."""
 
 
 def prepare_sound(
@@ -110,6 +112,7 @@ def prepare_together(
         heard = None if progress is None else _count_heard(progress, readers)
         told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
         cases = _take_told(told)
+        _add_held_out(cases, sides)
         problems = [problem for _, case in sorted(cases.items()) for problem in case.problems]
         if not skip_bad:
             require_sound(problems)
@@ -123,6 +126,10 @@ def prepare_together(
         validation=[case for index, case in held if case is not None and sides[index][1]],
         order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
         problems=problems,
+        remarks=[
+            *(remark for _, case in sorted(cases.items()) for remark in case.remarks),
+            *remark_on_same_images(_list_digests(cases, sides)),
+        ],
     )
 
 
@@ -131,6 +138,8 @@ class _Attempt:
     """What became of one case."""
 
     problems: Sequence[Problem] = ()
+    remarks: Sequence[Remark] = ()
+    digest: str | None = None
     prepared: Case | None = None
     stored: Mapping[str, Any] | None = None
     """Where the prepared case lies in shared memory, field by field."""
@@ -144,6 +153,8 @@ class _ToldCase:
 
     teller: int
     problems: Sequence[Problem]
+    remarks: Sequence[Remark]
+    digest: str | None
     fault: Sequence[str] | None
 
 
@@ -180,18 +191,19 @@ class _Reading:
 
     def _attempt(self, index: int) -> _Attempt:
         case, validates = self._sides[index]
-        read, problems = read_case(case, self._task)
-        if problems and not self._skip_bad:
+        checked = read_case(case, self._task)
+        found = _Attempt(problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        if checked.problems and not self._skip_bad:
             self._is_refused.set()
-        if problems or self._is_refused.is_set():
-            return _Attempt(problems=problems)
+        if checked.problems or self._is_refused.is_set():
+            return found
         try:
-            prepared = _preprocess(read, case, self._preprocessing, validates)
+            prepared = _preprocess(checked.case, case, self._preprocessing, validates)
             if self._store is None or validates:
-                return _Attempt(prepared=prepared)
-            return _Attempt(stored=_put(prepared, self._store))
+                return replace(found, prepared=prepared)
+            return replace(found, stored=_put(prepared, self._store))
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
-            return _Attempt(fault=fault)
+            return replace(found, fault=fault)
 
     def require_prepared(self, cases: Mapping[int, _ToldCase], readers: Readers) -> None:
         """Raise what kept the first case from being preprocessed, if one was, whoever met it."""
@@ -244,19 +256,40 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 def _describe(attempt: _Attempt) -> list[Any]:
     """Return what became of a case as JSON can say it."""
     problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
-    return [problems, attempt.fault and describe_error(attempt.fault), attempt.stored]
+    remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
+    return [problems, remarks, attempt.digest, attempt.fault and describe_error(attempt.fault), attempt.stored]
 
 
 def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
     """Return what is known of every case; where several machines read it, what the first told that found a fault."""
     cases: dict[int, _ToldCase] = {}
     for teller, message in enumerate(told):
-        for index, problems, fault, _ in message["cases"]:
+        for index, problems, remarks, digest, fault, _ in message["cases"]:
             known = cases.get(index)
             if known is None or not (known.problems or known.fault):
-                found = [Problem(case, file and Path(file), text) for case, file, text in problems]
-                cases[index] = _ToldCase(teller=teller, problems=found, fault=fault)
+                cases[index] = _ToldCase(
+                    teller=teller,
+                    problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
+                    remarks=[Remark(*remark) for remark in remarks],
+                    digest=digest,
+                    fault=fault,
+                )
     return cases
+
+
+def _list_digests(cases: Mapping[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
+    """Return the cases that can be used, with their paths, and the digest of each one's voxels."""
+    return [(sides[i][0], told.digest) for i, told in sorted(cases.items()) if told.digest and not told.problems]
+
+
+def _add_held_out(cases: dict[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> None:
+    """Add a problem to each training case whose image validates as well."""
+    validation = {case["case"] for case, validates in sides if validates}
+    learnt = refuse_held_out(_list_digests(cases, sides), validation)
+    for index, told in cases.items():
+        name = sides[index][0]["case"]
+        if name in learnt and not sides[index][1]:
+            cases[index] = replace(told, problems=[*told.problems, *learnt[name]])
 
 
 def _put(case: Case, store: SharedTensors) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
+from volseg.data.checks import summarise_remarks
 from volseg.data.msd import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
@@ -73,6 +74,8 @@ def prepare_chosen(
         )
     for problem in prepared.problems if is_first else ():
         logger.warning("left out: %s", problem)
+    for line in summarise_remarks(prepared.remarks):
+        logger.warning("look at %s", line)
     bad = {problem.case for problem in prepared.problems}
     if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):
         raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {num_chosen} are bad")

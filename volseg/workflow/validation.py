@@ -17,6 +17,7 @@ from volseg.evaluation.summary import EvaluatedCase, Summary, summarise, write_s
 from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
+from volseg.parallel.progress import report_progress
 from volseg.transforms.grid import Grid
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
@@ -125,6 +126,7 @@ class Validation:
         num_examples = self.num_examples if keeps_examples else 0
         for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
             stop_if_requested()
+            report_progress("validate", item=case["case"])
             prediction = labels.cpu()
             evaluated = self._evaluated(case, prediction)
             reference = case["reference"]
