@@ -157,9 +157,15 @@ TRITONS_OWN = {"per_program"}
 """Triton calls one instance of a kernel a program."""
 
 STARTS_PROCESSES = {
+    "volseg.cli": {"_run_launched", "launch"},
     "volseg.experiment.launching": {"launching"},
+    "volseg.launched": {"Launch", "find_launch", "launched"},
+    "volseg.lifetime": {"end_with_launcher"},
     "volseg.parallel.devices": {"count_launched", "is_launched"},
+    "volseg.parallel.failures": {"_is_told_by_launcher"},
     "volseg.parallel.launcher": {"launch", "launcher"},
+    "volseg.parallel.meeting": {"launch"},
+    "volseg.parallel.processes": {"launch"},
 }
 """Where to launch is the right word."""
 

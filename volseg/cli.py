@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from volseg.errors import VolsegError
+from volseg.launched import OWN_LAUNCHER, Launch, find_launch
+from volseg.lifetime import end_at_exit, end_with_launcher
 from volseg.version import __version__
 
 __all__ = ["app", "main"]
@@ -41,6 +43,8 @@ ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 """Exit statuses."""
+
+INTERRUPTED_WORDS = "volseg: interrupted; a training that had begun is saved, go on with it by --resume"
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
 Checkpoint = Annotated[
@@ -67,23 +71,27 @@ def train(
         ),
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
+        int | None,
+        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
+    ] = 0,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
-    from volseg.parallel.devices import count_launched
+    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     loaded = experiment.load_config(config, overrides)
     if restart and (report := experiment.finished_report(loaded)) is not None:
-        if os.environ.get("RANK", "0") == "0":
+        if experiment.is_main_process():
             typer.echo(report)
         return
     resume = resume or restart
-    if gpus is not None and gpus > 1:
-        experiment.train_on(gpus, config, overrides, resume=resume)
+    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
+        experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
@@ -204,14 +212,16 @@ def make(
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
-    from volseg.data import check_cases, load_task, require_sound  # imports torch: not for --help
+    from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]
     with count_up(len(cases), "checking") as count:
-        problems = check_cases(cases, task, progress=count)
-    require_sound(problems)
+        found = inspect_cases(cases, task, progress=count)
+    for line in summarise_remarks(found.remarks):
+        typer.echo(f"look at {line}")
+    require_sound(found.problems)
     typer.echo(f"all {len(cases)} cases of {task.name} can be used")
 
 
@@ -255,8 +265,7 @@ def _leaving_nothing_half_done() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
-    # As `volseg.parallel.devices.is_launched` does, whose import would keep `volseg --help` waiting for torch.
-    if "LOCAL_RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+    if find_launch() is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
     heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
@@ -270,7 +279,12 @@ def _leaving_nothing_half_done() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line."""
+    launch = find_launch()
+    if launch is not None or OWN_LAUNCHER in os.environ:
+        end_with_launcher()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if launch is not None:
+        _run_launched(launch)
     try:
         with _leaving_nothing_half_done():
             app()
@@ -278,11 +292,39 @@ def main() -> None:
         typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except OSError as fault:  # a full disk, a folder that may not be written
-        where = "" if fault.filename is None else f"{fault.filename}: "
-        remedy = "free space, or name another folder; a training goes on by --resume"
-        typer.secho(f"volseg: {where}{fault.strerror or fault}; {remedy}", fg=typer.colors.RED, err=True)
+        typer.secho(f"volseg: {_describe_refusal(fault)}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
         if end.code in INTERRUPTED:
-            typer.secho("volseg: interrupted; a training that had begun is saved, go on with it by --resume", err=True)
+            typer.secho(INTERRUPTED_WORDS, err=True)
         raise
+
+
+def _run_launched(launch: Launch) -> NoReturn:
+    """Run the command line as one of the processes of a job, which end together and tell what happened once."""
+    ending = end_at_exit()
+    try:
+        app()
+        status = 0
+    except SystemExit as end:
+        if end.code in INTERRUPTED and launch.rank == 0:
+            typer.secho(INTERRUPTED_WORDS, err=True)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as fault:
+        from volseg.parallel.failures import end_after  # imports torch: not for --help
+        from volseg.parallel.processes import find_supervision
+
+        # The system's refusals are no fault of ours that a traceback would help with.
+        said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
+        end_after(said, find_supervision())
+    if "torch" in sys.modules:
+        from volseg.parallel.processes import stop_watching  # imports torch: not for --help
+
+        stop_watching()
+    ending.status = status
+    sys.exit(status)
+
+
+def _describe_refusal(fault: OSError) -> str:
+    where = "" if fault.filename is None else f"{fault.filename}: "
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; a training goes on by --resume"

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
+from volseg.parallel.processes import start_group
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, return_gradient, start_filling
-from volseg.parallel.spatial.transport.mesh import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 

@@ -32,7 +32,7 @@ def test_signals_find_their_handlers_again_afterwards() -> None:
 def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)\n")
-    with pytest.raises(ParallelError, match=r"process 1 of 2 failed with exit code 3"):
+    with pytest.raises(ParallelError, match=r"process 1 of 2 \(\S+, \S+\) failed with exit code 3"):
         launch([str(script)], 2)
 
 

@@ -3,7 +3,7 @@
 from volseg.config.loading import load_config
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
-from volseg.experiment.launching import train_on
+from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
@@ -13,13 +13,14 @@ from volseg.experiment.training import train
 from volseg.experiment.validating import validate
 from volseg.experiment.verifying import verify
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.processes import leave_processes
+from volseg.parallel.processes import leave_processes
 
 __all__ = [
     "CrossValidated",
     "Outcome",
     "RunFolder",
     "closing_words",
+    "count_workers",
     "cross_validate",
     "cross_validation_words",
     "dice_table",

@@ -18,6 +18,7 @@ from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.folds import Fold
+from volseg.launched import OWN_LAUNCHER
 from volseg.parallel.devices import count_gpus
 from volseg.workflow.interrupts import catch_signals
 
@@ -41,10 +42,11 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     """
     parallel = config.parallel
     several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
-    if several and not parallel.is_on_one_device:
+    if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
         raise ConfigError(
             f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
-            f"{parallel.devices}; leave out --gpus to train one fold after another on all of them"
+            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to train one fold after another on "
+            "all of them"
         )
     visible = 0 if config.device == "cpu" else count_gpus()
     if not visible and config.device != "cuda":
@@ -126,7 +128,8 @@ def _start(fold: Fold, gpu: str | None, num_processes: int) -> _Job:
     folder = fold.config.folder
     config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
     command = [sys.executable, "-m", "volseg", "train", str(config_file)]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # By its number the process ends with this one, even if that is killed: see volseg.lifetime.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", OWN_LAUNCHER: str(os.getpid())}
     # The processes share the cores; torch would otherwise start a thread per core in each.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     if gpu is not None:

@@ -25,6 +25,8 @@ from typing import Any
 from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.data.msd import read_labels, read_modalities
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.files import remove_partials, replacing
@@ -203,6 +205,22 @@ class RunFolder:
                 f"Restore these values, or start a new {of} with another --output"
             )
 
+    def require_same_mesh(self, config: ExperimentConfig) -> None:
+        """Raise if sums were to be taken in another order than before, where the run is to be the same bits anywhere.
+
+        Raises
+        ------
+        ConfigError
+            Says what the run was begun with.
+        """
+        before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (self.config(), config))
+        if config.training.deterministic and before != now:
+            raise ConfigError(
+                f"{self.path} was begun with parallel.data: {before[0]}, parallel.spatial: {before[1]} and "
+                f"training.deterministic: true, which gives the same bits with these numbers only, got {now[0]} and "
+                f"{now[1]}; set both to what they were (fewer processes may compute them), or begin another run"
+            )
+
     def require_epochs(self, state: TrainingState, epochs: int) -> None:
         """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
 
@@ -231,12 +249,15 @@ class RunFolder:
 
     def task(self) -> Task:
         """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
-        described = json.loads((self.path / "task.json").read_text(encoding="utf-8"))
+        file = self.path / "task.json"
+        described = read_json(file)
+        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+            raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
         return Task(
             name=described["name"],
             root=self.config().data.root,
-            modalities=tuple(described["modalities"]),
-            labels={int(value): name for value, name in described["labels"].items()},
+            modalities=read_modalities(described.get("modalities"), file, "modalities"),
+            labels=read_labels(described.get("labels"), file),
             training=(),
             test=(),
         )

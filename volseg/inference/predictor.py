@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
 from volseg.inference.original_grid import original_label_map
+from volseg.parallel.progress import report_progress
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -162,6 +163,7 @@ class Predictor:
         total: Tensor | None = None
         for model in self.models:
             for flips in mirrorings:
+                report_progress("predict")
                 if self.before_pass is not None:
                     self.before_pass()
                 dims = [axis - 3 for axis in flips]

@@ -1,21 +1,23 @@
 """Which devices there are, which of them is this process's, and which process of how many this is: asked here only.
 
-A *launched* process was started by ``torchrun``, ``launch``, or another program that sets their variables; a
+A *launched* process was started by ``torchrun``, ``launch``, ``srun``, or another program that sets their variables; a
 *distributed* one has also joined a process group with others.
 """
 
-import os
+import socket
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from volseg.errors import ParallelError
+from volseg.launched import find_launch
 
 __all__ = [
     "count_gpus",
     "count_launched",
     "count_processes",
+    "count_restarts",
     "find_current_device",
     "find_own_device",
     "find_rank",
@@ -26,18 +28,40 @@ __all__ = [
     "list_devices",
     "list_gpus",
     "name_devices",
+    "name_own_place",
+    "name_place",
+    "note_restarts",
     "require_devices",
 ]
 
 
 def is_launched() -> bool:
-    """Tell whether a launcher started this process (``torchrun``, or ``launch``) and gave it a device of its own."""
-    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Tell whether a launcher started this process and gave it a device of its own; see ``volseg.launched``."""
+    return find_launch() is not None
 
 
 def count_launched() -> int:
     """Return how many processes were started for this job, whether they have joined a group yet or not."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    launch = find_launch()
+    return 1 if launch is None else launch.world_size
+
+
+_restarts = 0
+
+
+def note_restarts(count: int) -> None:
+    """Put down how many attempts there were before, as the processes agreed; a launcher may have counted fewer."""
+    global _restarts
+    _restarts = count
+
+
+def count_restarts() -> int:
+    """Return how often the processes of this job were started again; 0 in the first attempt.
+
+    Processes of a group agree on it; asked before they have met, each says what its launcher says.
+    """
+    launch = find_launch()
+    return max(_restarts, 0 if launch is None else launch.restarts)
 
 
 def has_process_group() -> bool:
@@ -61,8 +85,9 @@ def find_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Tell whether this process reads data, writes files and shows progress."""
-    return find_rank() == 0
+    """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
+    launch = None if has_process_group() else find_launch()
+    return find_rank() == 0 if launch is None else launch.rank == 0
 
 
 def count_gpus() -> int:
@@ -82,8 +107,26 @@ def list_devices() -> list[torch.device]:
 
 def find_own_device() -> torch.device:
     """Return the device of a launched process: the GPU of its local rank, or the CPU."""
+    launch = find_launch()
+    return _device_of(0 if launch is None else launch.local_rank)
+
+
+def _device_of(local_rank: int) -> torch.device:
     devices = list_devices()
-    return devices[int(os.environ.get("LOCAL_RANK", "0")) % len(devices)]
+    return devices[local_rank % len(devices)]
+
+
+def name_place(rank: int, world_size: int, local_rank: int) -> str:
+    """Return how a message names a process of this machine: its number, host and device."""
+    return f"process {rank} of {world_size} ({socket.gethostname()}, {_device_of(local_rank)})"
+
+
+def name_own_place() -> str:
+    """Return how a message names this process."""
+    launch = find_launch()
+    if launch is None:
+        return name_place(find_rank(), count_processes(), 0)
+    return name_place(launch.rank, launch.world_size, launch.local_rank)
 
 
 def find_current_device() -> torch.device:

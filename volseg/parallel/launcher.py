@@ -3,6 +3,7 @@
 ``torchrun`` on the command line does the same; this is for programs that count devices first.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from volseg.errors import ParallelError
-from volseg.parallel.devices import is_launched
+from volseg.launched import OWN_LAUNCHER
+from volseg.parallel.devices import is_launched, name_place
+from volseg.parallel.failures import read_cause
 
 __all__ = ["is_worker", "launch"]
 
@@ -25,11 +28,11 @@ def is_worker() -> bool:
     return is_launched()
 
 
-def launch(command: Sequence[str], processes: int) -> None:
+def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> None:
     """Run ``python <command>`` in ``processes`` local processes, and wait for them.
 
     Each gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one fails, the
-    others are ended.
+    others are ended, and all are started again as often as that is allowed.
 
     Parameters
     ----------
@@ -37,11 +40,13 @@ def launch(command: Sequence[str], processes: int) -> None:
         Arguments for the Python interpreter, such as ``["-m", "volseg", "train", "config.yaml"]``.
     processes
         Number of processes; the local rank of each chooses its device.
+    max_restarts
+        How often they are started again after one has failed.
 
     Raises
     ------
     ParallelError
-        If a process fails: which one, how, and the command; or if this process is itself a launched one.
+        If a process fails: what it ended by, and which one it was; or if this process is itself a launched one.
     """
     if processes < 1:
         raise ParallelError(f"processes must be at least 1, got {processes}")
@@ -50,8 +55,12 @@ def launch(command: Sequence[str], processes: int) -> None:
             f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} "
             "more; under torchrun leave out the number of GPUs"
         )
-    # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
-    threads = {} if "OMP_NUM_THREADS" in os.environ or processes == 1 else {"OMP_NUM_THREADS": "1"}
+    if max_restarts < 0:
+        raise ParallelError(f"max_restarts must be at least 0, got {max_restarts}")
+    variables = {OWN_LAUNCHER: str(os.getpid())}
+    if "OMP_NUM_THREADS" not in os.environ and processes > 1:
+        # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
+        variables["OMP_NUM_THREADS"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -60,22 +69,24 @@ def launch(command: Sequence[str], processes: int) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    os.environ.update(threads)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        with _put_handlers_back():
+        with _put_handlers_back(), _telling_it_once():
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
-        raise ParallelError(
-            f"process {rank} of {processes} failed with exit code {first.exitcode} and the others were ended; its own "
-            f"output above says why (command: python {' '.join(command)})"
-        ) from None
+        again = f", and {max_restarts} time(s) again" if max_restarts else ""
+        raise ParallelError(read_cause(first, name_place(rank, processes, first.local_rank)) + again) from None
     finally:
-        for name in threads:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -91,3 +102,15 @@ def _put_handlers_back() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _telling_it_once() -> Iterator[None]:
+    """Keep torch's launcher from logging that a process failed: the error says so, and more."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,7 +1,7 @@
 """The losses of the epoch that is being trained: they stay on the device, and are looked at now and then."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class EpochLosses:
         Of the batches that are done, where a training goes on in the middle of an epoch; they have been looked at.
     cases : iterable of sequence of str
         Of these batches.
+    gather : callable
+        From this process's cases of a batch to those of all that share it; every process calls it, for a message.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class EpochLosses:
         epoch: int = 0,
         losses: Iterable[Mapping[str, Tensor]] = (),
         cases: Iterable[Sequence[str]] = (),
+        gather: Callable[[Sequence[str]], Sequence[str]] = tuple,
     ) -> None:
         self.names = names
         self.epoch = epoch
         self.losses = [dict(batch) for batch in losses]
         self.cases = [tuple(names) for names in cases]
+        self._gather = gather
         self._num_checked = len(self.losses)
 
     @property
@@ -88,7 +92,7 @@ class EpochLosses:
 
     def _refuse_not_finite(self, number: int, values: Mapping[str, float]) -> None:
         if not all(map(math.isfinite, values.values())):
-            cases = ", ".join(self.cases[number]) or "(the batch has no field `case`)"
+            cases = ", ".join(self._gather(self.cases[number])) or "(the batch has no field `case`)"
             raise NonFiniteLossError(
                 f"the loss is not finite in epoch {self.epoch}, batch {number}: {values}; cases: {cases}. "
                 "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"

@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.data_parallel import find_replicas
 from volseg.parallel.devices import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 
@@ -21,4 +22,5 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
         one = len({parameter.device for parameter in network.parameters()}) == 1
     on_gpus = all(parameter.is_cuda for parameter in network.parameters())
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return one and on_gpus and fused and (is_cut_over_processes(network) or not is_distributed())
+    together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
+    return one and on_gpus and fused and together

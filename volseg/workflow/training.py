@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
+from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
 from volseg.workflow.hooks import Hook
@@ -29,7 +31,7 @@ from volseg.workflow.interrupts import Interruption, LookInterval, StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import largest_over_processes
+from volseg.workflow.processes import gather_over_processes, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.restoring import require_whole, taking_over
@@ -171,6 +173,7 @@ class Training:
             self.precision,
             clip=clip,
             record=record and accumulate == 1,
+            batch_size=getattr(batches, "batch_size", None),
             look=lambda losses: self._losses.require_finite(losses),
         )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
@@ -184,7 +187,7 @@ class Training:
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
         self._stop_reason: str | None = None
-        self._losses = EpochLosses(self.objective.names)
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
         self._interval = LookInterval(CHECK_EVERY if self.device.type == "cuda" else 1)
@@ -263,6 +266,7 @@ class Training:
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
+        report_progress("train", self.epoch, self.position)
         self._emit("on_batch_begin", batch)
         self._losses.begin_batch(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -309,7 +313,7 @@ class Training:
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
-        self._losses = EpochLosses(self.objective.names, self.epoch)
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -320,6 +324,7 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
+        report_progress("validate", self.epoch)
         self.model.eval()
         if self.average is None:
             return validation()
@@ -358,6 +363,13 @@ class Training:
         if seconds_per_batch is not None:
             self._interval.adapt(slowest / 1e6)
         return bool(self._interruption)
+
+    def _new_losses(
+        self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
+    ) -> EpochLosses:
+        """Return the losses of the current epoch, those of the batches that are done among them."""
+        gather = partial(gather_over_processes, device=self.device) if self.step.replicated is not None else tuple
+        return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
 
     def _look_at_losses(self) -> None:
         """Raise if a loss since the last look is not finite; keep the newest losses for display."""
@@ -420,7 +432,7 @@ class Training:
             self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
-        self._losses = EpochLosses(self.objective.names, self.epoch, losses, state.cases)
+        self._losses = self._new_losses(losses, state.cases)
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         with taking_over("random"):

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from volseg.device.layout import DIM
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
+from volseg.parallel.processes import find_message_group
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.copied_view import plain
 from volseg.parallel.spatial.custom_function import no_script
@@ -37,9 +37,6 @@ from volseg.parallel.strategy import take_old_options
 __all__ = ["Spatial", "SpatialStrategy"]
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
-
-_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""A gloo group of the same processes for each group that is another: one for all models, as torch never lets it go."""
 
 AXES = {"D": -3, "H": -2, "W": -1}
 
@@ -240,14 +237,8 @@ class SpatialStrategy:
 
     def message_group(self) -> dist.ProcessGroup:
         """Return a gloo group of the processes that share a volume; made by all of them together, the first time."""
-        group = self.group
-        assert group is not None
-        if dist.get_backend(group) == "gloo":
-            return group
-        if group not in _message_groups:
-            ranks = dist.get_process_group_ranks(group)
-            _message_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return _message_groups[group]
+        assert self.group is not None
+        return find_message_group(self.group)
 
     def prepare_recording(self) -> torch.Generator:
         """Make ready for a CUDA graph of a step; return the generator that it draws from beside the device's own.

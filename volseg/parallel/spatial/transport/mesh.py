@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.devices import find_own_device
+from volseg.parallel.processes import make_group, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-__all__ = ["DATA", "Processes", "join", "start_group"]
+__all__ = ["DATA", "Processes", "join"]
 
 DATA = "data"
 
@@ -29,18 +29,6 @@ class Processes:
 
     communicator: ProcessGroupShards
     replicas: dist.ProcessGroup | None
-
-
-def start_group() -> None:
-    """Initialise the default process group from torchrun's environment, unless that was done."""
-    if dist.is_initialized():
-        return
-    device = find_own_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
 
 
 def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
@@ -77,7 +65,7 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
 def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
     own = None
     for row in rows:
-        group = dist.new_group(row)
+        group = make_group(row)
         if dist.get_rank() in row:
             own = group
     if own is None:

@@ -1,0 +1,86 @@
+"""How long a launched process lives: no longer than its launcher, and not into the teardown of the interpreter.
+
+Needs no torch, so that a process binds itself to its launcher before torch is imported, which takes seconds.
+"""
+
+import atexit
+import ctypes
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from volseg.launched import OWN_LAUNCHER
+
+__all__ = ["end_at_exit", "end_now", "end_with_launcher"]
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl``."""
+
+
+def end_with_launcher() -> None:
+    """Have the system send SIGTERM to this process when the one that started it ends, however that ends.
+
+    A launcher that is killed can tell nobody. On other systems than Linux nothing happens: there the processes of a job
+    find out when its store is gone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    before = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have ended before the system was asked: a moment ago, or before this process could look.
+    launcher = os.environ.get(OWN_LAUNCHER)
+    if os.getppid() != before or (launcher is not None and not _is_there(int(launcher))):
+        end_now(128 + signal.SIGTERM)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's, who has its number now
+        return False
+    return True
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process: its output is written, the interpreter is not torn down.
+
+    While it is, threads of C++ that want Python once more (gloo's, torch's) abort the process, which turns any exit
+    status into -6.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, or it is closed
+            continue
+    os._exit(status)
+
+
+def end_at_exit() -> "Ending":
+    """Let this process end by `end_now` when Python has waited for its threads and run what was left for the exit.
+
+    To be called early, as what was registered first runs last.
+
+    Returns
+    -------
+    Ending
+        To be told the exit status; without one Python ends as ever.
+    """
+    ending = Ending()
+    atexit.register(ending)
+    return ending
+
+
+class Ending:
+    """The exit status that is known before the exit."""
+
+    status: int | None = None
+
+    def __call__(self) -> None:
+        """End the process if its status is known."""
+        if self.status is not None:
+            end_now(self.status)

@@ -1,0 +1,138 @@
+"""How the failure of one process is told: once, with its cause first, and by whom."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from volseg.errors import VolsegError
+from volseg.launched import OWN_LAUNCHER, find_launch
+from volseg.lifetime import end_now
+from volseg.parallel.devices import name_own_place
+from volseg.parallel.supervision import Cause, Supervision
+
+__all__ = ["describe", "end_after", "end_by", "is_peer_gone", "read_cause"]
+
+SECONDS_FOR_THE_CAUSE = 6.0
+"""For whoever failed first to say so, when all that is known here is that somebody is gone."""
+
+
+def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn:
+    """End this launched process after an error that nobody caught; the first of the job is told, the others named.
+
+    Parameters
+    ----------
+    fault
+        What was raised.
+    supervision
+        Of this process, which tells the others; None before the processes have met.
+    """
+    if supervision is not None and is_peer_gone(fault):
+        # Somebody else failed first; supervision ends this process as soon as it knows who.
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+    said = describe(fault)
+    message = f"{name_own_place()}: {said}"
+    cause = Cause(message=message, is_own=True) if supervision is None else supervision.fail(message)
+    if not cause.is_own:
+        end_by(cause, also=said)
+    if not isinstance(fault, VolsegError):
+        traceback.print_exception(fault)
+    if isinstance(fault, VolsegError) and _is_told_by_launcher():
+        write_cause(message)
+    else:
+        _say(f"volseg: {message}")
+        above = "" if isinstance(fault, VolsegError) else " (its traceback is above)"
+        write_cause(message + above, "".join(traceback.format_exception(fault)))
+    end_now(1)
+
+
+def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
+    """End this process for what another one found or suffered.
+
+    Parameters
+    ----------
+    cause
+        Why the job ends.
+    stack
+        Where the main thread of this process is, if that matters.
+    also
+        What this process met itself, which is a consequence as a rule.
+    """
+    if cause.is_own:
+        _say(f"volseg: {cause.message}")
+    else:
+        met = f"; here: {_shorten(also)}" if also else ""
+        _say(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
+    if stack:
+        _say(f"{name_own_place()} is here:\n{stack}")
+    # The launcher takes the file of whichever process ended first: all say the same.
+    write_cause(cause.message)
+    end_now(1)
+
+
+def is_peer_gone(fault: BaseException) -> bool:
+    """Tell whether an error says no more than that another process is gone: a connection that broke."""
+    if isinstance(fault, dist.DistNetworkError):
+        return True
+    if isinstance(fault, dist.DistBackendError):
+        return "remote process exited" in str(fault) or "Connection" in str(fault)
+    # gloo's errors are plain ones and begin with the file that they come from.
+    return type(fault) is RuntimeError and "gloo/transport/" in str(fault)
+
+
+def describe(fault: BaseException) -> str:
+    """Return the message of an error on purpose; others are named by their type too."""
+    return str(fault) if isinstance(fault, VolsegError) else f"{type(fault).__name__}: {fault}"
+
+
+def write_cause(message: str, callstack: str = "") -> None:
+    """Write the elastic launcher's error file, in the form of torch's ``ErrorHandler``, if one is wanted."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    with open(file, "w", encoding="utf-8") as written:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, written)
+
+
+def read_cause(failure: ProcessFailure, place: str) -> str:
+    """Return what a process of the elastic launcher ended by.
+
+    Parameters
+    ----------
+    failure
+        As the launcher has it.
+    place
+        Of that process, for one that could say nothing.
+    """
+    told: Any = failure.error_file_data.get("message")
+    if isinstance(told, dict):
+        return str(told["message"])
+    if failure.exitcode == -signal.SIGKILL:
+        return f"{place} was killed by SIGKILL: mostly for a lack of memory (the system's log tells)"
+    if failure.exitcode < 0:
+        return f"{place} was ended by {failure.signal_name()}; its own output above says more"
+    return f"{place} failed with exit code {failure.exitcode}; its own output above says why"
+
+
+def _is_told_by_launcher() -> bool:
+    """Whether our own launcher will print the message at the end, and not start the processes again before."""
+    launch = find_launch()
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return OWN_LAUNCHER in os.environ and launch is not None and launch.restarts >= most
+
+
+def _shorten(message: str) -> str:
+    first, _, more = message.partition("\n")
+    return first + (" ..." if more else "")
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()

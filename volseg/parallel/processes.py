@@ -1,0 +1,213 @@
+"""Start the process group of this job, watch over it, and end it."""
+
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from volseg.errors import ParallelError
+from volseg.launched import Launch, find_launch
+from volseg.lifetime import end_with_launcher
+from volseg.parallel.devices import find_own_device, find_rank, has_process_group, name_own_place, note_restarts
+from volseg.parallel.failures import end_after, end_by
+from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
+from volseg.parallel.progress import report_progress
+from volseg.parallel.supervision import Supervision, name_machine
+
+__all__ = [
+    "TIMEOUT",
+    "find_message_group",
+    "find_supervision",
+    "leave_processes",
+    "list_hosts",
+    "make_group",
+    "start_group",
+    "stop_watching",
+]
+
+TIMEOUT = 600.0
+"""Seconds without progress of any process after which the job is ended, unless a config says otherwise."""
+
+FOREVER = timedelta(days=30)
+"""For the backends: processes wait with reason for one that reads cases; what hangs is found by `Supervision`."""
+
+SECONDS_OF_STORE = 30.0
+"""For one answer of the store, whose machine may be gone."""
+
+
+class _Joined:
+    """The group that `start_group` has started."""
+
+    meeting: Meeting | None = None
+    supervision: Supervision | None = None
+    serves: bool = False
+    """Whether this process keeps the job's store."""
+    has_met: bool = False
+
+
+_joined = _Joined()
+
+_message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A gloo group of the same processes for each group that is another."""
+
+
+def start_group(timeout: float = TIMEOUT) -> None:
+    """Join the other processes of this job in torch's default process group, unless that was done.
+
+    NCCL where there are GPUs, else gloo. A job of several processes is watched from then on: see ``supervision``.
+
+    Parameters
+    ----------
+    timeout
+        Seconds for all processes to come, and later without progress of any of them, after which the job is ended.
+
+    Raises
+    ------
+    ParallelError
+        If no launcher said which processes there are, or they do not come.
+    """
+    if dist.is_initialized():
+        return
+    launch = find_launch()
+    if launch is None:
+        raise ParallelError(
+            "no launcher started this process: run it by torchrun, by volseg.parallel.launch, or with srun in a step "
+            "of several tasks"
+        )
+    end_with_launcher()
+    device = find_own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = open_store(launch, timeout, serve=True)
+    _joined.serves = launch.rank == 0 and not launch.has_store
+    about = {"where": name_own_place(), "host": socket.gethostname(), "machine": name_machine(), "pid": os.getpid()}
+    meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
+    _joined.meeting, _joined.has_met = meeting, True
+    note_restarts(meeting.restarts)
+    report_progress("start")
+    if launch.world_size > 1:
+        _watch(launch, meeting, timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", meeting.store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=FOREVER,
+        device_id=device if device.type == "cuda" else None,
+    )
+    _tell_of_errors()
+
+
+def make_group(
+    ranks: Sequence[int] | None = None, backend: str | None = None, *, local: bool = False
+) -> dist.ProcessGroup:
+    """Return a group of some of the processes, which waits as long as the one of all; see ``dist.new_group``.
+
+    Parameters
+    ----------
+    ranks
+        Of all processes by default.
+    backend
+        That of the group of all by default.
+    local
+        Whether only its members call this, in place of every process.
+    """
+    return dist.new_group(ranks, timeout=FOREVER, backend=backend, use_local_synchronization=local)
+
+
+def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a gloo group of the same processes: the group itself, or one made by all of them the first time.
+
+    One for all models: torch never lets a group go before the last.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    if group not in _message_groups:
+        _message_groups[group] = make_group(dist.get_process_group_ranks(group), "gloo", local=True)
+    return _message_groups[group]
+
+
+def list_hosts() -> list[str]:
+    """Return the machine of each process, by rank; of this one alone where no group was started."""
+    members = () if _joined.meeting is None else _joined.meeting.members
+    return [member["host"] for member in members] or [socket.gethostname()]
+
+
+def leave_processes() -> None:
+    """End this process's part of the job, when all have done theirs; without a group, do nothing.
+
+    Not after a failure: the others may never come to the end, for which this waits. Models, batches and recordings of
+    this process should have gone before: gloo's threads end with the last reference to a group.
+    """
+    if not has_process_group():
+        return
+    meeting = _joined.meeting
+    if meeting is not None:  # watched over until here: those that are late may hang
+        report_progress("leave")
+        meeting.store.set(f"arrived/{find_rank()}", "")
+        _wait_for_all(meeting, "arrived")
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    _message_groups.clear()
+    gc.collect()  # a model is full of circles, and holds its groups
+    rank = find_rank()
+    dist.destroy_process_group()
+    gc.collect()
+    stop_watching()
+    if meeting is None:
+        return
+    meeting.store.set(f"gone/{rank}", "")
+    if _joined.serves:
+        _wait_for_all(meeting, "gone", SECONDS_OF_STORE)
+    _joined.meeting = None
+
+
+def stop_watching() -> None:
+    """Let this process end without being missed: it has done its work, or a signal ends it."""
+    if _joined.supervision is not None:
+        _joined.supervision.leave()
+        _joined.supervision.stop()
+        _joined.supervision = None
+
+
+def find_supervision() -> Supervision | None:
+    """Return what watches over this process, if anything does."""
+    return _joined.supervision
+
+
+def _watch(launch: Launch, meeting: Meeting, timeout: float) -> None:
+    connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
+    connection = PrefixStore(meeting.name, connection)
+    _joined.supervision = Supervision(connection, launch.rank, meeting.members, timeout, end_by)
+
+
+def _tell_of_errors() -> None:
+    """End a script that runs into an error by `end_after`, instead of in the teardown, waiting for what is under way.
+
+    After torch has started a group: its hook catches what the one before writes, and would lose it.
+    """
+    told = sys.excepthook
+
+    def end(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+        if _joined.supervision is None or issubclass(kind, KeyboardInterrupt):
+            told(kind, fault, trace)
+        else:
+            end_after(fault, _joined.supervision)
+
+    sys.excepthook = end
+
+
+def _wait_for_all(meeting: Meeting, what: str, seconds: float | None = None) -> None:
+    """Wait until all processes have put down that they did something, or for so many seconds."""
+    keys = [f"{what}/{rank}" for rank in range(len(meeting.members))]
+    end = None if seconds is None else time.monotonic() + seconds
+    while not meeting.store.check(keys) and (end is None or time.monotonic() < end):
+        time.sleep(0.02)
