@@ -5,14 +5,23 @@ import pytest
 from volseg.launched import find_launch, list_nodes
 
 TORCHRUN = {
-    **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"},
-    **{"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "seven",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 BATCH_SHELL = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 STEP = {
     **BATCH_SHELL,
-    **{"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[08-09]"},
-    **{"SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
 }
 
 

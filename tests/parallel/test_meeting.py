@@ -21,7 +21,8 @@ def met(store, late=(), restarts=(0, 0, 0), **options):
         waiting = []
         for place in order:
             if place.rank in late:
-                pytest.raises(TimeoutError, waiting[0].result, timeout=0.3)
+                with pytest.raises(TimeoutError):
+                    waiting[0].result(timeout=0.3)
             waiting.append(pool.submit(meet, store, place, {"pid": place.rank}, 20.0, **options))
         return [one.result() for one in waiting]
 

@@ -6,7 +6,6 @@ import sys
 import time
 from contextlib import contextmanager
 
-import pytest
 import torch.distributed as dist
 
 from volseg.parallel import supervision as module
