@@ -29,14 +29,14 @@ def exact_and_seeded():
 def reads(monkeypatch) -> Counter[Path]:
     """Return how often each compressed file has been read since."""
     counter = Counter()
-    plain = Path.read_bytes
+    plain = Path.open
 
-    def counted(path):
-        if path.suffix == ".gz":
+    def counted(path, mode="r", *args, **kwargs):
+        if path.suffix == ".gz" and "r" in mode:
             counter[path] += 1
-        return plain(path)
+        return plain(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(Path, "open", counted)
     return counter
 
 

@@ -1,8 +1,11 @@
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from volseg.files import replacing
+from volseg.files import remove_partials, replacing
 
 
 def test_a_block_that_ends_well_replaces_the_file(tmp_path):
@@ -35,3 +38,75 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "state.bin"):
         pass
     assert not os.listdir(tmp_path)
+
+
+def test_the_file_of_before_keeps_a_name(tmp_path):
+    path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
+    for content in (b"1", b"2", b"3"):
+        with replacing(path, previous=previous) as partial:
+            partial.write_bytes(content)
+    assert (path.read_bytes(), previous.read_bytes()) == (b"3", b"2")
+    assert sorted(os.listdir(tmp_path)) == ["latest.pt", "previous.pt"]
+
+
+def test_two_names_of_one_file_which_a_kill_may_leave_are_parted_again(tmp_path):
+    path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
+    path.write_bytes(b"1")
+    os.link(path, previous)
+    with replacing(path, previous=previous) as partial:
+        partial.write_bytes(b"2")
+    assert (path.read_bytes(), previous.read_bytes()) == (b"2", b"1")
+    assert sorted(os.listdir(tmp_path)) == ["latest.pt", "previous.pt"]
+
+
+def test_without_hard_links_the_file_has_one_name_after_the_other(tmp_path, monkeypatch):
+    def refuse(*names):
+        raise PermissionError(1, "Operation not permitted")  # as vfat and some network file systems answer
+
+    monkeypatch.setattr(os, "link", refuse)
+    path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
+    for content in (b"1", b"2"):
+        with replacing(path, previous=previous) as partial:
+            partial.write_bytes(content)
+    assert (path.read_bytes(), previous.read_bytes()) == (b"2", b"1")
+
+
+def test_only_partial_files_are_removed(tmp_path):
+    kept = ["latest.pt", ".hidden", ".x.partial", "a.5.partial", ".latest.pt.12.partial.txt"]
+    for name in [*kept, ".latest.pt.12.partial", ".config.yaml.9.partial"]:
+        (tmp_path / name).touch()
+    remove_partials(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+KILLED = """
+import os, signal, sys
+from volseg import files
+step, names = int(sys.argv[1]), ("link", "replace", "fsync")
+calls = 0
+def counted(real):
+    def call(*arguments):
+        global calls
+        calls += 1
+        if calls == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+    return call
+for name in names:
+    setattr(os, name, counted(getattr(os, name)))
+with files.replacing(sys.argv[2], previous=sys.argv[3]) as partial:
+    partial.write_bytes(b"new")
+"""
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_kill_before_any_step_of_the_replacement_leaves_a_whole_file(tmp_path, step):
+    path, previous = tmp_path / "latest.pt", tmp_path / "previous.pt"
+    path.write_bytes(b"old")
+    previous.write_bytes(b"older")
+    command = [sys.executable, "-c", KILLED, str(step), str(path), str(previous)]
+    ended = subprocess.run(command, check=False).returncode
+    assert ended == (-signal.SIGKILL if step < 6 else 0)
+    assert (path.read_bytes(), previous.read_bytes()) in [(b"old", b"older"), (b"old", b"old"), (b"new", b"old")]
+    remove_partials(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["latest.pt", "previous.pt"]

@@ -1,7 +1,7 @@
 """The command line: each verb a few lines onto `volseg.experiment`.
 
 What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
-system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143.
+system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129.
 """
 
 import json
@@ -38,13 +38,21 @@ app.add_typer(data_app)
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
 ]
-INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+"""What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
+
+INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 """Exit statuses."""
 
 INTERRUPTED_WORDS = "volseg: interrupted; a training that had begun is saved, go on with it by --resume"
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
-Checkpoint = Annotated[str, typer.Option(help="latest (the end of the training) or best (on the validation cases).")]
+Checkpoint = Annotated[
+    str,
+    typer.Option(
+        help="latest (the end of the training), best (on the validation cases) or previous (the latest before it)."
+    ),
+]
 
 
 @app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
@@ -52,9 +60,19 @@ def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint, and validate at the end.")
+    ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="For a command that is run again and again: begin, or go on, or print the report if all is done.",
+        ),
+    ] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Cut each volume over this many GPUs, one process per GPU.")
+        int | None,
+        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
@@ -63,13 +81,18 @@ def train(
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
-    from volseg.parallel.devices import count_launched
+    from volseg.parallel.devices import count_launched, is_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    if gpus is not None and gpus > 1:
+    loaded = experiment.load_config(config, overrides)
+    if restart and (report := experiment.finished_report(loaded)) is not None:
+        if experiment.is_main_process():
+            typer.echo(report)
+        return
+    resume = resume or restart
+    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
-    loaded = experiment.load_config(config, overrides)
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
     outcome = experiment.train(loaded, resume=resume)
@@ -189,14 +212,16 @@ def make(
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
-    from volseg.data import check_cases, load_task, require_sound  # imports torch: not for --help
+    from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]
     with count_up(len(cases), "checking") as count:
-        problems = check_cases(cases, task, progress=count)
-    require_sound(problems)
+        found = inspect_cases(cases, task, progress=count)
+    for line in summarise_remarks(found.remarks):
+        typer.echo(f"look at {line}")
+    require_sound(found.problems)
     typer.echo(f"all {len(cases)} cases of {task.name} can be used")
 
 
@@ -231,7 +256,7 @@ def _root(
 
 @contextmanager
 def _leaving_nothing_half_done() -> Iterator[None]:
-    """Let SIGTERM, with which clusters end jobs, unwind as Ctrl-C does: half-written files and locks are removed.
+    """Let the signals that end jobs unwind as Ctrl-C does: half-written files and locks are removed.
 
     Not in a process that a launcher started: waiting for the others in C++ it could not unwind.
     """
@@ -243,11 +268,13 @@ def _leaving_nothing_half_done() -> Iterator[None]:
     if find_launch() is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:

@@ -1,18 +1,30 @@
 """Write a file so that a reader, or the next run, finds the old one or the new one and never half of either."""
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing"]
+__all__ = ["remove_partials", "replacing"]
+
+PARTIAL = re.compile(r"\..+\.\d+\.partial")
+"""Names of files that are being written, or were when their process was killed."""
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, previous: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     """Yield a file to write beside ``path``; it takes the place of ``path`` once the block ends well.
 
     Whatever fails in the block (a full disk, an interrupt) leaves ``path`` as it was and removes the partial file.
+
+    Parameters
+    ----------
+    path : path
+        What is written.
+    previous : path, optional
+        In the same folder; names from then on what ``path`` was before. At no moment is there neither of the two.
 
     Examples
     --------
@@ -24,13 +36,54 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     ('0.89', 1)
     """
     path = Path(path)
-    # Same folder, hence same file system: only there is the replacement one step. The suffix keeps it out of globs.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
         with partial.open("rb+") as written:
             os.fsync(written.fileno())  # else a power cut may keep the new name and lose the bytes
+        if previous is not None and path.is_file():
+            _rename_too(path, Path(previous))
         os.replace(partial, path)
+        _flush_names(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what killed processes left half written in ``folder``; only for who alone writes there."""
+    for file in folder.glob(".*.partial"):
+        if PARTIAL.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    # Same folder, hence same file system: only there is the replacement one step. The suffix keeps it out of globs.
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _rename_too(path: Path, previous: Path) -> None:
+    """Let ``previous`` name the file at ``path`` as well."""
+    link = _partial(previous)
+    try:
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        os.replace(link, previous)
+    except OSError:  # a file system without hard links, where the file has one name after the other
+        os.replace(path, previous)
+    finally:
+        link.unlink(missing_ok=True)  # replacing a name by another one of the same file leaves both
+
+
+def _flush_names(folder: Path) -> None:
+    """Let the disk know the new name too, where the system lets folders be flushed."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as fault:
+        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+            raise
+    finally:
+        os.close(descriptor)

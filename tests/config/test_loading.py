@@ -164,3 +164,26 @@ def test_both_names_in_one_file_are_refused(write):
     message = "training: training.capture is the old name of training.record, and both are given; leave out the old"
     with pytest.raises(ConfigError, match=message):
         load_config(write(training={"record": True, "capture": False}))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optimizer.lr=.nan", "optimizer: lr must be a finite number of 64 bits at most, got nan"),
+        ("optimizer.lr=1e400", "optimizer: lr must be a finite number of 64 bits at most, got inf"),
+        ("optimizer.betas=[0.9, .inf]", "optimizer: betas must be a finite number"),
+        ("optimizer.options={a: [{b: -.inf}]}", "optimizer: options must be a finite number"),
+        (f"network.channels=[{10**30}]", "network: channels must be a finite number of 64 bits at most, got 1000"),
+        (
+            "preprocessing=[{name: Spacing, spacing: [.nan, 1, 1]}]",
+            r"preprocessing\.0: spacing must be a finite number",
+        ),
+        ("losses=[{name: DiceLoss, weight: .inf}]", "weight: Input should be a finite number"),
+        ("schedule.power=.nan", r"schedule\.power: Input should be a finite number"),
+        ("training.clip=.inf", r"training\.clip: Input should be a finite number"),
+        (f"training.epochs={10**12}", r"training\.epochs: Input should be less than 2147483648"),
+    ],
+)
+def test_numbers_that_nobody_can_mean_are_refused_when_the_config_is_read(write, assignment, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(), [assignment])

@@ -15,7 +15,7 @@ ITERATIONS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def made_on(device: str) -> AugmentedBatches:
+def made_on(device: str, rows=None) -> AugmentedBatches:
     generator = torch.Generator().manual_seed(0)
     cases = []
     for number, sides in enumerate([(20, 18, 16), (15, 21, 7), (11, 12, 30)]):
@@ -23,7 +23,7 @@ def made_on(device: str) -> AugmentedBatches:
         cases.append({"case": f"case_{number}", "image": image, "label": (image > 0.5).to(torch.uint8)})
     augmentation = BatchAugmentation(AugmentationConfig(), PATCH, num_classes=2)
     patches = PatchBatches(CaseBank(cases, device=device), PATCH, 4, ITERATIONS, source_size=augmentation.source_size)
-    return AugmentedBatches(patches, augmentation, seed=0, device=device)
+    return AugmentedBatches(patches, augmentation, seed=0, device=device, rows=rows)
 
 
 def assert_same(batches, expected):
@@ -76,6 +76,26 @@ def test_a_loop_may_keep_its_batches_and_write_to_them(device):
         batch["image"].fill_(float("nan"))
         batch["label"].fill_(9)
     assert_same(written, kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_bits_of_a_slice_do_not_depend_on_the_other_slices_of_its_process(device):
+    halves = [slice(0, 2), slice(2, 4)]
+    alone = [list(made_on(device, [half]).epoch(1)) for half in halves]
+    together = list(made_on(device, halves).epoch(1))
+    joined = [
+        {
+            "case": first["case"] + second["case"],
+            **{name: torch.cat([first[name], second[name]]) for name in ("image", "label")},
+        }
+        for first, second in zip(*alone, strict=True)
+    ]
+    assert_same(together, joined)
+    for own, whole in zip(together, made_on(device).epoch(1), strict=True):
+        assert own["case"] == whole["case"]
+        # As on the fused batches: sums and products of four samples may round otherwise than those of two.
+        torch.testing.assert_close(own["image"], whole["image"], atol=5e-3, rtol=0)
+        assert (own["label"] != whole["label"]).float().mean() < 1e-3
 
 
 @pytest.mark.gpu

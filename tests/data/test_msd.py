@@ -119,6 +119,21 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
             r"without a gap, got the keys .*; renumber them, in the label files",
         ),
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
+        ({"labels": {"0": "background", "1": None}}, r"'labels' should give 1 a name, got None; reports go by names"),
+        ({"labels": {"0": "background", "1": " "}}, r"'labels' should give 1 a name, got ' '"),
+        ({"labels": {"0": "background", "1": {"a": 1}}}, r"'labels' should give 1 a name, got \{'a': 1\}"),
+        ({"modality": []}, r"'modality' should map the numbers .*, got \[\]"),
+        ({"modality": {"0": ""}}, r"'modality' should give 0 a name, got ''"),
+        ({"modality": [None]}, r"'modality' should give 0 a name, got None"),
+        (
+            {"training": [pair(), pair("imagesTr/b.nii.gz")]},
+            r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz; each",
+        ),
+        ({"training": [pair(label="imagesTr/a.nii.gz")]}, r"1 file\(s\) more than once, first imagesTr/a\.nii\.gz"),
+        ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which no file can be called"),
+        ({"training": [pair("imagesTr/" + "a" * 240 + ".nii")]}, r"names of 200 bytes at most, which leave room"),
+        ({"training": [pair("imagesTr/\0.nii")]}, r"which no file can be called"),
+        ({"training": [pair("imagesTr/\ud800.nii")]}, r"which no file can be called"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
         ({"modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, not MSD's: it lacks 'modality'"),
         ({"training": ..., "modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, .* into one 4D file"),
@@ -147,7 +162,12 @@ def test_folder_with_several_tasks(msd, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{,}", "cannot be read as JSON: .*line 1"), ("[]", "should hold a JSON object, got list")]
+    ("text", "message"),
+    [
+        ("{,}", "cannot be read as JSON: .*line 1"),
+        ("[]", "should hold a JSON object, got list"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
+    ],
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
     (tmp_path / "dataset.json").write_text(text)

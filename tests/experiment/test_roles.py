@@ -1,32 +1,49 @@
-"""The leader reads and writes; a follower leaves the folder as it is."""
+"""The leader keeps the run folder; a member leaves it as it is. A reader reads, a follower is sent its slabs."""
 
+import shutil
 from contextlib import ExitStack
 
 import pytest
+from in_group import in_group
 from torch import nn
 
 from volseg.errors import ConfigError
+from volseg.experiment import roles
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.folder_lock import LOCK
-from volseg.experiment.roles import Follower, Leader, choose_role
+from volseg.experiment.reading import Follower, Reader, choose_reading
+from volseg.experiment.roles import Leader, Member, choose_role
+from volseg.experiment.settling import settle_mesh
+from volseg.experiment.training_mesh import TrainingMesh
+from volseg.parallel.devices import find_rank
+from volseg.parallel.mesh import Mesh
 
 
-def test_one_process_leads(configured):
+def test_one_process_leads_and_reads(configured):
     with ExitStack() as held:
         assert type(choose_role(configured(), held)) is Leader
+    _, mesh = settle_mesh(configured(), choose_cases(configured()).task, "cpu")
+    assert type(choose_reading(configured(), mesh)) is Reader
 
 
-def test_a_follower_reads_no_case_and_writes_nothing(configured):
-    follower, chosen = Follower(configured()), choose_cases(configured())
-    assert follower.claim(resume=True) is False  # unless the leader says so
+def test_a_member_writes_nothing(configured):
+    member, chosen = Member(configured()), choose_cases(configured())
+    assert member.claim(resume=True) is False  # unless the leader says so
+    member.begin(chosen)
+    member.go_on(finished=False)
+    member.forget_validation()
+    assert not member.folder.path.exists()
+
+
+def test_a_follower_reads_no_case(configured):
+    chosen = choose_cases(configured())
+    mesh = TrainingMesh(plan=configured().mesh(1), mesh=Mesh(data=1, spatial=2, replica=0, shard=1))
+    follower = choose_reading(configured(), mesh)
+    assert type(follower) is Follower
     prepared = follower.prepare(chosen)
     assert (prepared.training, prepared.validation, prepared.problems) == ((), (), ())
-    follower.begin(chosen)
-    follower.go_on(finished=False)
-    follower.forget_validation()
-    assert not follower.folder.path.exists()
     with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
-        follower.make_batches(prepared.training, chosen.task, nn.Conv3d(1, 1, 1), "cpu")
+        follower.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), "cpu")
 
 
 def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_begins(configured):
@@ -44,3 +61,27 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_b
         with pytest.raises(ConfigError, match="holds a run already"):
             leader.claim(resume=False)
     assert not (config.folder / LOCK).exists()
+
+
+def begin_in_two_places(config, elsewhere):
+    """Begin a run whose folder is another one for the second process, as if its machine had a disk of its own."""
+    roles.SECONDS_TO_SEE = 0.5
+    if find_rank() == 1:
+        config = config.model_copy(update={"output": elsewhere})
+    with ExitStack() as held:
+        role = choose_role(config, held)
+        try:
+            role.begin(choose_cases(config))
+        except ConfigError as refused:
+            return str(refused)
+    return None
+
+
+def test_a_machine_that_does_not_see_the_run_folder_is_named(configured, tmp_path):
+    config = configured()
+    told = in_group(2, begin_in_two_places, config, tmp_path / "elsewhere")
+    assert "does not see the run folder" in told[0]
+    assert all("choose one by --output on a file system that all machines of the job share" in one for one in told)
+    shutil.rmtree(config.folder, ignore_errors=True)
+    assert in_group(2, begin_in_two_places, config, config.folder) == [None, None]
+    assert not (config.folder / roles.SEEN).exists()

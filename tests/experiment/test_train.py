@@ -304,7 +304,7 @@ def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):
     assert not rest
     image = nibabel.load(task / "imagesTs" / f"{name}.nii.gz")
     assert nibabel.load(path).shape == image.shape
-    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, got 'final'"):
+    with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, previous, got 'final'"):
         validate(outcome.folder, checkpoint="final")
 
 
@@ -402,6 +402,9 @@ def test_images_are_found_and_doubles_refused(task, tmp_path):
         find_images([image, task / "imagesTs"])
     with pytest.raises(DataError, match=r"absent\.nii does not exist; name image files"):
         find_images([tmp_path / "absent.nii"])
+    (tmp_path / "scans").mkdir()
+    shutil.copy(image, tmp_path / "scans" / "LOUD.NII.GZ")
+    assert [case["case"] for case in find_images([tmp_path / "scans"])] == ["LOUD"]
 
 
 def test_further_losses_and_metrics_are_recorded_by_name(configured):

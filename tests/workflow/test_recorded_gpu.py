@@ -65,9 +65,9 @@ def test_a_recorded_training_equals_the_plain_one(batches, make_optimizer):
     schedule = {"schedule": lambda progress: 1 - progress}
     recorded = trained(net(), batches("device"), make_optimizer, **schedule)
     plain = trained(net(), batches("device"), make_optimizer, record=False, **schedule)
-    assert recorded._recorded.num_recorded == 1
-    assert recorded._recorded.refused is None
-    assert plain._recorded is None
+    assert recorded.step.recorded.num_recorded == 1
+    assert recorded.step.recorded.refused is None
+    assert plain.step.recorded is None
     # float32: cuDNN sums with atomics in the backward pass, so two runs of the same step differ in the last bits.
     for one, other in zip(recorded.history, plain.history, strict=True):
         assert one.losses["loss"] == pytest.approx(other.losses["loss"], rel=1e-4)
@@ -89,11 +89,12 @@ def test_no_batch_waits_for_the_device(batches):
 
     def train_on(count):
         for _ in range(count):
-            training.position, training._losses, training._num_checked = 0, [], 0
+            training.position = 0
+            training._losses.losses.clear()
             training._train_batch(training._on_device(next(source)))
 
     train_on(4)
-    assert training._recorded.num_recorded == 2
+    assert training.step.recorded.num_recorded == 2
     try:
         with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
             torch.cuda.set_sync_debug_mode("error")
@@ -112,7 +113,7 @@ def test_a_network_that_looks_at_values_trains_unrecorded_and_says_so(batches, c
             return self.inner(x) * (2.0 if x.mean().item() > 100 else 1.0)
 
     training = trained(Looks().cuda(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
-    assert training._recorded.refused
+    assert training.step.recorded.refused
     assert "cannot be recorded as a CUDA graph" in caplog.text
     reference = trained(net(), batches("device"), lambda p: torch.optim.SGD(p, lr=0.1, fused=True), record=False)
     assert training.history[-1].losses["loss"] == pytest.approx(reference.history[-1].losses["loss"], rel=1e-3)

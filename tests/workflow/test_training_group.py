@@ -80,7 +80,7 @@ def trained(record, dropout=(), epochs=2):
 
 def found(training):
     weights = torch.cat([p.detach().flatten() for p in training.network.parameters()]).cpu()
-    recorded = training._recorded
+    recorded = training.step.recorded
     return {
         "losses": [record.losses["loss"] for record in training.history],
         "weights": weights.tolist(),

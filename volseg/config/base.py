@@ -4,6 +4,7 @@ A section is frozen and takes keywords only; a key that it does not know is refu
 Cross-field checks belong to the section that owns the fields (``model_validator``), never to the code that uses them.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_args
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["ConfigModel", "find_other_name", "validated"]
+__all__ = ["ConfigModel", "find_absurd_number", "find_other_name", "validated"]
 
 Section = TypeVar("Section", bound="ConfigModel")
 
@@ -56,6 +57,20 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
     except ValidationError as fault:
         lines = [_sentence(section, error) for error in fault.errors(include_url=False)]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def find_absurd_number(value: Any) -> float | int | None:
+    """Return the first number in ``value``, lists and mappings searched, that is not finite or exceeds 64 bits.
+
+    >>> find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
+    nan
+    """
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return next((found for item in items if (found := find_absurd_number(item)) is not None), None)
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    return value if isinstance(value, int) and value.bit_length() > 63 else None
 
 
 def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None:

@@ -7,12 +7,13 @@ follows from the data (channels, classes) is not written here.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ConfigModel
+from volseg.config.base import ConfigModel, find_absurd_number, validated
+from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 
 __all__ = [
     "AugmentationConfig",
@@ -29,8 +30,8 @@ __all__ = [
     "TrainingConfig",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
@@ -43,9 +44,17 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 class ComponentConfig(BaseModel):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str
+
+    @model_validator(mode="after")
+    def _numbers_are_finite(self) -> Self:
+        """Refuse what no component can mean; parameters have no fields that could say so."""
+        for name, value in (self.model_extra or {}).items():
+            if (absurd := find_absurd_number(value)) is not None:
+                raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+        return self
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as a registry takes them."""
@@ -158,7 +167,10 @@ class TrainingConfig(ConfigModel):
     """The same seed on the same GPU gives the same bits; an operator that cannot is refused. Costs time, but not with
     the fast kernels, which sum in one order anyway."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
-    """Time between two writings of the latest checkpoint."""
+    """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
+    spot: Literal["none", "aws"] = "none"
+    """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
+    5 s, and saves and ends with status 143 when it says so."""
 
 
 class InferenceConfig(ConfigModel):
@@ -172,37 +184,6 @@ class InferenceConfig(ConfigModel):
     """Average the predictions over the eight mirrorings, after the training and in `volseg predict`."""
     batch: Count = 1
     """Volumes of equal size that go through the network together."""
-
-
-class ParallelConfig(ConfigModel):
-    """How one model uses several devices; of one, ``training.kernels`` says how."""
-
-    strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
-    devices: Count | tuple[str, ...] | None = None
-    """GPUs of each process, or their names (``cpu`` may be named several times); null takes every visible one."""
-    split_size: Count | Literal["auto"] | None = None
-    """Samples per micro-batch of a pipeline."""
-    on_unsupported: Literal["raise", "gather"] = "raise"
-    """What happens at an operator without a sharded form."""
-    checkpoint: Literal["all"] | Count | None = None
-    """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels."""
-
-    @property
-    def is_on_one_device(self) -> bool:
-        """Whether each process has one device."""
-        return self.devices == 1
-
-    @property
-    def only_chooses_kernels(self) -> bool:
-        """Whether one process would cut nothing and recompute nothing: what ``training.kernels`` is for."""
-        plain = self.checkpoint is None and self.on_unsupported == "raise"
-        return self.strategy == "spatial" and self.is_on_one_device and plain
-
-    @model_validator(mode="after")
-    def _split_size_belongs_to_a_pipeline(self) -> "ParallelConfig":
-        if self.split_size is not None and self.strategy in ("none", "spatial"):
-            raise ValueError(f"split_size belongs to strategy: pipeline (or auto), got strategy: {self.strategy}")
-        return self
 
 
 KERNELS_OF = {
@@ -243,11 +224,21 @@ class ExperimentConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _strategy_has_these_kernels(self) -> "ExperimentConfig":
-        kernels, strategy = self.training.kernels, self.parallel.strategy
+        kernels, strategy = self.training.kernels, self.parallel.model_strategy
         if kernels not in KERNELS_OF[strategy]:
             raise ValueError(
                 f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
                 f"{' or '.join(KERNELS_OF[strategy])}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_have_samples(self) -> "ExperimentConfig":
+        data, batch = self.parallel.data, self.patch.batch
+        if data is not None and data > batch:
+            raise ValueError(
+                f"parallel.data is {data} and patch.batch {batch}: each replica needs a sample of the batch, which is "
+                "that of all together"
             )
         return self
 
@@ -256,6 +247,30 @@ class ExperimentConfig(ConfigModel):
         parallel = self.parallel.model_copy(update={"devices": 1})
         cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
         return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
+
+    def count_processes(self, num_gpus: int | None, visible: int) -> int:
+        """Return how many processes train on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
+        fixed_order = self.training.deterministic
+        return choose_num_processes(
+            self.parallel, num_gpus, visible, batch_size=self.patch.batch, fixed_order=fixed_order
+        )
+
+    def mesh(self, num_processes: int, *, fits: bool = True) -> MeshPlan:
+        """Return who does what in a training of ``num_processes``; see `plan_mesh`."""
+        fixed_order = self.training.deterministic
+        return plan_mesh(self.parallel, num_processes, batch_size=self.patch.batch, fixed_order=fixed_order, fits=fits)
+
+    def with_mesh(self, plan: MeshPlan) -> "ExperimentConfig":
+        """Return the config with what it left open about replicas and slabs.
+
+        Raises
+        ------
+        ConfigError
+            If its other values do not go with that.
+        """
+        parallel = {**self.parallel.model_dump(), "data": plan.data, "spatial": plan.spatial}
+        source = f"parallel.data: {plan.data} and parallel.spatial: {plan.spatial}, which the processes come to,"
+        return validated(ExperimentConfig, {**self.model_dump(), "parallel": parallel}, source)
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to its data, so that it reads them from any working directory."""

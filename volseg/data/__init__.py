@@ -1,7 +1,15 @@
 """Cases, the readers that fill them, and the checks before a training starts."""
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, check_case, check_cases, require_sound
+from volseg.data.checks import (
+    Problem,
+    Remark,
+    check_case,
+    check_cases,
+    inspect_cases,
+    require_sound,
+    summarise_remarks,
+)
 from volseg.data.msd import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
@@ -11,15 +19,18 @@ __all__ = [
     "Case",
     "Problem",
     "Read",
+    "Remark",
     "Split",
     "Task",
     "check_case",
     "check_cases",
     "folds",
+    "inspect_cases",
     "load_task",
     "make_task",
     "read_splits",
     "read_volume",
     "require_sound",
+    "summarise_remarks",
     "write_splits",
 ]

@@ -1,6 +1,6 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -10,7 +10,8 @@ from volseg.data.cases import Batch
 from volseg.data.patches import PatchBatches
 from volseg.data.seeds import mix_seed
 from volseg.device.graph import RecordedFunction
-from volseg.transforms.augmentation import BatchAugmentation, triton_reading
+from volseg.errors import ConfigError
+from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
 
 __all__ = ["AugmentedBatches", "EpochBatches"]
 
@@ -42,13 +43,30 @@ class AugmentedBatches:
         Of the experiment.
     device : torch.device
         Where the random numbers are drawn: the device of the batches.
+    rows : sequence of slice, optional
+        Which rows of each batch this process computes, one slice per replica; all by default. The random numbers are
+        those of the whole batch, so a row is what it would be in one process. On a CPU it is so bit for bit; on a GPU
+        the bits of a slice depend on its own rows alone, as each slice is augmented by itself.
+
+    Raises
+    ------
+    ConfigError
+        For rows that a batch does not have.
     """
 
     def __init__(
-        self, batches: PatchBatches, augmentation: BatchAugmentation, *, seed: int, device: torch.device | str
+        self,
+        batches: PatchBatches,
+        augmentation: BatchAugmentation,
+        *,
+        seed: int,
+        device: torch.device | str,
+        rows: Sequence[slice] | None = None,
     ) -> None:
         self.batches = batches
         self.augmentation = augmentation
+        self.rows = [slice(0, batches.batch_size)] if rows is None else list(rows)
+        _check_rows(self.rows, batches.batch_size)
         self.seed = seed
         self.generator = torch.Generator(device)
         self._recording: RecordedFunction | None = None
@@ -59,6 +77,11 @@ class AugmentedBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a whole batch, of which ``rows`` are made."""
+        return self.batches.batch_size
+
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
         bank = self.batches.bank
@@ -66,10 +89,20 @@ class AugmentedBatches:
         yield from make(number, start)
 
     def _make_plainly(self, number: int, start: int) -> Iterator[Batch]:
-        for position, batch in enumerate(self.batches.epoch(number, start=start), start=start):
-            self.generator.manual_seed(mix_seed(self.seed, number, position))
-            image, label = self.augmentation(batch["image"], batch["label"], self.generator)
-            yield {**batch, "image": image, "label": label}
+        lengths = [part.stop - part.start for part in self.rows]
+        for position, batch in enumerate(self.batches.epoch(number, start, self.rows), start):
+            parameters = self._draw(number, position).to(batch["image"].device)
+            shares = zip(batch["image"].split(lengths), batch["label"].split(lengths), self.rows, strict=True)
+            made = [self.augmentation.apply(image, label, parameters.select(part)) for image, label, part in shares]
+            yield {**batch, **_join(made)}
+
+    def _draw(self, number: int, position: int) -> AugmentationParameters:
+        self.generator.manual_seed(mix_seed(self.seed, number, position))
+        return self._draw_next()
+
+    def _draw_next(self) -> AugmentationParameters:
+        """Draw for the whole batch, whichever rows are wanted: a row's numbers depend on its place in the batch."""
+        return self.augmentation.sample(self.batches.batch_size, self.generator, self.batches.bank.num_channels)
 
     def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
@@ -102,13 +135,34 @@ class AugmentedBatches:
             consumer.wait_event(ready)
             for tensor in batch.values():
                 tensor.record_stream(consumer)
-            yield {**batch, "case": names[position]}
+            yield {**batch, "case": [name for part in self.rows for name in names[position][part]]}
 
     def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
+        """Make the wanted rows of the batch whose patches lie at ``cases`` (B,) and ``corners`` (B, 3)."""
+        parameters = self._draw_next()
+        return _join([self._make_rows(cases[part], corners[part], parameters.select(part)) for part in self.rows])
+
+    def _make_rows(self, cases: Tensor, corners: Tensor, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
         bank = self.batches.bank
         if bank.stack is not None and self._fused:
-            image, label = self.augmentation.from_stack(bank.stack, cases, corners, self.generator)
-        else:
-            image, label = bank.gather(cases, corners, self.batches.source_size)
-            image, label = self.augmentation(image, label, self.generator)
-        return {"image": image, "label": label}
+            return self.augmentation.apply_to_stack(bank.stack, cases, corners, parameters)
+        image, label = bank.gather(cases, corners, self.batches.source_size)
+        return self.augmentation.apply(image, label, parameters)
+
+
+def _join(made: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return the slices' images and labels as one batch; a single slice is not copied."""
+    images, labels = zip(*made, strict=True)
+    image, label = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (images, labels))
+    return {"image": image, "label": label}
+
+
+def _check_rows(rows: Sequence[slice], batch_size: int) -> None:
+    plain = [part for part in rows if part.step in (None, 1) and None not in (part.start, part.stop)]
+    ends = sorted((part.start, part.stop) for part in plain)
+    bounds = [0, *(bound for pair in ends for bound in pair), batch_size]
+    if not rows or len(ends) < len(rows) or bounds != sorted(bounds) or any(first == last for first, last in ends):
+        raise ConfigError(
+            f"rows must be slices of the {batch_size} rows of a batch, each with first and last row and none twice, "
+            f"got {list(rows)}; Replicas.deal gives them"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from volseg.errors import DataError
 
-__all__ = ["CaseBank", "ForegroundVoxels"]
+__all__ = ["CaseBank", "ForegroundVoxels", "require_fit"]
 
 _SHARE_OF_MEMORY = 0.3
 """Of an accelerator's free memory, what a stack may take by itself; the rest is for training."""
@@ -104,7 +104,7 @@ class CaseBank:
         images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
         for name, image, label in zip(self.names, images, labels, strict=True):
-            _check(name, image, label, images[0].shape[0])
+            require_fit(name, image, label, images[0].shape[0])
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
@@ -232,7 +232,8 @@ def _drop_metadata(volume: Tensor) -> Tensor:
     return volume.as_subclass(Tensor).detach()
 
 
-def _check(name: str, image: Tensor, label: Tensor, num_channels: int) -> None:
+def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int) -> None:
+    """Raise a DataError that names a case whose volumes cannot be kept in a bank."""
     if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
         raise DataError(
             f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "

@@ -4,8 +4,10 @@ A header can be right while the voxels are not, so files are read to their end; 
 (`volseg.data.preparing`), so that no file is decompressed twice.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -13,13 +15,34 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import Case, Task
+from volseg.data.names import list_some
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
-from volseg.errors import DataError, ReaderError
+from volseg.errors import DataError
 from volseg.parallel.progress import report_progress
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
-__all__ = ["Problem", "check_case", "check_cases", "read_case", "require_sound"]
+__all__ = [
+    "CheckedCase",
+    "Findings",
+    "Problem",
+    "Remark",
+    "check_case",
+    "check_cases",
+    "find_same_images",
+    "inspect_cases",
+    "read_case",
+    "refuse_held_out",
+    "remark_on_same_images",
+    "require_sound",
+    "summarise_remarks",
+]
+
+FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
+"""Voxel sides (mm) between which a volume of a patient lies: micrometres or metres were taken for mm otherwise."""
+
+LARGEST_EXTENT = 5000.0
+"""Along an axis (mm)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,37 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.case}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What may be meant so, and should be looked at."""
+
+    kind: str
+    """What it is and what to do, in the same words for each case."""
+    case: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedCase:
+    """A case as it was read, and what was found in it."""
+
+    case: Case
+    """With volumes in place of paths; a field that cannot be read keeps its path."""
+    problems: tuple[Problem, ...] = ()
+    """What keeps the case from being used."""
+    remarks: tuple[Remark, ...] = ()
+    digest: str | None = None
+    """Of the image's voxels, whatever the file's name and format; None without an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found in many cases."""
+
+    problems: list[Problem]
+    remarks: list[Remark]
 
 
 def check_cases(
@@ -48,12 +102,32 @@ def check_cases(
     progress
         Called after each case, for instance ``bar.update``.
     """
+    return inspect_cases(cases, task, workers=workers, progress=progress).problems
+
+
+def inspect_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> Findings:
+    """Check all cases; return what keeps some from being used, and what should be looked at.
+
+    The parameters are those of `check_cases`.
+    """
     problems: list[Problem] = []
-    for found in map_in_threads(lambda case: check_case(case, task), cases, workers):
-        problems.extend(found)
+    remarks: list[Remark] = []
+    digests: list[tuple[Case, str]] = []
+
+    def without_volumes(case: Case) -> CheckedCase:
+        checked = read_case(case, task)
+        return CheckedCase(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+
+    for checked in map_in_threads(without_volumes, cases, workers):
+        problems.extend(checked.problems)
+        remarks.extend(checked.remarks)
+        if checked.digest is not None:
+            digests.append((checked.case, checked.digest))
         if progress is not None:
             progress()
-    return problems
+    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests)])
 
 
 def check_case(case: Case, task: Task) -> list[Problem]:
@@ -61,32 +135,101 @@ def check_case(case: Case, task: Task) -> list[Problem]:
 
     A case without ``label`` is checked as one to predict.
     """
-    return read_case(case, task)[1]
+    return list(read_case(case, task).problems)
 
 
-def read_case(case: Case, task: Task) -> tuple[Case, list[Problem]]:
-    """Read a case to its end; return it with volumes in place of paths, and what keeps it from being used.
+def read_case(case: Case, task: Task) -> CheckedCase:
+    """Read a case to its end, and check it.
 
-    A field that cannot be read keeps its path.
+    Whatever goes wrong with a case is a problem of that case, so that none hides the others.
     """
     found: list[Problem] = []
+    remarks: list[Remark] = []
     volumes: dict[str, MetaTensor] = {}
+    name = case["case"]
     for field, check in (("image", _find_image_faults), ("label", _find_label_faults)):
         if field not in case:
             continue
-        report_progress("read", item=case["case"])
+        report_progress("read", item=name)
         try:
-            volumes[field] = read_volume(case[field])
-        except ReaderError as fault:
-            found.append(Problem(case["case"], Path(case[field]), str(fault)))
+            volume = read_volume(case[field])
+            faults = [*_find_grid_faults(volume), *check(volume, task)]
+        except DataError as fault:
+            found.append(Problem(name, Path(case[field]), str(fault)))
             continue
-        faults = check(volumes[field], task)
-        found.extend(Problem(case["case"], Path(case[field]), f"{case[field]} {fault}") for fault in faults)
+        except MemoryError:
+            message = f"{case[field]} needs more memory to be checked than there is; crop or resample it"
+            found.append(Problem(name, Path(case[field]), message))
+            continue
+        except Exception as fault:  # such as torch's RuntimeError where it gets no memory
+            message = f"{case[field]} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
+            found.append(Problem(name, Path(case[field]), f"{message}; leave it out"))
+            continue
+        volumes[field] = volume
+        found.extend(Problem(name, Path(case[field]), f"{case[field]} {fault}") for fault in faults)
+        remarks.extend(_remark_on_grid(volume, name))
     if len(volumes) == 2:
         misplaced = Grid.of(volumes["image"]).fault_of(Grid.of(volumes["label"]), "image")
         if misplaced:
-            found.append(Problem(case["case"], Path(case["label"]), f"{case['label']} {misplaced}"))
-    return {**case, **volumes}, found
+            found.append(Problem(name, Path(case["label"]), f"{case['label']} {misplaced}"))
+    return CheckedCase(
+        case={**case, **volumes},
+        problems=tuple(found),
+        remarks=tuple(dict.fromkeys(remarks)),  # image and label share a grid, and its oddity
+        digest=_digest(volumes["image"]) if "image" in volumes else None,
+    )
+
+
+def find_same_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
+    """Return the groups of cases, of pairs of a case and its digest, that hold the same voxels."""
+    cases: dict[str, list[Case]] = defaultdict(list)
+    for case, digest in digests:
+        cases[digest].append(case)
+    return [same for same in cases.values() if len(same) > 1]
+
+
+def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Remark]:
+    """Remark on images that stand under several names."""
+    kind = "the same image stands under several names; keep one, or it counts more than others and may be tested on"
+    return [
+        Remark(kind, first["case"], f"also {list_some([case['case'] for case in rest])}")
+        for first, *rest in find_same_images(digests)
+    ]
+
+
+def refuse_held_out(digests: Iterable[tuple[Case, str]], validation: Container[str]) -> dict[str, list[Problem]]:
+    """Return problems of training cases whose image validates as well, so that it would be known by heart.
+
+    Parameters
+    ----------
+    digests
+        Each case with its digest, on both sides of the split.
+    validation
+        Ids of the cases that validate.
+    """
+    refused: dict[str, list[Problem]] = {}
+    for same in find_same_images(digests):
+        held_out = [case["case"] for case in same if case["case"] in validation]
+        for case in same if held_out else ():
+            if case["case"] not in validation:
+                message = (
+                    f"{case['image']} holds the same voxels as the validation case {held_out[0]}; keep one of them, or "
+                    "both on one side of the split"
+                )
+                refused[case["case"]] = [Problem(case["case"], Path(case["image"]), message)]
+    return refused
+
+
+def summarise_remarks(remarks: Sequence[Remark], most: int = 3) -> list[str]:
+    """Return a line per kind: how many cases, what it is, and the first names."""
+    by_kind: dict[str, list[Remark]] = defaultdict(list)
+    for remark in remarks:
+        by_kind[remark.kind].append(remark)
+    return [
+        f"{len({remark.case for remark in same})} case(s): {kind}: "
+        + list_some([remark.case + (f" ({remark.detail})" if remark.detail else "") for remark in same], most)
+        for kind, same in by_kind.items()
+    ]
 
 
 def require_sound(
@@ -103,6 +246,49 @@ def require_sound(
         cases = len({problem.case for problem in problems})
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")
+
+
+def _find_grid_faults(volume: MetaTensor) -> Iterable[str]:
+    grid = Grid.of(volume)
+    spacing = grid.affine[:3, :3].norm(dim=0).tolist()
+    extent = [side * count for side, count in zip(spacing, grid.shape, strict=True)]
+    if not (min(spacing) >= FINEST_SPACING and max(spacing) <= COARSEST_SPACING and max(extent) < LARGEST_EXTENT):
+        yield (
+            f"has voxels of {_list_lengths(spacing)} mm and an extent of {_list_lengths(extent)} mm; needed: sides of "
+            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; mend the "
+            "spacing in the header, or its unit"
+        )
+
+
+def _list_lengths(lengths: Sequence[float]) -> str:
+    return " x ".join(f"{length:.4g}" for length in lengths)
+
+
+def _remark_on_grid(volume: MetaTensor, case: str) -> Iterator[Remark]:
+    grid = Grid.of(volume)
+    if 1 in grid.shape:
+        yield Remark("the volume is a single slice; is a volume missing?", case, f"{grid.shape} voxels")
+    if (qform := volume.meta.get("qform_affine")) is None:
+        return
+    try:
+        other = Grid(grid.shape, torch.as_tensor(qform, dtype=torch.float64))
+        apart = grid.distance(other) / float(grid.affine[:3, :3].norm(dim=0).min())
+        mirrored = bool(grid.affine[:3, :3].det() * other.affine[:3, :3].det() < 0)
+    except ValueError:  # a damaged qform, which nothing here goes by
+        return
+    if mirrored:
+        kind = "sform and qform mirror each other (left-right); one of them swaps the sides, and the sform is taken"
+        yield Remark(kind, case, f"up to {apart:.3g} voxels apart")
+    elif apart > MISPLACED_VOXELS:
+        kind = "sform and qform disagree; the sform is taken, other programs may go by the qform"
+        yield Remark(kind, case, f"up to {apart:.3g} voxels apart")
+
+
+def _digest(image: MetaTensor) -> str:
+    voxels = image.as_tensor().contiguous().numpy()
+    digest = blake2b(repr(voxels.shape).encode(), digest_size=16)
+    digest.update(voxels)
+    return digest.hexdigest()
 
 
 def _find_image_faults(image: MetaTensor, task: Task) -> Iterable[str]:

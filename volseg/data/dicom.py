@@ -5,12 +5,16 @@ takes an even stack for granted, so that a missing slice would stretch the patie
 tilted gantry.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from monai.data import MetaTensor
 
+from volseg.data.content import require_held, require_memory, require_regular
+from volseg.data.dicom_elements import require_sound_elements
 from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
@@ -18,6 +22,10 @@ from volseg.errors import ReaderError
 __all__ = ["read_dicom_series"]
 
 POSITION, ORIENTATION = "0020|0032", "0020|0037"
+BITS = "0028|0100"
+
+UNCOMPRESSED = ("1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.2")
+"""Transfer syntaxes in which a voxel takes its bits."""
 
 TOLERANCE = 0.05
 """Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
@@ -34,8 +42,11 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     ReaderError
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
+    # ITK opens every file to look whether it is of the series.
+    syntaxes = {path.name: require_sound_elements(path) for path in sorted(folder.iterdir()) if not path.is_dir()}
     series = simpleitk().ImageSeriesReader()
-    files = _find_only_series(folder, series)
+    files = _find_only_series(folder)
+    _require_room([Path(file) for file in files], syntaxes)
     series.SetFileNames(files)
     series.MetaDataDictionaryArrayUpdateOn()
     try:
@@ -52,12 +63,17 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     return as_volume(voxels, affine, folder, stored=voxels.dtype)
 
 
-def _find_only_series(folder: Path, series: Any) -> tuple[str, ...]:
+def _find_only_series(folder: Path) -> tuple[str, ...]:
     """Return the sorted files of the only series in ``folder``."""
-    ids = series.GetGDCMSeriesIDs(str(folder))
-    if not ids:
+    reader = simpleitk().ImageSeriesReader
+    try:
+        by_id = {uid: reader.GetGDCMSeriesFileNames(str(folder), uid) for uid in reader.GetGDCMSeriesIDs(str(folder))}
+    except RuntimeError as fault:
+        raise ReaderError(
+            f"{folder}: SimpleITK cannot sort its DICOM files into series; one of them is damaged, fetch them again"
+        ) from fault
+    if not by_id:
         raise ReaderError(f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves")
-    by_id = {uid: series.GetGDCMSeriesFileNames(str(folder), uid) for uid in ids}
     if len(by_id) > 1:
         found = "; ".join(
             f"{uid} ({len(files)} files, {Path(files[0]).name} ...)" for uid, files in sorted(by_id.items())
@@ -65,12 +81,35 @@ def _find_only_series(folder: Path, series: Any) -> tuple[str, ...]:
         raise ReaderError(f"{folder} holds {len(by_id)} DICOM series: {found}; put each into a folder of its own")
     [files] = by_id.values()
     readable = {Path(file).name for file in files}
-    damaged = sorted(path.name for path in folder.glob("*.dcm") if path.name not in readable | _list_hidden(folder))
+    damaged = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix.lower() == ".dcm" and path.name not in readable | _list_hidden(folder)
+    )
     if damaged:
         raise ReaderError(
             f"{folder / damaged[0]} is no readable DICOM file; fetch it again or take it out of the series"
         )
     return files
+
+
+def _require_room(files: Sequence[Path], syntaxes: Mapping[str, str]) -> None:
+    """Raise unless the first file, by which ITK allocates all, holds its slices, and all of them fit into memory."""
+    first = simpleitk().ImageFileReader()
+    first.SetImageIO("GDCMImageIO")
+    first.SetFileName(str(files[0]))
+    try:
+        first.ReadImageInformation()
+    except RuntimeError as fault:
+        raise ReaderError(
+            f"{files[0]} is no readable DICOM file; fetch it again or take it out of the series"
+        ) from fault
+    voxels = math.prod(first.GetSize()) * first.GetNumberOfComponents()
+    if syntaxes[files[0].name] in UNCOMPRESSED:
+        bits = first.GetMetaData(BITS).strip() if first.HasMetaDataKey(BITS) else ""
+        require_held(voxels * (int(bits) if bits.isdigit() else 8) // 8, require_regular(files[0]), files[0])
+    # As ITK reads a slice, as it holds the volume, and twice as an array, at 8 bytes at most.
+    require_memory(voxels * len(files) * 28, files[0].parent)
 
 
 def _list_hidden(folder: Path) -> set[str]:

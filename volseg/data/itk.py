@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from monai.data import MetaTensor
 
+from volseg.data.itk_headers import require_sound_meta, require_sound_nrrd
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 
@@ -40,8 +41,11 @@ def read_itk(path: Path) -> MetaTensor:
     ReaderError
         The file is truncated, damaged or of another format, or has other axes.
     """
+    is_nrrd = path.suffix.lower() in (".nrrd", ".nhdr")
+    (require_sound_nrrd if is_nrrd else require_sound_meta)(path)
     try:
-        image = simpleitk().ReadImage(str(path))
+        # Named, for ITK would else look for a parser by content, and has twenty.
+        image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if is_nrrd else "MetaImageIO")
     except RuntimeError as fault:
         raise ReaderError(
             f"{path} is truncated, damaged or no {path.suffix} file: SimpleITK cannot read it; fetch it again"

@@ -5,7 +5,6 @@ beside dicts, blanks, macOS' ``._`` files) and strictly where a slip would cost 
 files.
 """
 
-import json
 import logging
 import os
 import re
@@ -14,13 +13,17 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from volseg.data.cases import Case, Task
+from volseg.data.json_files import read_json
 from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
 
-__all__ = ["find_task", "load_task"]
+__all__ = ["find_task", "load_task", "read_labels", "read_modalities"]
 
 logger = logging.getLogger(__name__)
+
+LONGEST_NAME, LONGEST_PATH = 200, 1000
+"""Bytes of a file's name (255 to most file systems) and characters of a declared path."""
 
 IMAGE_FOLDERS = ("imagesTr", "labelsTr", "imagesTs")
 
@@ -42,10 +45,7 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     """
     folder = find_task(root)
     manifest = folder / "dataset.json"
-    try:
-        declared = json.loads(manifest.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as fault:
-        raise DataError(f"{manifest} cannot be read as JSON: {fault}") from fault
+    declared = read_json(manifest)
     if not isinstance(declared, dict):
         raise DataError(f"{manifest} should hold a JSON object, got {type(declared).__name__}")
     if "channel_names" in declared and not {"training", "modality"} <= declared.keys():
@@ -60,14 +60,15 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
             f"{manifest} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
         )
     _refuse_doubles([*training, *test], manifest)
+    _refuse_shared_files([*training, *test], manifest)
     _tell_counts(declared, training=training, test=test, manifest=manifest)
     if require_files:
         _refuse_absent(training, manifest)
     return Task(
         name=folder.name if re.match(r"Task\d\d_", folder.name) else str(declared.get("name", folder.name)).strip(),
         root=folder,
-        modalities=_read_modalities(declared, manifest),
-        labels=_read_labels(declared.get("labels"), manifest),
+        modalities=read_modalities(declared.get("modality"), manifest),
+        labels=read_labels(declared.get("labels"), manifest),
         training=tuple(training),
         test=tuple(_drop_absent(test, folder)),
     )
@@ -101,22 +102,41 @@ def find_task(root: str | Path) -> Path:
     return below[0]
 
 
-def _read_modalities(declared: Mapping[str, Any], manifest: Path) -> tuple[str, ...]:
-    """Return the channel names; tasks write {"0": "MRI"}, some tools a list."""
-    modality = declared.get("modality")
-    names = modality if isinstance(modality, list) else _sort_by_number(modality, "modality", manifest)
-    return tuple(str(name).strip() for name in names)
+def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple[str, ...]:
+    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, a list by some tools.
+
+    Raises
+    ------
+    DataError
+        There are none, or one is no name.
+    """
+    names = declared if isinstance(declared, list) and declared else _sort_by_number(declared, key, source)
+    return tuple(_require_names(names, key, source))
 
 
-def _read_labels(declared: Any, manifest: Path) -> dict[int, str]:
-    labels = dict(enumerate(str(name).strip() for name in _sort_by_number(declared, "labels", manifest)))
+def read_labels(declared: Any, source: Path) -> dict[int, str]:
+    """Return the name of each label that ``source`` declares as {"0": "background", "1": ...}.
+
+    Raises
+    ------
+    DataError
+        There are fewer than two, numbers are left out, or a name is none or given twice.
+    """
+    labels = dict(enumerate(_require_names(_sort_by_number(declared, "labels", source), "labels", source)))
     if len(labels) < 2:
         raise DataError(
-            f"{manifest} declares the labels {labels}; needed: 0 for the background and at least one structure"
+            f"{source} declares the labels {labels}; needed: 0 for the background and at least one structure"
         )
     if doubled := find_doubled(labels.values()):
-        raise DataError(f"{manifest} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
+        raise DataError(f"{source} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
     return labels
+
+
+def _require_names(names: Sequence[Any], key: str, source: Path) -> list[str]:
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            raise DataError(f"{source}: {key!r} should give {number} a name, got {name!r}; reports go by names")
+    return [name.strip() for name in names]
 
 
 def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
@@ -154,6 +174,15 @@ def _read_cases(entries: Any, key: str, folder: Path) -> list[Case]:
 def _join_inside(folder: Path, text: str, where: str) -> Path:
     """Join a declared path to the task's folder; it must not lead out of it (links inside it may)."""
     text = text.strip()
+    try:
+        longest = max((len(os.fsencode(part)) for part in PureWindowsPath(text).parts), default=0)
+    except UnicodeEncodeError:
+        raise DataError(f"{where} names {text!r}, which no file can be called") from None
+    if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
+        raise DataError(
+            f"{where} names {text[:40]!r}..., of {len(text)} characters, which no file can be called; needed: names of "
+            f"{LONGEST_NAME} bytes at most, which leave room for those of predictions"
+        )
     path = PureWindowsPath(text)  # splits at both kinds of slash
     if path.anchor or ".." in path.parts or not path.parts:
         raise DataError(f"{where} names {text!r}; needed: a path inside the task's folder, relative to it")
@@ -164,6 +193,17 @@ def _refuse_doubles(cases: Sequence[Case], manifest: Path) -> None:
     if doubled := find_doubled(case["case"] for case in cases):
         raise DataError(
             f"{manifest} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
+        )
+
+
+def _refuse_shared_files(cases: Sequence[Case], manifest: Path) -> None:
+    """Raise where a file stands for two fields or cases: one would learn from the other's label."""
+    doubled = find_doubled(str(case[field]) for case in cases for field in ("image", "label") if field in case)
+    if doubled:
+        first = Path(doubled[0]).relative_to(manifest.parent)
+        raise DataError(
+            f"{manifest} names {len(doubled)} file(s) more than once, first {first}; each image and each label needs a "
+            "file of its own"
         )
 
 

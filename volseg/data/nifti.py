@@ -1,14 +1,15 @@
 """Read NIfTI-1 and NIfTI-2 files by nibabel.
 
-A compressed file is decompressed to its end, because only there does gzip check that no bit has flipped; nibabel alone
+The header is compared with the bytes that are there before nibabel sees them: it would allocate whatever is claimed. A
+compressed file is decompressed to its end, because only there does gzip check that no bit has flipped; nibabel alone
 stops at the last voxel and returns damaged voxels without a word.
 """
 
-import gzip
 import logging
-import zlib
+import math
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import nibabel
 import numpy as np
@@ -17,12 +18,20 @@ from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.volume import as_volume
+from volseg.data.content import Content, require_held, require_memory, require_regular
+from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import ReaderError
 
 __all__ = ["read_nifti"]
 
 logger = logging.getLogger(__name__)
+
+KINDS = (nibabel.Nifti1Image, nibabel.Nifti2Image)
+LONGEST_HEADER = 540
+"""Bytes of NIfTI-2's; NIfTI-1's is shorter."""
+
+FARTHEST_VOXELS = 1 << 26
+"""Byte before which the voxels must begin: extensions of the header lie between."""
 
 MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
 """Size of NIfTI's spatial units: unknown (taken as mm), metre, millimetre, micrometre."""
@@ -48,9 +57,7 @@ def read_nifti(path: Path) -> MetaTensor:
     scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
     affine[:3] *= scale
     stored = image.get_data_dtype()
-    voxels = _put_channels_first(
-        _read_voxels(image, path) if stored.kind in "biuf" else np.empty(image.shape, stored), path
-    )
+    voxels = _put_channels_first(_read_voxels(image, path), path)
     volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
     if sform_code and qform_code:
         # A prediction keeps both places: ITK-SNAP and others go by the qform.
@@ -60,16 +67,46 @@ def read_nifti(path: Path) -> MetaTensor:
 
 
 def _parse(path: Path) -> nibabel.Nifti1Image:
+    size = require_regular(path)
+    packing: Literal["plain", "gzip"] = "gzip" if path.suffix.lower() == ".gz" else "plain"
+    with path.open("rb") as file:
+        content = Content(file, path, packing)
+        head = content.peek(LONGEST_HEADER)
+        kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
+        if kind is None:
+            raise ReaderError(
+                f"{path} is no NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
+            )
+        offset, voxel_bytes = _measure(kind, head, path)
+        held = size - offset if packing == "plain" else size
+        require_held(voxel_bytes, held, path, packing)
+        payload = content.take(offset + voxel_bytes)
+        require_held(voxel_bytes, len(payload) - offset, path)
+        content.finish()
     try:
-        payload = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
-        for kind in (nibabel.Nifti1Image, nibabel.Nifti2Image):
-            if kind.header_class.may_contain_header(payload[:540]):
-                return kind.from_bytes(payload)
-    except (OSError, EOFError, ValueError, zlib.error, HeaderDataError, ImageFileError) as fault:
+        return kind.from_bytes(payload)
+    except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
         raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
-    raise ReaderError(
-        f"{path} is no NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
-    )
+
+
+def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
+    """Return where the voxels begin and how many bytes they take, by a header that nothing has been allocated for."""
+    try:
+        header = kind.header_class(head[: kind.header_class.sizeof_hdr], check=False)
+        stored = header.get_data_dtype()
+        shape = tuple(int(side) for side in header.get_data_shape())
+        offset = int(header.get_data_offset())
+    except (KeyError, ValueError, OverflowError, HeaderDataError) as fault:
+        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+    require_numbers(stored, path)
+    if not 3 <= len(shape) <= 5 or min(shape) < 1:
+        raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
+    if not 0 <= offset <= FARTHEST_VOXELS:
+        raise ReaderError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
+    voxels = math.prod(shape)
+    # The file's bytes once as read and once as voxels, and these twice as float32: scaled, and in our order.
+    require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
+    return offset, voxels * stored.itemsize
 
 
 def _read_voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:

@@ -18,7 +18,7 @@ from volseg.data.cases import Batch
 from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
 
-__all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
+__all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch", "take_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class EpochPlan:
     """Index of each patch's case, (iterations, B)."""
     corners: Tensor
     """First voxel of each patch in its case, (iterations, B, 3); negative where the case is smaller than the patch."""
+
+
+def take_rows(tensor: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Return some rows of a tensor: a view of one slice, a copy of several; neither waits for a device."""
+    return tensor[rows[0]] if len(rows) == 1 else torch.cat([tensor[part] for part in rows])
 
 
 def num_foreground(batch_size: int, share: float) -> int:
@@ -188,24 +193,25 @@ class PatchBatches:
         names = [[self.bank.names[case] for case in row] for row in plan.cases.tolist()]
         return plan.cases.to(where), (plan.corners - torch.tensor(margin)).to(where), names
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of epoch ``number`` from batch ``start`` on.
+    def epoch(self, number: int, start: int = 0, rows: Sequence[slice] = (slice(None),)) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number`` from batch ``start`` on, or some rows of each.
 
         Each has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on the
-        bank's device, and ``case``, the ids.
+        bank's device, and ``case``, the ids. The rows that are not asked for are not cut out.
         """
         self.seconds_waited = 0.0
         cases, corners, names = self.places(number)
 
         def cut(iteration: int) -> tuple[Tensor, Tensor]:
-            return self.bank.gather(cases[iteration], corners[iteration], self.source_size, pin=self._pin)
+            chosen, first = (take_rows(of[iteration], rows) for of in (cases, corners))
+            return self.bank.gather(chosen, first, self.source_size, pin=self._pin)
 
         begun = time.perf_counter()
         for iteration, (image, label) in enumerate(_make_ahead(cut, range(start, len(names)), self._prefetch), start):
             batch = {
                 "image": image.to(self.bank.device, non_blocking=True),
                 "label": label.to(self.bank.device, non_blocking=True),
-                "case": names[iteration],
+                "case": [name for part in rows for name in names[iteration][part]],
             }
             self.seconds_waited += time.perf_counter() - begun
             yield batch

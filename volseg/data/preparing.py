@@ -1,16 +1,27 @@
 """Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from volseg.data.bank import require_fit
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, read_case, require_sound
+from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import Read
+from volseg.data.reading_group import ALONE, Readers, deal_by_size
+from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.threads import map_in_threads
+from volseg.parallel.together import Rounds, describe_error, exchange, run_together, told_error
 
-__all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound"]
+__all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound", "prepare_together"]
 
 Preprocessing = Callable[[Case], Case]
 
@@ -21,9 +32,13 @@ class PreparedCases:
 
     training: Sequence[Case] = ()
     validation: Sequence[Case] = ()
-    """Each with its ``reference``; see `prepare`."""
+    """Each with its ``reference``; see `prepare`. Of several processes, those that this one holds."""
+    order: Sequence[str] = ()
+    """The ids of all cases that validate, whoever holds them."""
     problems: Sequence[Problem] = ()
-    """Of cases that were left out."""
+    """Of cases that were left out, by any process."""
+    remarks: Sequence[Remark] = ()
+    """What should be looked at, of all cases, whoever read them."""
 
 
 def prepare_sound(
@@ -36,58 +51,85 @@ def prepare_sound(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check cases while preparing them: every file is decompressed once.
+    """Check cases while preparing them, in this process alone; see `prepare_together`."""
+    return prepare_together(
+        training, validation, task, preprocessing, skip_bad=skip_bad, workers=workers, progress=progress
+    )
 
-    Every case is checked whatever was wrong with others, so that all bad ones are named at once.
+
+def prepare_together(
+    training: Sequence[Case],
+    validation: Sequence[Case],
+    task: Task,
+    preprocessing: Preprocessing,
+    *,
+    readers: Readers = ALONE,
+    skip_bad: bool = False,
+    workers: int | None = None,
+    progress: Callable[[], object] | None = None,
+) -> PreparedCases:
+    """Check cases while preparing them: every file is decompressed once on each machine that needs it.
+
+    Every case is checked whatever was wrong with others, so that all bad ones are named at once, in every process.
 
     Parameters
     ----------
     training, validation : sequence of Case
-        With paths; no case stands in both.
+        With paths; no case stands in both. The same in every process.
     task : Task
         Declares the channels and labels that the files must have.
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
+    readers : Readers
+        Who shares the work; all processes of its group call this. Training case i is read by reader i mod n of each
+        machine. Cases that validate are read by the one reader that keeps them, and dealt by the size of their files.
     skip_bad : bool
         Leave bad cases out instead of raising.
     workers : int, optional
-        Threads; see `map_in_threads`.
+        Threads of each process; see `map_in_threads`.
     progress : callable, optional
-        Called after each case.
+        Called once for every case, whoever read it; from a thread where there are several processes.
+
+    Returns
+    -------
+    PreparedCases
+        In a process that reads: all training cases, and its own of those that validate. Where readers share a machine,
+        the training cases hold ``case``, ``image`` (float32) and ``label`` (uint8) without metadata, in memory that
+        they share. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
 
     Raises
     ------
     DataError
         If a case is bad and ``skip_bad`` is off: all bad cases at once.
     Exception
-        If no case is bad, or bad ones are left out, and one cannot be preprocessed: what the first such case raised.
+        If no case is bad, or bad ones are left out, and one cannot be preprocessed: what the first such case raised. In
+        a process that did not read it, a `ParallelError` that names it unless the error is one of volseg's.
     """
-    is_refused = Event()  # from then on cases are checked and not prepared any more: nothing will come of them
-
-    def attempt(case: Case, keep_reference: bool) -> _Attempt:
-        read, problems = read_case(case, task)
-        if problems and not skip_bad:
-            is_refused.set()
-        if problems or is_refused.is_set():
-            return _Attempt(problems=problems)
-        try:
-            return _Attempt(prepared=_preprocess(read, case, preprocessing, keep_reference))
-        except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
-            return _Attempt(fault=fault)
-
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]
-    attempts: list[_Attempt] = []
-    for tried in map_in_threads(lambda side: attempt(*side), sides, workers):
-        attempts.append(tried)
-        if progress is not None:
-            progress()
-    problems = [problem for tried in attempts for problem in tried.problems]
-    if not skip_bad:
-        require_sound(problems)
+    shares = len(readers.local) > 1 and readers.number is not None
+    with closing(SharedTensors()) if shares else nullcontext() as store:
+        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store)
+        heard = None if progress is None else _count_heard(progress, readers)
+        told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
+        cases = _take_told(told)
+        _add_held_out(cases, sides)
+        problems = [problem for _, case in sorted(cases.items()) for problem in case.problems]
+        if not skip_bad:
+            require_sound(problems)
+        reading.require_prepared(cases, readers)
+        shared = _map_shared(told, sides, readers)
+    sound = [index for index in range(len(sides)) if not cases[index].problems]
+    prepared = {index: attempt.prepared for index, attempt in reading.attempts.items()}
+    held = [(index, shared.get(index) or prepared.get(index)) for index in sound]
     return PreparedCases(
-        training=_take_prepared(attempts[: len(training)]),
-        validation=_take_prepared(attempts[len(training) :]),
+        training=[case for index, case in held if case is not None and not sides[index][1]],
+        validation=[case for index, case in held if case is not None and sides[index][1]],
+        order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
         problems=problems,
+        remarks=[
+            *(remark for _, case in sorted(cases.items()) for remark in case.remarks),
+            *remark_on_same_images(_list_digests(cases, sides)),
+        ],
     )
 
 
@@ -96,16 +138,190 @@ class _Attempt:
     """What became of one case."""
 
     problems: Sequence[Problem] = ()
+    remarks: Sequence[Remark] = ()
+    digest: str | None = None
     prepared: Case | None = None
+    stored: Mapping[str, Any] | None = None
+    """Where the prepared case lies in shared memory, field by field."""
     fault: Exception | None = None
     """Why a case without problems could not be preprocessed."""
 
 
-def _take_prepared(attempts: Sequence[_Attempt]) -> list[Case]:
-    for tried in attempts:
-        if tried.fault is not None:
-            raise tried.fault
-    return [tried.prepared for tried in attempts if tried.prepared is not None]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ToldCase:
+    """What a process told of one case."""
+
+    teller: int
+    problems: Sequence[Problem]
+    remarks: Sequence[Remark]
+    digest: str | None
+    fault: Sequence[str] | None
+
+
+class _Reading:
+    """The part of the reading that this process does."""
+
+    def __init__(
+        self,
+        sides: Sequence[tuple[Case, bool]],
+        own: Sequence[int],
+        task: Task,
+        preprocessing: Preprocessing,
+        skip_bad: bool,
+        store: SharedTensors | None,
+    ) -> None:
+        self.attempts: dict[int, _Attempt] = {}
+        self._sides, self._own, self._task = sides, own, task
+        self._preprocessing = preprocessing
+        self._skip_bad = skip_bad
+        self._store = store
+        self._is_refused = Event()  # from then on cases are checked and not prepared any more: nothing comes of them
+
+    def run(self, rounds: Rounds, workers: int | None) -> Any:
+        """Read this process's cases; return what the other processes are told."""
+        with closing(map_in_threads(self._attempt, self._own, workers)) as attempts:
+            for index, attempt in zip(self._own, attempts, strict=True):
+                self.attempts[index] = attempt
+                rounds.count(int(self._sides[index][1]))
+                rounds.check()
+        return {
+            "address": None if self._store is None else self._store.address,
+            "cases": [[index, *_describe(attempt)] for index, attempt in self.attempts.items()],
+        }
+
+    def _attempt(self, index: int) -> _Attempt:
+        case, validates = self._sides[index]
+        checked = read_case(case, self._task)
+        found = _Attempt(problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        if checked.problems and not self._skip_bad:
+            self._is_refused.set()
+        if checked.problems or self._is_refused.is_set():
+            return found
+        try:
+            prepared = _preprocess(checked.case, case, self._preprocessing, validates)
+            if self._store is None or validates:
+                return replace(found, prepared=prepared)
+            return replace(found, stored=_put(prepared, self._store))
+        except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
+            return replace(found, fault=fault)
+
+    def require_prepared(self, cases: Mapping[int, _ToldCase], readers: Readers) -> None:
+        """Raise what kept the first case from being preprocessed, if one was, whoever met it."""
+        for index, told in sorted(cases.items()):
+            if told.fault is not None and not told.problems:
+                own = self.attempts.get(index)
+                if own is not None and own.fault is not None:
+                    raise own.fault
+                raise told_error(told.fault, f"process {readers.rank_of(told.teller)}")
+
+
+def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
+    """Return which cases this process reads."""
+    validation = [index for index, (_, validates) in enumerate(sides) if validates]
+    # The first process looks at the files for all: two machines may hold them in other forms.
+    sizes = [_file_size(sides[index][0]) for index in validation] if readers.own == 0 else None
+    owners = deal_by_size(exchange(sizes, readers.group)[0], readers.count)
+    if readers.number is None:
+        return []
+    local = readers.local
+    training = range(local.index(readers.own), len(sides) - len(validation), len(local))
+    return [*training, *(index for index, owner in zip(validation, owners, strict=True) if owner == readers.number)]
+
+
+def _file_size(case: Case) -> int:
+    path = Path(case["image"])
+    try:
+        return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    except OSError:  # what is wrong with it is told by who reads it
+        return 0
+
+
+def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
+    """Return what calls ``progress`` once for every case that has been read somewhere."""
+    heard = 0
+
+    def hear(counts: list[list[int]]) -> None:
+        nonlocal heard
+        machines: Counter[int] = Counter()
+        for place, (trained, _) in zip(readers.places, counts, strict=True):
+            machines[place.machine] += trained
+        total = max(machines.values()) + sum(validated for _, validated in counts)
+        for _ in range(total - heard):
+            progress()
+        heard = total
+
+    return hear
+
+
+def _describe(attempt: _Attempt) -> list[Any]:
+    """Return what became of a case as JSON can say it."""
+    problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
+    remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
+    return [problems, remarks, attempt.digest, attempt.fault and describe_error(attempt.fault), attempt.stored]
+
+
+def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
+    """Return what is known of every case; where several machines read it, what the first told that found a fault."""
+    cases: dict[int, _ToldCase] = {}
+    for teller, message in enumerate(told):
+        for index, problems, remarks, digest, fault, _ in message["cases"]:
+            known = cases.get(index)
+            if known is None or not (known.problems or known.fault):
+                cases[index] = _ToldCase(
+                    teller=teller,
+                    problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
+                    remarks=[Remark(*remark) for remark in remarks],
+                    digest=digest,
+                    fault=fault,
+                )
+    return cases
+
+
+def _list_digests(cases: Mapping[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
+    """Return the cases that can be used, with their paths, and the digest of each one's voxels."""
+    return [(sides[i][0], told.digest) for i, told in sorted(cases.items()) if told.digest and not told.problems]
+
+
+def _add_held_out(cases: dict[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> None:
+    """Add a problem to each training case whose image validates as well."""
+    validation = {case["case"] for case, validates in sides if validates}
+    learnt = refuse_held_out(_list_digests(cases, sides), validation)
+    for index, told in cases.items():
+        name = sides[index][0]["case"]
+        if name in learnt and not sides[index][1]:
+            cases[index] = replace(told, problems=[*told.problems, *learnt[name]])
+
+
+def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
+    """Copy what training needs of a case into shared memory, in the types in which a `CaseBank` keeps it."""
+    image, label = case["image"], case["label"]
+    require_fit(str(case["case"]), image, label, len(image))
+    return {
+        "image": store.add(image.as_subclass(Tensor).to(torch.float32)),
+        "label": store.add(label.as_subclass(Tensor).to(torch.uint8)),
+    }
+
+
+def _map_shared(
+    told: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
+) -> dict[int, Case]:
+    """Return all training cases that the readers of this machine have stored, once every process has mapped its own."""
+    shared: dict[int, Case] = {}
+
+    def map_all(rounds: Rounds) -> None:
+        del rounds
+        if readers.number is None:
+            return
+        for teller in readers.local:
+            stored = {index: places for index, *_, places in told[teller]["cases"] if places}
+            mapped = map_tensors(told[teller]["address"]) if stored else None
+            for index, places in stored.items():
+                assert mapped is not None
+                volumes = {field: take(mapped, place) for field, place in places.items()}
+                shared[index] = {"case": sides[index][0]["case"], **volumes}
+
+    run_together(readers.group, map_all)
+    return shared
 
 
 def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:

@@ -85,13 +85,25 @@ def read_volume(path: str | Path) -> MetaTensor:
         The path does not exist, or its content cannot be read as a volume.
     """
     path = Path(path)
+    try:
+        return _choose_reader(path)(path)
+    except ReaderError:
+        raise
+    except MemoryError as fault:
+        raise ReaderError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
+    except Exception as fault:  # nobody can list what a parser raises for damaged bytes, and other cases must be told
+        reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
+
+
+def _choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
     if not path.exists():
         raise ReaderError(f"{path} does not exist; check the path")
     if path.is_dir():
-        return read_dicom_series(path)
+        return read_dicom_series
     for suffix, read in SUFFIXES.items():
         if path.name.lower().endswith(suffix):
-            return read(path)
+            return read
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
         f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from volseg.config.nearest import did_you_mean
+from volseg.data.json_files import read_json
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.files import replacing
@@ -107,10 +108,7 @@ def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Spli
         The file has another shape, or a split overlaps, repeats an id or names an unknown one.
     """
     path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as fault:
-        raise DataError(f"{path} cannot be read as a split file: {fault}") from fault
+    content = read_json(path, "a split file")
     if not isinstance(content, list) or not content:
         raise DataError(f'{path} should be a list of folds, [{{"train": [...], "val": [...]}}, ...]')
     known = None if ids is None else set(ids)

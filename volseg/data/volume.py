@@ -13,10 +13,16 @@ from monai.utils import SpaceKeys
 
 from volseg.errors import ReaderError
 
-__all__ = ["SCANNER_ANATOMICAL", "as_volume"]
+__all__ = ["SCANNER_ANATOMICAL", "as_volume", "require_numbers"]
 
 SCANNER_ANATOMICAL = 1
 """NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, which is what DICOM, MHA and NRRD give."""
+
+
+def require_numbers(stored: np.dtype, path: Path) -> None:
+    """Raise unless voxels of type ``stored`` are integers or floats of 64 bits at most: no colours, complex numbers."""
+    if stored.kind not in "biuf" or stored.itemsize > 8:
+        raise ReaderError(f"{path} stores voxels of type {stored}; convert them to integers or floats")
 
 
 def as_volume(
@@ -46,8 +52,7 @@ def as_volume(
     ReaderError
         The voxels are no numbers, there are none, or the affine does not place them in three dimensions.
     """
-    if stored.kind not in "biuf":
-        raise ReaderError(f"{path} stores voxels of type {stored}; convert them to integers or floats")
+    require_numbers(stored, path)
     if voxels.ndim != 4 or 0 in voxels.shape:
         raise ReaderError(
             f"{path} needs three axes with at least one voxel each, but has (C, D, H, W) = {voxels.shape}"

@@ -3,10 +3,11 @@
 from volseg.config.loading import load_config
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
-from volseg.experiment.launching import train_on
+from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
+from volseg.experiment.restarting import finished_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate
@@ -19,9 +20,11 @@ __all__ = [
     "Outcome",
     "RunFolder",
     "closing_words",
+    "count_workers",
     "cross_validate",
     "cross_validation_words",
     "dice_table",
+    "finished_report",
     "is_main_process",
     "leave_processes",
     "load_config",

@@ -15,17 +15,26 @@ from volseg.data.cases import Case, Task
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.kernels import with_fast_kernels
+from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
 from volseg.parallel import ModelParallel
-from volseg.parallel.devices import count_launched, find_current_device, is_distributed, require_devices
-from volseg.parallel.processes import start_group
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.devices import (
+    count_gpus,
+    find_current_device,
+    is_distributed,
+    list_devices,
+    list_gpus,
+    require_devices,
+)
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 from volseg.workflow.components import build_loss, build_metric, build_optimizer
 from volseg.workflow.hooks import Hook
+from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
@@ -36,11 +45,11 @@ __all__ = [
     "build_batches",
     "build_metrics",
     "build_model",
+    "build_objective",
     "build_predictor",
     "build_training",
     "check_components",
     "choose_device",
-    "join_processes",
     "preprocessing_of",
 ]
 
@@ -64,8 +73,7 @@ def check_components(config: ExperimentConfig) -> None:
     NETWORKS.check(config.network.spec())
     SCHEDULES.check(config.schedule.spec())
     build_optimizer(config.optimizer.spec(), nn.Linear(1, 1), on_gpu=False)
-    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
-    Objective(losses, [loss.weight for loss in config.losses])
+    losses = build_objective(config).losses
     metrics = [
         build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=2)
         for metric in config.metrics
@@ -74,6 +82,12 @@ def check_components(config: ExperimentConfig) -> None:
         if unknown := [name for component in components for name in component.inputs if name not in known]:
             raise ConfigError(f"a {kind} needs the field {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     preprocessing_of(config)
+
+
+def build_objective(config: ExperimentConfig) -> Objective:
+    """Return what the training minimises."""
+    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
+    return Objective(losses, [loss.weight for loss in config.losses])
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:
@@ -92,32 +106,19 @@ def choose_device(config: ExperimentConfig) -> torch.device:
     return device
 
 
-def join_processes(config: ExperimentConfig) -> None:
-    """Start the process group of a job of several processes (``torchrun``, ``--gpus``).
-
-    Raises
-    ------
-    ConfigError
-        If the config's strategy uses one process only.
-    """
-    count = count_launched()
-    if count == 1:
-        return
-    parallel = config.parallel
-    if parallel.strategy not in ("spatial", "auto") or not (parallel.devices is None or parallel.is_on_one_device):
-        raise ConfigError(
-            f"{count} processes were started, which need parallel.strategy: spatial and one device each (leave out "
-            f"parallel.devices, or 1), got {parallel.strategy} and {parallel.devices}"
-        )
-    start_group()
-
-
 def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
     """Return the preprocessing of image and label."""
     return build_preprocessing([component.spec() for component in config.preprocessing])
 
 
-def build_model(config: ExperimentConfig, task: Task, device: torch.device, *, trains: bool = True) -> nn.Module:
+def build_model(
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    mesh: TrainingMesh | None = None,
+) -> nn.Module:
     """Return the network on its device or devices; it takes any volume size and gives logits.
 
     Parameters
@@ -129,7 +130,9 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device, *, t
     device : torch.device
         Of this process; a strategy may take others besides.
     trains : bool
-        Whether the network will be trained, or only predict.
+        Whether the network will be trained, or only predict, which one process does by itself.
+    mesh : TrainingMesh, optional
+        With whom it is trained; by itself by default.
     """
     network = FitGrid(
         build_network(
@@ -140,24 +143,52 @@ def build_model(config: ExperimentConfig, task: Task, device: torch.device, *, t
         )
     )
     _require_window(network, config)
+    if config.parallel.model_strategy == "none":
+        model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
+    else:
+        model = _place_on_several(network, config, device, trains=trains, mesh=mesh)
+    return model if mesh is None or mesh.replicas is None else DataParallel(model, mesh.replicas)
+
+
+def _place_on_one(
+    network: FitGrid,
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool,
+    mesh: TrainingMesh | None,
+) -> nn.Module:
+    """Return the network on one device, with the kernels and in the layout that suit it."""
+    if mesh is not None:  # what is rehearsed and measured is what this process computes
+        rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
+        config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
+    fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
+    return fast or _laid_out(network.to(device), config, task)
+
+
+def _place_on_several(
+    network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> nn.Module:
     parallel = config.parallel
-    if parallel.strategy == "none":
-        fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
-        return fast or _laid_out(network.to(device), config, task)
     if parallel.only_chooses_kernels and not is_distributed():
         warnings.warn(
             "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
             "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
             FutureWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
+    group = None if mesh is None else mesh.mesh.spatial_group
+    options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}
     return ModelParallel(
         network,
-        strategy=parallel.strategy,
-        devices=_devices(config, device),
+        strategy=parallel.model_strategy,
+        devices=None if group is not None else _devices(config, device, trains=trains, mesh=mesh),
+        mesh=group,
         split_size=parallel.split_size,
         on_unsupported=parallel.on_unsupported,
         checkpoint=parallel.checkpoint,
+        **options,
     )
 
 
@@ -185,21 +216,51 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
     return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
 
 
-def _devices(config: ExperimentConfig, device: torch.device) -> list[str] | None:
-    """Return the names of the devices of this process; None for the strategy's own choice."""
-    wanted = config.parallel.devices
-    if wanted is None or is_distributed():
-        return None
+def _devices(
+    config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> Sequence[str | torch.device] | None:
+    """Return the devices of this process; None for the strategy's own choice."""
+    parallel = config.parallel
+    if mesh is not None and mesh.plan.is_cut_in_process:
+        return [device] * mesh.plan.spatial
+    if is_distributed():
+        if mesh is None:
+            return None
+        return [device] if parallel.pipeline is None else _deal_devices(parallel.pipeline, device)
+    wanted = parallel.devices
+    if parallel.pipeline is not None or parallel.spatial is not None:
+        wanted = parallel.pipeline or parallel.spatial
+        assert wanted is not None
+        if not trains:  # where a network only predicts, its layers and slabs lie on what there is
+            wanted = min(wanted, len(list_devices()))
     try:
-        return require_devices(wanted, device.type)
+        return None if wanted is None else require_devices(wanted, device.type)
     except ParallelError as fault:
         raise ConfigError(f"parallel.{fault}") from None
 
 
+def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]:
+    """Return the devices of this process, its own first; a machine's are dealt to its processes as cards are."""
+    if own.type == "cpu":
+        return [own] * count
+    gpus, step = list_gpus(), count_gpus() // count
+    if gpus.index(own) >= step:
+        raise ConfigError(
+            f"parallel.pipeline takes {count} GPUs of each process, and of the {len(gpus)} that are visible process "
+            f"{gpus.index(own)} of this machine finds none left; start {step} processes on a machine"
+        )
+    return gpus[gpus.index(own) :: step][:count]
+
+
 def build_batches(
-    config: ExperimentConfig, task: Task, cases: Sequence[Case], device: torch.device
+    config: ExperimentConfig,
+    task: Task,
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    rows: Sequence[slice] | None = None,
 ) -> AugmentedBatches:
-    """Return augmented training batches of prepared cases."""
+    """Return augmented training batches of prepared cases, or some rows of each."""
     augmentation = BatchAugmentation(config.augmentation, config.patch.size, num_classes=task.num_classes)
     bank = CaseBank(cases, device=device, keep=config.data.keep)
     batches = PatchBatches(
@@ -211,7 +272,7 @@ def build_batches(
         source_size=augmentation.source_size,
         seed=config.seed,
     )
-    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device)
+    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device, rows=rows)
 
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
@@ -234,6 +295,7 @@ def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, m
         mirror=mirror,
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
+        before_pass=stop_if_requested,
     )
 
 
@@ -260,15 +322,15 @@ def build_training(
     hooks : sequence of Hook
         Called in this order.
     """
-    settings = config.training
+    settings, objective = config.training, build_objective(config)
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(
         Named(model, inputs=["image"], outputs=["logits"]),
-        [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses],
+        objective.losses,
         build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu),
         batches,
         epochs=settings.epochs,
-        loss_weights=[loss.weight for loss in config.losses],
+        loss_weights=objective.weights,
         validation=validation,
         validate_every=settings.validate_every,
         schedule=SCHEDULES.bind(config.schedule.spec()),

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
+from volseg.data.checks import summarise_remarks
 from volseg.data.msd import load_task
-from volseg.data.preparing import PreparedCases, prepare_sound
+from volseg.data.preparing import PreparedCases, prepare_together
+from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
@@ -43,8 +45,12 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     return ChosenCases(task=task, split=split, training=training, validation=validation)
 
 
-def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool) -> PreparedCases:
-    """Read every chosen case once; return those that can be used, as the network sees them.
+def prepare_chosen(
+    chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool, readers: Readers = ALONE
+) -> PreparedCases:
+    """Read every chosen case once per machine; return those that can be used, as the network sees them.
+
+    All processes of the readers' group call this, those that read nothing too.
 
     The split was made before bad cases are left out, so a fold holds the same cases whatever was wrong with others.
 
@@ -55,14 +61,22 @@ def prepare_chosen(chosen: ChosenCases, preprocessing: Preprocessing, *, skip_ba
     """
     num_chosen = len(chosen.training) + len(chosen.validation)
     with count_up(num_chosen, "checking and preparing") as count:
-        prepared = prepare_sound(
-            chosen.training, chosen.validation, chosen.task, preprocessing, skip_bad=skip_bad, progress=count
+        prepared = prepare_together(
+            chosen.training,
+            chosen.validation,
+            chosen.task,
+            preprocessing,
+            readers=readers,
+            skip_bad=skip_bad,
+            progress=count,
         )
     for problem in prepared.problems:
         logger.warning("left out: %s", problem)
-    if not prepared.training or (chosen.validation and not prepared.validation):
-        num_bad = len({problem.case for problem in prepared.problems})
-        raise DataError(f"no sound case is left to train or validate on; {num_bad} of {num_chosen} are bad")
+    for line in summarise_remarks(prepared.remarks):
+        logger.warning("look at %s", line)
+    bad = {problem.case for problem in prepared.problems}
+    if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):
+        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {num_chosen} are bad")
     return prepared
 
 

@@ -25,6 +25,7 @@ from volseg.experiment.building import check_components
 from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated, as_json, cross_validation_report
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
+from volseg.experiment.launching import count_workers
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
@@ -90,7 +91,12 @@ def cross_validate(
         if len(results) < len(plan):
             _write(_gather(config, task, plan, results, seconds, {}))
 
-    failures = _train_folds(waiting, choose_gpus(config, gpus) if gpus > 1 else None, keep_result)
+    places: Sequence[str | None] | None = None
+    if gpus > 1:
+        places = choose_gpus(config, gpus)
+    elif count_workers(config) > 1:  # a fold on several GPUs starts processes of its own
+        places = [None]
+    failures = _train_folds(waiting, places, keep_result)
     if not results:
         raise next(iter(failures.values()))
     gathered = _gather(config, task, plan, results, seconds, failures)

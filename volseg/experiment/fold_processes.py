@@ -42,10 +42,11 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     """
     parallel = config.parallel
     several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
-    if several and not parallel.is_on_one_device:
+    if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
         raise ConfigError(
             f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
-            f"{parallel.devices}; leave out --gpus to train one fold after another on all of them"
+            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to train one fold after another on "
+            "all of them"
         )
     visible = 0 if config.device == "cpu" else count_gpus()
     if not visible and config.device != "cuda":

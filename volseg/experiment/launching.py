@@ -1,4 +1,4 @@
-"""Train with one process per GPU, started by torch's own elastic launcher."""
+"""Train in several processes, started by torch's own elastic launcher."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,23 +6,52 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from volseg.config.loading import load_config
-from volseg.errors import ConfigError
+from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
-__all__ = ["train_on"]
+__all__ = ["count_workers", "train_on"]
+
+
+def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
+    """Return how many processes ``volseg train`` starts for a config, on ``num_gpus`` GPUs of this machine in all.
+
+    Raises
+    ------
+    ConfigError
+        If the config cannot be run so, or there are fewer GPUs.
+    """
+    visible = 0 if config.device == "cpu" else count_gpus()
+    return config.count_processes(num_gpus, visible)
 
 
 def train_on(
-    num_gpus: int, config: Path, overrides: Sequence[str] = (), *, resume: bool = False, max_restarts: int = 0
+    num_gpus: int | None,
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    max_restarts: int = 0,
 ) -> None:
-    """Run ``volseg train`` in ``num_gpus`` processes, which cut each volume among them.
+    """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
 
-    If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
-    ``torchrun --nproc-per-node N -m volseg train CONFIG --set parallel.strategy=spatial`` does the same. On a machine
-    without GPUs the processes share the CPU, which is for trying things out.
+    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. On a machine without GPUs the processes share
+    the CPU, which is for trying things out.
+
+    Parameters
+    ----------
+    num_gpus : int or None
+        GPUs in all; None for as many as the config's mesh has.
+    config : Path
+        YAML file of the experiment.
+    overrides : sequence of str
+        Such as ``training.epochs=5``.
+    resume : bool
+        Go on from the run folder's newest checkpoint.
+    max_restarts : int
+        How often all processes are started again after one has failed; they go on from the last checkpoint.
 
     Raises
     ------
@@ -33,20 +62,14 @@ def train_on(
     KeyboardInterrupt, SystemExit
         After Ctrl-C or SIGTERM, when the processes have saved and ended.
     """
-    visible = count_gpus()
-    if 0 < visible < num_gpus:
-        raise ConfigError(f"--gpus {num_gpus} asks for more than the {visible} GPU(s) that are visible")
-    strategy = "parallel.strategy=spatial"
     # Checked here once, so that a fault is told by one process and not by each.
-    loaded = load_config(config, [*overrides, strategy])
+    loaded = load_config(config, overrides)
     check_components(loaded)
-    devices = loaded.parallel.devices
-    if devices is not None and not loaded.parallel.is_on_one_device:
-        raise ConfigError(f"--gpus {num_gpus} starts one process each; leave out parallel.devices, which is {devices}")
-    arguments = [part for assignment in (*overrides, strategy) for part in ("--set", assignment)]
+    count = count_workers(loaded, num_gpus)
+    arguments = [part for assignment in overrides for part in ("--set", assignment)]
     try:
         command = ["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])]
-        launch(command, num_gpus, max_restarts=max_restarts)
+        launch(command, count, max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
         interruption = Interruption()
         interruption.take(stopped.sigval)

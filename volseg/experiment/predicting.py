@@ -98,5 +98,7 @@ def _list_images(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     # macOS leaves "._name" beside each file of an archive.
-    inside = sorted(p for p in path.iterdir() if p.name.endswith(tuple(SUFFIXES)) and not p.name.startswith("."))
+    inside = sorted(
+        p for p in path.iterdir() if p.name.lower().endswith(tuple(SUFFIXES)) and not p.name.startswith(".")
+    )
     return inside or [path]

@@ -6,7 +6,7 @@ from shlex import quote
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.checks import Problem
+from volseg.data.checks import Problem, Remark, summarise_remarks
 from volseg.evaluation.summary import Summary
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.records import EpochRecord
@@ -32,6 +32,8 @@ class Outcome:
     """From the first line of `train` to the last prediction."""
     iterations: int
     """Batches per epoch."""
+    remarks: Sequence[Remark] = ()
+    """On cases that should be looked at."""
 
 
 def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
@@ -57,6 +59,8 @@ def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
         lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_list_worst(summary), ""]
     if outcome.problems:
         lines += ["## Cases left out", "", *(f"- {problem}" for problem in outcome.problems), ""]
+    if outcome.remarks:
+        lines += ["## Cases to look at", "", *(f"- {line}" for line in summarise_remarks(outcome.remarks)), ""]
     return "\n".join(lines)
 
 

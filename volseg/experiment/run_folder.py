@@ -7,7 +7,7 @@
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
         split.json               the cases of this run, in nnU-Net's form
-        checkpoints/             latest.pt, best.pt
+        checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
         report.md
@@ -25,10 +25,12 @@ from typing import Any
 from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.data.msd import read_labels, read_modalities
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
-from volseg.files import replacing
-from volseg.workflow.checkpoints import BEST, LATEST, load_checkpoint
+from volseg.files import remove_partials, replacing
+from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
 
 __all__ = ["RunFolder"]
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 PLACES = (
     *("output", "data.root", "data.keep", "split.file"),
-    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes"),
+    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot"),
 )
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
 trained; not what. A name that ends with a dot stands for a whole section. The cases are compared by id."""
@@ -62,7 +64,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of ``latest.pt`` and ``best.pt``."""
+        """Folder of ``latest.pt``, ``previous.pt`` and ``best.pt``."""
         return self.path / "checkpoints"
 
     @property
@@ -74,6 +76,11 @@ class RunFolder:
     def validation(self) -> Path:
         """Folder of ``summary.json`` and the predictions it is about."""
         return self.path / "validation"
+
+    @property
+    def report_file(self) -> Path:
+        """What a finished training came to."""
+        return self.path / "report.md"
 
     @property
     def predictions(self) -> Path:
@@ -126,7 +133,7 @@ class RunFolder:
         ConfigError
             If the folder's ``config.yaml`` is none that a training wrote.
         """
-        if any((self.checkpoints / name).exists() for name in (LATEST, BEST)):
+        if any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST)):
             return True
         self._require_own_config()
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
@@ -135,8 +142,28 @@ class RunFolder:
 
     def forget_validation(self) -> None:
         """Remove the summaries of weights that the training replaces, and the report of them."""
-        for file in (*self.path.glob("validation*/summary.json"), self.path / "report.md"):
+        for file in (*self.path.glob("validation*/summary.json"), self.report_file):
             file.unlink(missing_ok=True)
+
+    def remove_partials(self) -> None:
+        """Remove what a killed training was writing; only with the folder's lock."""
+        for folder in (self.path, self.checkpoints):
+            remove_partials(folder)
+
+    def finished_report(self, config: ExperimentConfig) -> str | None:
+        """Return the report of the run if it has been trained as far as ``config`` says, and validated; else None.
+
+        Raises
+        ------
+        ConfigError
+            If a run with ``config`` may not go on here.
+        """
+        if not (self.exists and self.report_file.exists()):
+            return None
+        self.require_same(config)
+        if any(_is_among(line.partition(":")[0], LENGTH) for line in differences(self.config(), config.located())):
+            return None
+        return self.report_file.read_text(encoding="utf-8")
 
     def require_same_split(self, split: Split) -> None:
         """Raise unless ``split`` is the one with which the run was begun.
@@ -178,6 +205,22 @@ class RunFolder:
                 f"Restore these values, or start a new {of} with another --output"
             )
 
+    def require_same_mesh(self, config: ExperimentConfig) -> None:
+        """Raise if sums were to be taken in another order than before, where the run is to be the same bits anywhere.
+
+        Raises
+        ------
+        ConfigError
+            Says what the run was begun with.
+        """
+        before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (self.config(), config))
+        if config.training.deterministic and before != now:
+            raise ConfigError(
+                f"{self.path} was begun with parallel.data: {before[0]}, parallel.spatial: {before[1]} and "
+                f"training.deterministic: true, which gives the same bits with these numbers only, got {now[0]} and "
+                f"{now[1]}; set both to what they were (fewer processes may compute them), or begin another run"
+            )
+
     def require_epochs(self, state: TrainingState, epochs: int) -> None:
         """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
 
@@ -206,12 +249,15 @@ class RunFolder:
 
     def task(self) -> Task:
         """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
-        described = json.loads((self.path / "task.json").read_text(encoding="utf-8"))
+        file = self.path / "task.json"
+        described = read_json(file)
+        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+            raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
         return Task(
             name=described["name"],
             root=self.config().data.root,
-            modalities=tuple(described["modalities"]),
-            labels={int(value): name for value, name in described["labels"].items()},
+            modalities=read_modalities(described.get("modalities"), file, "modalities"),
+            labels=read_labels(described.get("labels"), file),
             training=(),
             test=(),
         )
@@ -234,26 +280,33 @@ class RunFolder:
     def newest_checkpoint(self) -> TrainingState:
         """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.
 
+        A damaged one is passed over and named.
+
         Raises
         ------
         CheckpointError
             If there is none that can be read.
         """
-        found: list[TrainingState] = []
-        faults: list[str] = []
-        for name in (LATEST, BEST):
+        found: dict[str, TrainingState] = {}
+        faults: dict[str, CheckpointError] = {}
+        for name in (LATEST, BEST, PREVIOUS):
+            if name == PREVIOUS and LATEST in found:  # which is newer
+                continue
             try:
-                found.append(load_checkpoint(self.checkpoints / name))
+                found[name] = load_checkpoint(self.checkpoints / name)
             except CheckpointError as fault:
-                faults.append(str(fault))
+                faults[name] = fault
         if not found:
             raise CheckpointError(
-                "nothing to go on from: " + "; ".join(faults) + f". Remove {self.path} or choose another --output"
+                f"nothing to go on from: {'; '.join(map(str, faults.values()))}. Remove {self.path} or choose another "
+                "--output"
             )
-        newest = max(found, key=lambda state: state.progress)
-        if (self.checkpoints / LATEST).exists() and len(faults) == 1 and LATEST in faults[0]:
-            logger.warning("%s; going on from %s, epoch %d", faults[0], BEST, newest.epoch)
-        return newest
+        newest = max(found, key=lambda name: found[name].progress)
+        epoch, batch = found[newest].progress
+        for name, told in faults.items():
+            if (self.checkpoints / name).exists():
+                logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
+        return found[newest]
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:

@@ -10,11 +10,11 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.building import build_model, choose_device
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.averaging import load_averaged
-from volseg.workflow.checkpoints import BEST, LATEST, load_checkpoint
+from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
 __all__ = ["CHECKPOINTS", "Trained", "load_trained"]
 
-CHECKPOINTS = {"latest": LATEST, "best": BEST}
+CHECKPOINTS = {"latest": LATEST, "best": BEST, "previous": PREVIOUS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,10 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     config, task = folder.config(), folder.task()
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
-    state = load_checkpoint(path, "cpu")
+    try:
+        state = load_checkpoint(path, "cpu")
+    except CheckpointError as fault:
+        raise CheckpointError(f"{fault}{_name_others(folder, checkpoint)}") from fault
     try:
         model = build_model(config, task, choose_device(config), trains=False)
     except ConfigError as fault:  # this machine is another one than that of the training
@@ -53,3 +56,16 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     except (KeyError, RuntimeError) as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
     return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state.epoch)
+
+
+def _name_others(folder: RunFolder, checkpoint: str) -> str:
+    """Return how to take another checkpoint: other weights are never taken in silence."""
+    ways = []
+    for other in CHECKPOINTS.keys() - {checkpoint}:
+        try:
+            state = load_checkpoint(folder.checkpoints / CHECKPOINTS[other])
+        except CheckpointError:
+            continue  # no way out
+        epoch, batch = state.progress
+        ways.append(f"{CHECKPOINTS[other]}, of epoch {epoch} and batch {batch}, by --checkpoint {other}")
+    return f". What can be used: {'; or '.join(sorted(ways))}" if ways else ""

@@ -3,20 +3,22 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Case
-from volseg.data.checks import Problem
-from volseg.experiment.building import build_model, build_training, check_components, choose_device, join_processes
+from volseg.data.preparing import PreparedCases
+from volseg.experiment.building import build_model, build_training, check_components, choose_device
 from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
-from volseg.experiment.roles import Follower, choose_role
+from volseg.experiment.roles import Member, choose_role
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.monitoring.progress import Progress
+from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts
@@ -52,6 +54,7 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     started = time.perf_counter()
     check_components(config)
     with deterministic(config.training.deterministic), ExitStack() as held:
+        held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
         run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
         _fit(run)
@@ -62,31 +65,33 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
 class _Run:
     """A training that has begun, and what its end needs."""
 
-    role: Follower
+    role: Member
+    reading: Follower
     chosen: ChosenCases
     model: nn.Module
-    held_out: Sequence[Case]
-    """Cases that validate, prepared."""
-    problems: Sequence[Problem]
-    """Of cases that were left out."""
+    held_out: PreparedCases
+    """Cases that validate; those that train are the batches' now."""
     training: Training
 
 
-def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
+def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
-    config, folder = role.config, role.folder
+    folder, device = role.folder, choose_device(role.config)
     resume = role.claim(resume)
+    chosen = choose_cases(role.config)
+    config, mesh = settle_mesh(role.config, chosen.task, device)
+    role.settle(config)
     seed_everything(config.seed)
-    chosen = choose_cases(config)
     if resume:
         folder.require_same_split(chosen.split)
-    device = choose_device(config)
-    model = build_model(config, chosen.task, device)
-    prepared = role.prepare(chosen)
-    batches = role.make_batches(prepared.training, chosen.task, model, device)
-    held_out, problems = prepared.validation, prepared.problems
+        folder.require_same_mesh(config)
+    model = build_model(config, chosen.task, device, mesh=mesh)
+    reading = choose_reading(config, mesh)
+    prepared = reading.prepare(chosen)
+    batches = reading.make_batches(prepared, chosen.task, model, device)
+    held_out = replace(prepared, training=())
     del prepared  # its training cases: on a GPU the batches have copied them
-    validate = partial(role.make_validation, model, chosen.task, held_out)
+    validate = partial(reading.make_validation, model, chosen.task, held_out)
     training = build_training(
         config,
         model,
@@ -101,7 +106,7 @@ def _begin(role: Follower, resume: bool, hooks: Sequence[Hook]) -> _Run:
         role.go_on(finished=training.finished)
     else:
         role.begin(chosen)
-    return _Run(role=role, chosen=chosen, model=model, held_out=held_out, problems=problems, training=training)
+    return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 
 def _fit(run: _Run) -> None:
@@ -117,7 +122,7 @@ def _finish(run: _Run, started: float) -> Outcome:
     role, config, chosen = run.role, run.role.config, run.chosen
     final = None
     if chosen.validation:
-        validation = role.make_validation(
+        validation = run.reading.make_validation(
             run.model,
             chosen.task,
             run.held_out,
@@ -131,7 +136,8 @@ def _finish(run: _Run, started: float) -> Outcome:
         task=chosen.task,
         history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
-        problems=run.problems,
+        problems=run.held_out.problems,
+        remarks=run.held_out.remarks,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
     )

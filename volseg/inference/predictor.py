@@ -55,6 +55,8 @@ class Predictor:
         Where windows are blended and resampled; the CPU, if probabilities of the whole volume do not fit the device.
     autocast : torch.dtype, optional
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
+    before_pass : callable, optional
+        Called before each pass through a model, thus between the windows of one volume; it may raise to leave.
     """
 
     model: Model | Sequence[Model]
@@ -66,6 +68,7 @@ class Predictor:
     device: torch.device | str | None = None
     stitch_on: torch.device | str | None = None
     autocast: torch.dtype | None = None
+    before_pass: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and (len(self.window) != 3 or min(self.window) < 1):
@@ -161,6 +164,8 @@ class Predictor:
         for model in self.models:
             for flips in mirrorings:
                 report_progress("predict")
+                if self.before_pass is not None:
+                    self.before_pass()
                 dims = [axis - 3 for axis in flips]
                 mirrored = windows.flip(dims) if dims else windows
                 with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):

@@ -46,7 +46,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
         If the label map has another shape than the reference.
     """
     path = Path(path)
-    if not path.name.endswith((".nii", ".nii.gz")):
+    if not path.name.lower().endswith((".nii", ".nii.gz")):
         raise DataError(f"a prediction is written as NIfTI: {path} must end in .nii or .nii.gz")
     grid = Grid.original(reference)
     voxels = torch.as_tensor(label_map).detach().cpu()
@@ -57,7 +57,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
         )
     image = _to_nifti(_to_bytes(voxels.reshape(grid.shape), path), grid, reference.meta)
     content = image.to_bytes()
-    if path.name.endswith(".gz"):
+    if path.name.lower().endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
     with replacing(path) as partial:
         partial.write_bytes(content)

@@ -7,24 +7,35 @@ import warnings
 from typing import Any
 
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
+from volseg.parallel.data_parallel import DataParallel, find_replicas
 from volseg.parallel.fast_kernels import FastKernels
+from volseg.parallel.fixed_order import RoundSums
 from volseg.parallel.launcher import is_worker, launch
+from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.replicas import Replicas, Share
 from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, whole
 from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
+    "DataParallel",
     "FastKernels",
+    "Mesh",
     "ModelParallel",
     "Pipeline",
     "RecordedStep",
+    "Replicas",
     "Report",
+    "RoundSums",
     "ShardedVolume",
+    "Share",
     "Spatial",
+    "find_replicas",
     "from_slab",
     "is_worker",
+    "join_mesh",
     "launch",
     "loads_batches",
     "pointwise_function",

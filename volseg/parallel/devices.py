@@ -85,8 +85,9 @@ def find_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Tell whether this process reads data, writes files and shows progress."""
-    return find_rank() == 0
+    """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
+    launch = None if has_process_group() else find_launch()
+    return find_rank() == 0 if launch is None else launch.rank == 0
 
 
 def count_gpus() -> int:

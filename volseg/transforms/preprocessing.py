@@ -5,6 +5,7 @@ keep image and label on one grid, and refuses what would make the geometry silen
 (MONAI assumes the identity, MONAI#8399), or an image and a label that do not lie on the same voxels.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from monai.transforms import (
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import Case
+from volseg.memory import available_bytes
 from volseg.transforms.grid import Grid
 
 __all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
@@ -37,6 +39,16 @@ LABEL_FIELDS = frozenset({"label"})
 
 GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
 """Components that change the grid."""
+
+
+RESAMPLING_BYTES = 24
+"""Of each new voxel while MONAI resamples: its three coordinates in float64; each channel takes 8 more."""
+
+MOST_VOXELS = 2**31 - 1
+"""Of a resampled volume; torch's kernels count voxels in 32 bits."""
+
+ALWAYS_FITS = 1 << 28
+"""Bytes for which the system is not asked how many are free."""
 
 
 def build_preprocessing(
@@ -175,10 +187,28 @@ def spacing(fields: Sequence[str], *, spacing: Sequence[float]) -> Spacingd:
 
     An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
     """
-    if len(spacing) != 3 or min(spacing) <= 0:
+    if len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
         raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
     modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
-    return Spacingd(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+    return BoundedSpacing(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+
+
+class BoundedSpacing(Spacingd):
+    """MONAI's, which refuses before it resamples what no memory could hold."""
+
+    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
+        for field in self.key_iterator(data):
+            grid, target = Grid.of(data[field]), [float(side) for side in self.spacing_transform.pixdim]
+            sides = grid.affine[:3, :3].norm(dim=0).tolist()
+            shape = [math.ceil(n * side / to) for n, side, to in zip(grid.shape, sides, target, strict=True)]
+            needed = math.prod(shape) * (RESAMPLING_BYTES + 8 * len(data[field]))
+            if math.prod(shape) > MOST_VOXELS or (needed > ALWAYS_FITS and needed > available_bytes()):
+                raise GridError(
+                    f"{field} has {grid.shape} voxels of {' x '.join(f'{side:.4g}' for side in sides)} mm; at the "
+                    f"spacing {target} mm that is {tuple(shape)} voxels, {needed / 2**30:.1f} GiB to resample. Mend "
+                    "the spacing in the header if it is wrong, else choose a coarser spacing or leave the case out"
+                )
+        return super().__call__(data, lazy)
 
 
 class ZScore(MapTransform):

@@ -1,20 +1,23 @@
 """Checkpoints: written whole or not at all, read without running anybody's code.
 
 A checkpoint is one ``torch.save`` file of tensors and plain values. It is written beside its name, flushed to the disk
-and renamed over it, so a full disk or a lost machine leaves the last good one in place. It is read with
-``weights_only=True`` only.
+and renamed over it, so a full disk or a lost machine leaves the last good one in place. Before it is read every byte is
+compared with the checksums in it, which torch itself passes over; it is read with ``weights_only=True`` only.
 """
 
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from volseg.errors import CheckpointError
+from volseg.errors import CheckpointError, NonFiniteLossError
 from volseg.files import replacing
+from volseg.workflow.background import BackgroundWriter, HostCopies, Snapshot
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.state import FORMAT, TrainingState
@@ -22,14 +25,25 @@ from volseg.workflow.state import FORMAT, TrainingState
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["BEST", "LATEST", "Checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = ["BEST", "LATEST", "PREVIOUS", "Checkpoints", "load_checkpoint", "save_checkpoint"]
 
 LATEST = "latest.pt"
+PREVIOUS = "previous.pt"
+"""What was the latest one before."""
 BEST = "best.pt"
 
 
-def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path) -> Path:
+def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path, *, previous: Path | None = None) -> Path:
     """Write a training's state to ``path`` atomically.
+
+    Parameters
+    ----------
+    state : TrainingState or mapping
+        What is written; as a mapping, what `Training.state_dict` returns.
+    path : Path
+        Of the checkpoint.
+    previous : Path, optional
+        In the same folder; takes the checkpoint that ``path`` was before.
 
     Raises
     ------
@@ -38,9 +52,10 @@ def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path) -> Pat
     """
     content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
-        with replacing(path) as partial:
-            torch.save({"format": FORMAT, **content}, partial)
-    except (OSError, RuntimeError) as fault:  # torch's writer raises RuntimeError when the disk is full
+        # Into an open file: given a path torch writes in C++ without a pause in which Python could train on.
+        with replacing(path, previous=previous) as partial, partial.open("wb") as file:
+            torch.save({"format": FORMAT, **content}, file)
+    except (OSError, RuntimeError) as fault:  # torch's writer raises RuntimeError too when the disk is full
         kept = "the one written before is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
             f"checkpoint {path} could not be written ({fault}); {kept}. Free space or choose another output folder, "
@@ -55,14 +70,19 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> TrainingS
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged, of a newer format, lacks a part of the state, or holds anything but tensors and
-        plain values.
+        If the file is absent, damaged in any bit, of a newer format, lacks a part of the state, or holds anything but
+        tensors and plain values.
     """
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file and hence no checkpoint; remove it, or name another run folder")
     try:
+        _require_intact(path)
         content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as fault:  # torch's unpickler runs into damaged bytes as IndexError, KeyError, struct.error ...
+    except OSError as fault:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {fault}") from fault
+    except Exception as fault:  # both run into damaged bytes as IndexError, KeyError, struct.error ...
         reason = str(fault).partition("\n")[0] or type(fault).__name__
         raise CheckpointError(f"checkpoint {path} is damaged or not a volseg checkpoint ({reason})") from fault
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
@@ -72,17 +92,29 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> TrainingS
     return TrainingState.from_checkpoint(content, path)
 
 
+def _require_intact(path: Path) -> None:
+    """Raise unless every part of the file has the checksum that was written with it: torch compares none."""
+    with zipfile.ZipFile(path) as parts:
+        if packed := [part.filename for part in parts.infolist() if part.compress_type != zipfile.ZIP_STORED]:
+            raise zipfile.BadZipFile(f"its part {packed[0]} is compressed, which torch never does")
+        if (wrong := parts.testzip()) is not None:
+            raise zipfile.BadZipFile(f"its part {wrong} has not the checksum with which it was written")
+
+
 class Checkpoints(Hook):
-    """Write ``latest.pt`` and ``best.pt`` while training.
+    """Write ``latest.pt`` and ``best.pt`` while training, which goes on meanwhile.
+
+    The state is copied between two batches and written by a thread. A fault of the thread, such as a full disk, is
+    raised after the next batch. The latest checkpoint before the last one is kept as ``previous.pt``.
 
     Parameters
     ----------
     folder : Path
         Where the checkpoints lie; made when the first one is written.
     every_minutes : float
-        ``latest.pt`` is written at the end of an epoch when this much time has passed since the last one, and always
-        after the last epoch, also where a hook ended the training, and at an interrupt. Time, not epochs: what a crash
-        can cost is time.
+        ``latest.pt`` is written when this much time has passed since the last one, in the middle of an epoch too, and
+        always after the last epoch, also where a hook ended the training, and at an interrupt. Time, not epochs: what
+        a crash can cost is time. One is written after the other, however short the time.
     metadata : callable, optional
         Returns plain values to store beside the state (the config).
     """
@@ -93,33 +125,80 @@ class Checkpoints(Hook):
         self.folder = folder
         self.every_seconds = 60 * every_minutes
         self.metadata = metadata or dict
-        self._written_at = time.monotonic()
-        self._written_epoch: int | None = None
+        self._copies = HostCopies()
+        self._writer = BackgroundWriter(self._save)
+        self._on_the_way: dict[str, Snapshot] = {}  # from the device
+        self._taken_at = time.monotonic()
+        self._taken: tuple[int, int] | None = None  # the progress of the latest one
+
+    def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
+        """Keep the latest state once enough time has passed."""
+        del fields
+        self._writer.raise_fault()
+        self._hand_over()
+        if self._is_due and training.is_between_steps:
+            self._take(training, LATEST)
 
     def on_best(self, training: "Training", record: EpochRecord) -> None:
         """Keep the weights of the best epoch."""
         del record
-        self._write(training, BEST)
+        self._take(training, BEST)
 
     def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
-        """Keep the latest state once enough time has passed."""
+        """Keep the latest state after the last epoch, and once enough time has passed in a validation."""
         del record
-        due = time.monotonic() - self._written_at >= self.every_seconds
-        if due or training.finished:
-            self._write(training, LATEST)
-            self._written_at = time.monotonic()
-            self._written_epoch = training.epoch
+        if self._is_due or training.finished:
+            self._take(training, LATEST)
 
     def on_interrupt(self, training: "Training") -> None:
         """Keep the state between two batches, from which the training goes on as if nothing had happened."""
-        self._write(training, LATEST)
+        self._take(training, LATEST)
+        self._finish()
 
     def on_training_end(self, training: "Training") -> None:
         """Keep the last epoch where a hook that was called after this one stopped the training there."""
-        if training.finished and training.position == 0 and self._written_epoch != training.epoch:
-            self._write(training, LATEST)
+        if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
+            self._take(training, LATEST)
+        self._finish()
 
-    def _write(self, training: "Training", name: str) -> None:
-        state = training.state()  # on every process: a placed model may gather
-        if training.is_main_process:
-            save_checkpoint(replace(state, metadata=self.metadata()), self.folder / name)
+    @property
+    def _is_due(self) -> bool:
+        is_idle = not self._on_the_way and not self._writer.is_busy
+        return is_idle and time.monotonic() - self._taken_at >= self.every_seconds
+
+    def _take(self, training: "Training", name: str) -> None:
+        if not training.is_main_process:
+            return
+        replaced = self._on_the_way.pop(name, None)
+        if replaced is not None:
+            replaced.wait()
+            replaced.release()
+        self._on_the_way[name] = self._copies.take(replace(training.state(), metadata=self.metadata()))
+        self._hand_over()
+        if name == LATEST:
+            self._taken_at, self._taken = time.monotonic(), (training.epoch, training.position)
+
+    def _hand_over(self) -> None:
+        """Give to the writer what has arrived."""
+        for name in [name for name, snapshot in self._on_the_way.items() if snapshot.is_whole]:
+            self._writer.submit(name, self._on_the_way.pop(name))
+
+    def _finish(self) -> None:
+        """Wait until everything is on the disk."""
+        for snapshot in self._on_the_way.values():
+            snapshot.wait()
+        self._hand_over()
+        self._writer.join()
+
+    def _save(self, name: str, state: TrainingState) -> None:
+        """Write a state in the writer's thread, unless it is one of which nothing good can come."""
+        if not all(loss.isfinite().all() for losses in state.losses for loss in losses.values()):
+            return  # the training raises that itself, with the cases, when it looks at its losses
+        for part, tensors in state.model.items():
+            if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():
+                raise NonFiniteLossError(
+                    f"{part} is not a number after epoch {state.epoch}, batch {state.position}, though every loss so "
+                    f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
+                    "training.clip, then go on from the checkpoint before by --resume"
+                )
+        save_checkpoint(state, self.folder / name, previous=self.folder / PREVIOUS if name == LATEST else None)

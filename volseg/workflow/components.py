@@ -120,6 +120,7 @@ class AnyDepth(nn.Module):
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.plain = loss
+        self.__name__ = type(loss).__name__  # of which a message speaks
         self.deep = DeepSupervisionLoss(loss)
 
     def forward(self, logits: Tensor | list[Tensor], label: Tensor) -> Tensor:

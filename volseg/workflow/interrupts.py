@@ -1,12 +1,28 @@
 """Stop between two batches when a signal asks for it, instead of in the middle of one."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interruption", "StopRequested", "catch_signals", "stop_if_requested"]
+__all__ = [
+    "STOPPING",
+    "Interruption",
+    "LookInterval",
+    "StopRequested",
+    "catch_signals",
+    "request_stop",
+    "stop_if_requested",
+]
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+"""Ctrl-C, what clusters end jobs with, and what a terminal sends when it is closed."""
+
+ONE_EVENT_SECONDS = 2.0
+"""A launcher passes on a signal that the system has sent to its processes as well: within this time it is the same."""
 
 _listening: list["Interruption"] = []
 """Who catches signals now, the innermost last; signals are the process's, so this is too."""
@@ -26,6 +42,14 @@ def stop_if_requested() -> None:
     """
     if _listening and _listening[-1]:
         raise StopRequested
+
+
+def request_stop() -> None:
+    """Ask this process to stop, from any thread, as SIGTERM would; a SIGTERM that comes later is the first one."""
+    if _listening:
+        _listening[-1].take(signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Interruption:
@@ -52,15 +76,20 @@ class Interruption:
 
 @contextmanager
 def catch_signals() -> Iterator[Interruption]:
-    """Record the first SIGINT or SIGTERM; the second acts at once, as if nobody listened.
+    """Record the first signal of `STOPPING`; a second one acts at once, as if nobody listened.
 
-    Python delivers signals to the main thread only; elsewhere the context does nothing.
+    Python delivers signals to the main thread only; elsewhere the context does nothing. A SIGHUP that is ignored, as
+    ``nohup`` makes it, stays so.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What C installed Python cannot name, nor put back.
+    before = {number: handler for number in STOPPING if (handler := signal.getsignal(number)) is not None}
+    if hasattr(signal, "SIGHUP") and before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    received: list[float] = []
 
     def restore() -> None:
         for number, handler in before.items():
@@ -68,8 +97,12 @@ def catch_signals() -> Iterator[Interruption]:
 
     def record(number: int, frame: FrameType | None) -> None:
         del frame
-        interruption.signal = signal.Signals(number)
-        restore()
+        received.append(time.monotonic())
+        if received[-1] - received[0] > ONE_EVENT_SECONDS:
+            restore()
+            signal.raise_signal(number)
+        elif not interruption:
+            interruption.signal = signal.Signals(number)
 
     for number in before:
         signal.signal(number, record)
@@ -79,3 +112,46 @@ def catch_signals() -> Iterator[Interruption]:
     finally:
         _listening.remove(interruption)
         restore()
+
+
+class LookInterval:
+    """How many batches may go by between two looks at the signals: few enough that they take about two seconds.
+
+    On a GPU a look waits for the device, which lags behind: more looks cost time, fewer let a signal wait.
+
+    Parameters
+    ----------
+    most : int
+        Batches between two looks, however fast they are.
+    seconds : float
+        What they should take, at most.
+    """
+
+    def __init__(self, most: int, seconds: float = 2.0) -> None:
+        self.most = most
+        self.seconds = seconds
+        self.batches = 1  # nothing is known of the first one
+        self.begin()
+
+    def begin(self) -> None:
+        """Count and time batches from now on."""
+        self._begin = time.perf_counter()
+        self._count = 0
+
+    def count(self) -> None:
+        """Count a batch."""
+        self._count += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look."""
+        return self._count >= self.batches
+
+    def measure(self) -> float:
+        """Return the seconds that a batch took since the last look; right after a look at what the device computed."""
+        return (time.perf_counter() - self._begin) / max(self._count, 1)
+
+    def adapt(self, seconds_per_batch: float) -> None:
+        """Choose when to look next, by the slowest process's time."""
+        self.batches = max(1, min(self.most, int(self.seconds / max(seconds_per_batch, 1e-9))))
+        self.begin()

@@ -1,12 +1,24 @@
 """Several losses, one number to minimise."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from volseg.errors import ConfigError
 from volseg.workflow.named import Named
 
-__all__ = ["Objective"]
+__all__ = ["Objective", "require_mean_over_samples"]
+
+TRIED_SIDES = (16, 16, 16)
+"""Of the volumes on which losses are tried, in voxels: what a loss of windows of 11 voxels still takes."""
+
+TRIED_DEALS = ((2, 2), (3, 2), (1, 1, 1))
+"""Samples of each replica: even, uneven, and one each."""
+
+ROUND_OFF = 1e-5
+"""Relative, of float32 sums over some thousand voxels; losses that are no mean differ by ten times as much and more."""
 
 
 class Objective:
@@ -48,3 +60,74 @@ class Objective:
                 for name in loss.outputs
             )
         return fields
+
+
+def require_mean_over_samples(objective: Objective, *, num_channels: int, num_classes: int) -> None:
+    """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
+
+    Replicas that share a batch compute their own samples only, and their losses are averaged by number of samples: one
+    that mixes samples otherwise (Dice over the whole batch, class weights that are divided by their sum) would be
+    another loss on another number of replicas.
+
+    Raises
+    ------
+    ConfigError
+        Names the loss and what it gave.
+    """
+    for loss in objective.losses:
+        found: list[str] = []
+        faults: list[Exception] = []
+        for heads in (1, 3):  # as a network without and with deep supervision gives logits
+            for deal in TRIED_DEALS:
+                try:
+                    whole, parts = _try_deal(loss, deal, heads, num_channels, num_classes)
+                except Exception as fault:  # a loss may take one of the two kinds of logits only
+                    faults.append(fault)
+                    continue
+                if not math.isclose(whole, parts, rel_tol=ROUND_OFF, abs_tol=ROUND_OFF):
+                    found.append(f"{whole:.6g} on {sum(deal)} samples, {parts:.6g} dealt {' + '.join(map(str, deal))}")
+        if found:
+            raise ConfigError(
+                f"{loss.title} is no mean over the samples of a batch ({found[0]}), so replicas that share a batch "
+                "cannot compute it; set parallel.data to 1 and parallel.spatial to the number of GPUs, or make it a "
+                "mean (batch: false of Dice; no class weights)"
+            )
+        if len(faults) == 2 * len(TRIED_DEALS):
+            raise ConfigError(
+                f"{loss.title} could not be tried on random volumes ({faults[0]}), and only a mean over samples can be "
+                "shared by replicas; set parallel.data to 1 and parallel.spatial to the number of GPUs"
+            )
+
+
+def _try_deal(loss: Named, deal: Sequence[int], heads: int, num_channels: int, num_classes: int) -> tuple[float, float]:
+    """Return a loss on a random batch, and its mean over the parts of the batch."""
+    fields = _make_fields(sum(deal), heads, num_channels, num_classes)
+    end, parts = 0, 0.0
+    for count in deal:
+        begin, end = end, end + count
+        parts += _compute(loss, fields, slice(begin, end)) * count / sum(deal)
+    return _compute(loss, fields, slice(None)), parts
+
+
+def _compute(loss: Named, fields: Mapping[str, Any], rows: slice) -> float:
+    """Return a loss on some rows of a batch."""
+    taken = {
+        name: [head[rows] for head in value] if isinstance(value, list) else value[rows]
+        for name, value in fields.items()
+    }
+    with torch.no_grad():
+        return math.fsum(float(value) for value in loss(taken).values())
+
+
+def _make_fields(count: int, heads: int, num_channels: int, num_classes: int) -> dict[str, Any]:
+    """Return a random batch whose samples differ in how much of each class they hold; one is background alone."""
+    generator = torch.Generator().manual_seed(0)
+    label = torch.randint(num_classes, (count, 1, *TRIED_SIDES), generator=generator)
+    kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count
+    sides = [[side // 2**level for side in TRIED_SIDES] for level in range(heads)]
+    logits = [torch.randn(count, num_classes, *side, generator=generator) for side in sides]
+    return {
+        "image": torch.randn(count, num_channels, *TRIED_SIDES, generator=generator),
+        "label": (label * kept).to(torch.uint8),
+        "logits": logits if heads > 1 else logits[0],
+    }

@@ -1,15 +1,14 @@
 """Which training steps can be one CUDA graph: forward, loss, backward, clipping and optimizer in one launch."""
 
-from typing import Any
-
 from torch import nn
 from torch.optim import Optimizer
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.data_parallel import find_replicas
 from volseg.parallel.devices import is_distributed
 from volseg.workflow.spatial_group import is_cut_over_processes
 
-__all__ = ["can_be_recorded", "plain_rates"]
+__all__ = ["can_be_recorded"]
 
 
 def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
@@ -23,9 +22,5 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
         one = len({parameter.device for parameter in network.parameters()}) == 1
     on_gpus = all(parameter.is_cuda for parameter in network.parameters())
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return one and on_gpus and fused and (is_cut_over_processes(network) or not is_distributed())
-
-
-def plain_rates(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state whose learning rates are numbers, as another machine's optimizer takes them."""
-    return {**state, "param_groups": [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]}
+    together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
+    return one and on_gpus and fused and together

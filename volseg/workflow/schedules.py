@@ -71,8 +71,8 @@ class Schedule:
     def go_to(self, steps_done: int) -> None:
         """Set the rates for the step after ``steps_done`` steps."""
         self.steps_done = steps_done
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            rate = peak * self._factor_at(steps_done)
+        self.rates = [peak * self._factor_at(steps_done) for peak in self.peaks]
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):  # a recorded step reads its rate from the device
                 group["lr"].fill_(rate)
             else:

@@ -20,7 +20,15 @@ from volseg.parallel.batches import scatter_batch
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 
-__all__ = ["FollowedModel", "GroupBatches", "GroupValidation", "Verdict", "dismiss", "follow", "is_cut_over_processes"]
+__all__ = [
+    "FollowedModel",
+    "GroupBatches",
+    "GroupValidation",
+    "Verdict",
+    "dismiss",
+    "follow",
+    "is_cut_over_processes",
+]
 
 
 def is_cut_over_processes(model: nn.Module) -> TypeGuard[ModelParallel]:
@@ -39,12 +47,17 @@ class GroupBatches:
         On the leading process; None on the others.
     length : int
         Batches per epoch.
+    batch_size : int, optional
+        Samples of a whole batch, where replicas share it.
     """
 
-    def __init__(self, model: ModelParallel, batches: EpochBatches | None, length: int) -> None:
+    def __init__(
+        self, model: ModelParallel, batches: EpochBatches | None, length: int, *, batch_size: int | None = None
+    ) -> None:
         self.model = model
         self.batches = batches
         self.length = length
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return self.length

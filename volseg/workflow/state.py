@@ -1,7 +1,7 @@
 """What a training is between two batches: the one place that knows what a checkpoint holds, and under which names."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -100,10 +100,8 @@ class TrainingState(Mapping[str, Any]):
                 f"{source} holds no training state of format {FORMAT}: it lacks {missing or 'nothing'} and has "
                 f"{surplus or 'nothing'} besides; name a checkpoint that `volseg train` wrote, or update volseg"
             )
-        try:
-            return cls(**{**content, **_typed(content, beside)})
-        except (AttributeError, KeyError, TypeError, ValueError) as fault:
-            raise CheckpointError(f"{source} holds a training state with values that are none: {fault}") from fault
+        read = {name: _read(name, content[name], source) for name in READERS}
+        return cls(**{**content, **read, "metadata": {**read["metadata"], **beside}})
 
     def _as_format_1(self) -> dict[str, Any]:
         """Return the content of a checkpoint of format 1, which `from_checkpoint` takes too."""
@@ -127,24 +125,99 @@ class TrainingState(Mapping[str, Any]):
         return len(self._as_format_1())
 
 
-def _typed(content: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not stored as it is used, and the numbers that decide where a training goes on.
+def _read(name: str, value: Any, source: object) -> Any:
+    """Return what is stored under ``name`` as it is used, or tell what it is instead."""
+    try:
+        return READERS[name](value)
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:
+        raise CheckpointError(f"{source} holds a training state with values that are none: {name}: {fault}") from fault
 
-    ``beside`` are values that lay beside the state, and belong to its metadata.
-    """
-    seconds, waited = content["seconds"]
-    return {
-        "steps_done": _count(content["steps_done"]),
-        "epoch": _count(content["epoch"]),
-        "position": _count(content["position"]),
-        "seconds": (float(seconds), float(waited)),
-        "history": tuple(EpochRecord(**record) for record in content["history"]),
-        "best": None if content["best"] is None else EpochRecord(**content["best"]),
-        "metadata": {**content["metadata"], **beside},
-    }
+
+def _named(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"values by name were expected, got {_kind(value)}")
+    return value
+
+
+def _tensors(value: Any) -> Mapping[str, Tensor]:
+    if odd := [name for name, tensor in _named(value).items() if not isinstance(tensor, Tensor)]:
+        raise TypeError(f"tensors by name were expected, got {_kind(value[odd[0]])} for {odd[0]}")
+    return value
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"a list was expected, got {_kind(value)}")
+    return value
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"a count is a whole number of 0 or more, got {value!r}")
     return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"a number was expected, got {_kind(value)}")
+    return float(value)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else type(value).__name__
+
+
+def _optimizer(value: Any) -> Mapping[str, Any]:
+    if not isinstance(_named(value)["state"], Mapping):
+        raise TypeError(f"a state by parameter was expected, got {_kind(value['state'])}")
+    for group in _listed(value["param_groups"]):
+        _listed(_named(group)["params"])
+    return value
+
+
+def _average(value: Any) -> Mapping[str, Any] | None:
+    if value is not None:
+        _count(_named(value)["updates"])
+        _tensors(value["average"])
+    return value
+
+
+def _seconds(value: Any) -> tuple[float, float]:
+    spent, waited = _listed(value)
+    return _number(spent), _number(waited)
+
+
+def _names(value: Any) -> Sequence[str]:
+    if odd := [name for name in _listed(value) if not isinstance(name, str)]:
+        raise TypeError(f"the name of a case was expected, got {_kind(odd[0])}")
+    return value
+
+
+def _record(value: Any) -> EpochRecord:
+    record = EpochRecord(**_named(value))
+    _count(record.epoch)
+    for numbers in (record.losses, record.scores):
+        for number in _named(numbers).values():
+            _number(number)
+    for number in (record.learning_rate, record.seconds, record.seconds_waited, record.score or 0.0):
+        _number(number)
+    return record
+
+
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "model": _named,  # a network may keep more than tensors; it knows itself what it takes back
+    "optimizer": _optimizer,
+    "steps_done": _count,
+    "scaler": _named,
+    "average": _average,
+    "random": _named,
+    "epoch": _count,
+    "position": _count,
+    "losses": lambda value: [_tensors(batch) for batch in _listed(value)],
+    "cases": lambda value: [_names(batch) for batch in _listed(value)],
+    "seconds": _seconds,
+    "history": lambda value: tuple(_record(record) for record in _listed(value)),
+    "best": lambda value: None if value is None else _record(value),
+    "metadata": _named,
+}
+"""How each part of a state is read from what was stored."""

@@ -1,8 +1,8 @@
 """The training loop.
 
 ``Training.run`` reads as its pseudocode; what happens around it is a hook's business. The loop never waits for the
-device inside an epoch except once in ``CHECK_EVERY`` batches, when the losses gathered so far are checked and handed
-to the progress display.
+device inside an epoch except once in ``CHECK_EVERY`` batches, or two seconds where these take longer, when the losses
+gathered so far are checked and handed to the progress display, and signals are looked at.
 """
 
 import itertools
@@ -11,6 +11,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,27 +21,25 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
-from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
-from volseg.parallel import RecordedStep
+from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Interruption, StopRequested, catch_signals
+from volseg.workflow.interrupts import Interruption, LookInterval, StopRequested, catch_signals
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import largest_over_processes
+from volseg.workflow.processes import gather_over_processes, largest_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.recorded_step import can_be_recorded, plain_rates
 from volseg.workflow.records import EpochRecord
+from volseg.workflow.restoring import require_whole, taking_over
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
+from volseg.workflow.step import TrainingStep
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
-
-CHECK_EVERY = 32
-"""Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
 ScoreT = TypeVar("ScoreT", bound="Score")
 logger = logging.getLogger(__name__)
@@ -162,12 +162,20 @@ class Training:
         self.epochs = epochs
         self.validation = validation
         self.validate_every = validate_every
-        self.clip = clip
         self.accumulate = accumulate
         self.hooks = list(hooks)
         self.device = next(model.parameters()).device
         self.precision = Precision.choose(precision, self.device)
-        self.scaler = self.precision.scaler()
+        self.step = TrainingStep(
+            model,
+            self.objective,
+            optimizer,
+            self.precision,
+            clip=clip,
+            record=record and accumulate == 1,
+            batch_size=getattr(batches, "batch_size", None),
+            look=lambda losses: self._losses.require_finite(losses),
+        )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
         self.num_batches = len(batches)  # type: ignore[arg-type]
         steps_per_epoch = -(-self.num_batches // accumulate)
@@ -179,14 +187,10 @@ class Training:
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
         self._stop_reason: str | None = None
-        self._losses: list[dict[str, Tensor]] = []  # of this epoch, on the device
-        self._cases: list[Sequence[str]] = []
-        self._num_checked = 0
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._interruption = Interruption()
-        self._recorded: RecordedStep | None = None
-        if record and accumulate == 1 and not self.scaler.is_enabled() and can_be_recorded(self.network, optimizer):
-            self._recorded = RecordedStep(self.network, self._computed, optimizer=optimizer)
+        self._interval = LookInterval(CHECK_EVERY if self.device.type == "cuda" else 1)
 
     @property
     def finished(self) -> bool:
@@ -197,6 +201,11 @@ class Training:
     def is_main_process(self) -> bool:
         """Whether this process writes files and shows progress."""
         return is_main_process()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients are gathered that the optimizer has not seen: what a state does not hold."""
+        return self.position % self.accumulate == 0 or self.position >= self.num_batches
 
     def stop(self, reason: str) -> None:
         """End the training after the current epoch."""
@@ -210,7 +219,7 @@ class Training:
         NonFiniteLossError
             With epoch, batch and cases, when a loss is not finite.
         KeyboardInterrupt, SystemExit
-            When Ctrl-C or SIGTERM came; the hooks have saved the state before.
+            When Ctrl-C, SIGTERM or SIGHUP came; the hooks have saved the state before.
         """
         with catch_signals() as self._interruption:
             try:
@@ -220,19 +229,26 @@ class Training:
                     self._train_epoch()
                     if self._must_stop() or not self._close_epoch():
                         self._emit("on_interrupt")
+                        self._must_stop()  # wait until the leader has saved: a launcher ends all when one ends
                         break
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
-                if self._recorded is not None:
-                    self._recorded.release()  # its memory is the final validation's; and no group ends before
-                self._emit("on_training_end")
+                self._end()
         self._interruption.raise_as_signal()
         return self.history
+
+    def _end(self) -> None:
+        """Tell every hook that this is the end, whatever another one raises."""
+        with ExitStack() as ending:
+            for hook in reversed(self.hooks):  # the stack goes backwards
+                ending.callback(hook.on_training_end, self)
+            ending.callback(self.step.release)  # its memory is the final validation's; and no group ends before
 
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
         self.model.train()
+        self._interval.begin()
         begin = time.perf_counter()
         batches = self._remaining_batches()
         while True:
@@ -242,48 +258,29 @@ class Training:
             if batch is None:
                 break
             self._train_batch(self._on_device(batch))
-            at_check = self.device.type == "cpu" or self.position % CHECK_EVERY == 0
-            if at_check and self.position % self.accumulate == 0 and self._must_stop():
+            self._interval.count()
+            if self._interval.is_due and self.is_between_steps and self._look():
                 break
-        self._check_losses()
+        self._look_at_losses()
         self._seconds += time.perf_counter() - begin
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
         report_progress("train", self.epoch, self.position)
         self._emit("on_batch_begin", batch)
-        self._cases.append(batch.get("case", ()))
+        self._losses.begin_batch(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        if self._recorded is None:
-            losses = self._computed(tensors)
-        else:  # the next replay overwrites them
-            losses = {name: loss.clone() for name, loss in self._recorded(tensors).items()}
-        self._losses.append(losses)
+        completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
+        losses = self.step(tensors, gathered=self._group_size(), completes=completes)
+        self._losses.add(losses)
         self.position += 1
-        if self.position % self.accumulate == 0 or self.position == self.num_batches:
+        if completes:
             self.schedule.step()
             if self.average:
                 self.average.update()
-        if len(self._losses) - self._num_checked >= CHECK_EVERY:
-            self._check_losses()
+        if self._losses.is_due:
+            self._look_at_losses()
         self._emit("on_batch_end", {**batch, **losses})
-
-    def _computed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run one batch and, when enough are gathered, the optimizer; return the losses."""
-        with self.precision.autocast():
-            fields = self.objective({**tensors, **self.model(tensors)})
-        losses = {name: fields[name].detach() for name in self.objective.names}
-        if self.device.type == "cpu":  # before the step, so that a bad loss never reaches the weights
-            self._refuse_not_finite(len(self._losses), losses)
-        self.scaler.scale(fields["loss"] / self._group_size()).backward()
-        if (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches:
-            if self.clip:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-        return losses
 
     def _group_size(self) -> int:
         """Return how many batches share the current optimizer step; the last group of an epoch may be a short one."""
@@ -297,15 +294,16 @@ class Training:
         """
         is_last = self.epoch + 1 == self.epochs
         due = (self.epoch + 1) % self.validate_every == 0 or is_last
+        drawn = random_state()
         try:
             outcome = self.validate(self.validation) if self.validation is not None and due else None
         except StopRequested:
+            restore_random_state(drawn)  # the validation begins again where this one began
             self._must_stop()  # tells which signal it was to the processes that did not get it
             return False
-        losses = {name: torch.stack([batch[name] for batch in self._losses]) for name in self.objective.names}
         record = EpochRecord(
             epoch=self.epoch,
-            losses={name: values.float().mean().item() for name, values in losses.items()},
+            losses=self._losses.compute_means(),
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             seconds=self._seconds,
             seconds_waited=self._seconds_waited,
@@ -315,7 +313,7 @@ class Training:
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
-        self._losses, self._cases, self._num_checked = [], [], 0
+        self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -346,49 +344,61 @@ class Training:
             for name, value in batch.items()
         }
 
-    def _must_stop(self) -> bool:
-        """Tell whether a signal came, to this process or to any other of the job."""
-        self._interruption.take(largest_over_processes(self._interruption.signal or 0, self.device))
+    def _look(self) -> bool:
+        """Look at what the device has done so far; tell whether a signal came, and choose when to look next."""
+        if self.device.type == "cuda":
+            self._look_at_losses()
+        return self._must_stop(self._interval.measure())
+
+    def _must_stop(self, seconds_per_batch: float | None = None) -> bool:
+        """Tell whether a signal came, to this process or to any other of the job.
+
+        With a time all of them look again after the same number of batches, by the time of the slowest.
+        """
+        # One number, because it is one collective: signals first, which end the run whatever the time is.
+        microseconds = min(int(1e6 * (seconds_per_batch or 0.0)), 2**40 - 1)
+        largest = largest_over_processes((self._interruption.signal or 0) * 2**40 + microseconds, self.device)
+        number, slowest = divmod(largest, 2**40)
+        self._interruption.take(number)
+        if seconds_per_batch is not None:
+            self._interval.adapt(slowest / 1e6)
         return bool(self._interruption)
 
-    def _check_losses(self) -> None:
-        """Raise if a loss since the last check is not finite; keep the newest losses for display."""
-        names = self.objective.names
-        for number in range(self._num_checked, len(self._losses), CHECK_EVERY):
-            fresh = self._losses[number : number + CHECK_EVERY]
-            values = torch.stack([torch.stack([losses[name].float() for name in names]) for losses in fresh]).cpu()
-            for offset, row in enumerate(values):
-                self._refuse_not_finite(number + offset, dict(zip(names, row, strict=True)))
-        if self._losses:
-            self.latest_losses = {name: float(self._losses[-1][name]) for name in names}
-        self._num_checked = len(self._losses)
+    def _new_losses(
+        self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
+    ) -> EpochLosses:
+        """Return the losses of the current epoch, those of the batches that are done among them."""
+        gather = partial(gather_over_processes, device=self.device) if self.step.replicated is not None else tuple
+        return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
 
-    def _refuse_not_finite(self, number: int, losses: Mapping[str, Tensor]) -> None:
-        values = {name: value.item() for name, value in losses.items()}
-        if not all(map(math.isfinite, values.values())):
-            cases = ", ".join(self._cases[number]) or "(the batch has no field `case`)"
-            raise NonFiniteLossError(
-                f"the loss is not finite in epoch {self.epoch}, batch {number}: {values}; cases: {cases}. "
-                "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
-            )
+    def _look_at_losses(self) -> None:
+        """Raise if a loss since the last look is not finite; keep the newest losses for display."""
+        self.latest_losses = self._losses.look() or self.latest_losses
 
     def _emit(self, event: str, *arguments: Any) -> None:
         for hook in self.hooks:
             getattr(hook, event)(self, *arguments)
 
     def state(self) -> TrainingState:
-        """Return everything from which the training goes on as if it had not been interrupted."""
+        """Return everything from which the training goes on as if it had not been interrupted.
+
+        Nothing in it waits for the device, but for the scaler of float16.
+        """
+        optimizer = self.optimizer.state_dict()
+        # Rates as numbers, which another machine's optimizer takes too; a recorded step's lie on the device.
+        rates = zip(optimizer["param_groups"], self.schedule.rates, strict=True)
+        groups = [{**group, "lr": rate} for group, rate in rates]
         return TrainingState(
             model=self.network.state_dict(),
-            optimizer=plain_rates(self.optimizer.state_dict()),
+            optimizer={**optimizer, "param_groups": groups},
             steps_done=self.schedule.steps_done,
-            scaler=self.scaler.state_dict(),
+            scaler=self.step.scaler.state_dict(),
             average=self.average.state_dict() if self.average else None,
             random=random_state(),
             epoch=self.epoch,
             position=self.position,
-            losses=tuple(self._losses),
-            cases=tuple(self._cases),
+            losses=tuple(self._losses.losses),
+            cases=tuple(self._losses.cases),
             seconds=(self._seconds, self._seconds_waited),
             history=tuple(self.history),
             best=self.best,
@@ -407,21 +417,23 @@ class Training:
             If the state is of another network or optimizer, or no whole state.
         """
         state = TrainingState.from_checkpoint(state, "what is to be gone on from")
-        try:
+        with taking_over("model"):
             self.network.load_state_dict(state.model)
+        with taking_over("optimizer"):
             self.optimizer.load_state_dict(dict(state.optimizer))
+        require_whole(state, self.optimizer)
+        with taking_over("average"):
             if (state.average is None) != (self.average is None):
                 raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
             if self.average and state.average:
                 self.average.load_state_dict(state.average)
-        except (KeyError, ValueError, RuntimeError) as fault:
-            raise CheckpointError(f"the checkpoint is not of this network and optimizer: {fault}") from fault
         self.schedule.go_to(state.steps_done)
-        self.scaler.load_state_dict(dict(state.scaler))
+        with taking_over("scaler"):
+            self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
-        self._losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
-        self._cases = [tuple(cases) for cases in state.cases]
-        self._num_checked = len(self._losses)
+        losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
+        self._losses = self._new_losses(losses, state.cases)
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
-        restore_random_state(state.random)
+        with taking_over("random"):
+            restore_random_state(state.random)

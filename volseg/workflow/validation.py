@@ -1,7 +1,7 @@
 """Validation and testing: whole cases through the model, judged or written on their own grid."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from volseg.transforms.grid import Grid
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
-__all__ = ["Example", "Testing", "Validated", "Validation"]
+__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation"]
 
 Show = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -47,6 +47,15 @@ class Validated:
     """Mean Dice over the foreground labels."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """``dice/LABEL`` for every label, and the means of further metrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedCase:
+    """One case's numbers."""
+
+    evaluated: EvaluatedCase
+    further: Mapping[str, float]
+    """Means over the labels of further metrics."""
 
 
 class Validation:
@@ -107,14 +116,18 @@ class Validation:
 
     def __call__(self) -> Validated:
         """Predict and judge every case; stop between two of them where a training has been interrupted."""
+        judged = dict(self.judge())
+        # In the order of the cases: batches of equal size come back in another.
+        return self.conclude([judged[case["case"]] for case in self.cases])
+
+    def judge(self) -> Iterator[tuple[str, JudgedCase]]:
+        """Predict and judge case after case, in the order in which predictions come."""
         self.examples = []
-        evaluated: dict[str, EvaluatedCase] = {}
-        further: dict[str, list[float]] = {name: [] for metric in self.metrics for name in metric.outputs}
         for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
             stop_if_requested()
             report_progress("validate", item=case["case"])
             prediction = labels.cpu()
-            evaluated[case["case"]] = self._evaluated(case, prediction)
+            evaluated = self._evaluated(case, prediction)
             reference = case["reference"]
             fields = {
                 **case,
@@ -122,20 +135,26 @@ class Validation:
                 "label": reference.as_tensor()[None],
                 "spacing": reference.affine[:3, :3].norm(dim=0).tolist(),
             }
-            for metric in self.metrics:
-                for name, value in metric(fields).items():
-                    further[name].append(float(torch.as_tensor(value).float().nanmean()))
+            further = {
+                name: float(torch.as_tensor(value).float().nanmean())
+                for metric in self.metrics
+                for name, value in metric(fields).items()
+            }
             if len(self.examples) < self.num_examples:
                 self.examples.append(_example(case, prediction))
-        # In the order of the cases: batches of equal size come back in another.
-        summary = summarise([evaluated[case["case"]] for case in self.cases])
-        if self.folder is not None:
+            yield case["case"], JudgedCase(evaluated=evaluated, further=further)
+
+    def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
+        """Return what judged cases, in their order, come to; write the summary where a folder was given."""
+        summary = summarise([case.evaluated for case in judged])
+        if writes and self.folder is not None:
             write_summary(summary, self.folder / "summary.json")
+        names = [name for metric in self.metrics for name in metric.outputs]
         return Validated(
             summary=summary,
             score=summary["foreground_mean"]["Dice"],
             scores={f"dice/{self.labels[int(label)]}": mean["Dice"] for label, mean in summary["mean"].items()}
-            | {name: _mean(values) for name, values in further.items()},
+            | {name: _mean([case.further[name] for case in judged]) for name in names},
         )
 
     def _evaluated(self, case: Mapping[str, Any], prediction: MetaTensor) -> EvaluatedCase:

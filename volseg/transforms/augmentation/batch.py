@@ -22,7 +22,8 @@ class BatchAugmentation:
 
     On an accelerator every effect is computed for every sample and kept where it was drawn: the work is the same for
     every batch, nothing waits for the host, and the call can be recorded in a CUDA graph (register the generator with
-    it). On a CPU only the samples that an effect was drawn for are touched.
+    it). On a CPU each sample is changed by itself, and only by what was drawn for it: its bits do not depend on its
+    companions in the batch.
 
     Parameters
     ----------
@@ -99,7 +100,13 @@ class BatchAugmentation:
         generator : torch.Generator
             The draws are those of ``__call__``, and so is the result, up to float32's rounding of positions.
         """
-        parameters = self.sample(len(cases), generator, stack[0].shape[1])
+        return self.apply_to_stack(stack, cases, corners, self.sample(len(cases), generator, stack[0].shape[1]))
+
+    @torch.no_grad()
+    def apply_to_stack(
+        self, stack: tuple[Tensor, Tensor], cases: Tensor, corners: Tensor, parameters: AugmentationParameters
+    ) -> tuple[Tensor, Tensor]:
+        """Apply drawn parameters to patches that are not cut out yet; see ``from_stack``."""
         with _full_precision(stack[0].device.type):
             steps = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
             images, labels = triton_reading.read_patches(
@@ -147,32 +154,37 @@ class BatchAugmentation:
             dense = images.device.type != "cpu"
         # Half-precision coordinates would be off by voxels; the caller's autocast region must not reach in here.
         with _full_precision(images.device.type):
-            images, labels = self._move(images.float(), labels, parameters, dense)
-            return self._recolour(images, parameters, dense), labels
+            if dense:
+                return self._change(images, labels, parameters, dense)
+            # One by one: sums, products and the cropped source of several samples round otherwise than those of one.
+            rows = [slice(row, row + 1) for row in range(len(images))]
+            changed = [self._change(images[row], labels[row], parameters.select(row), dense) for row in rows]
+            return torch.cat([image for image, _ in changed]), torch.cat([label for _, label in changed])
+
+    def _change(
+        self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, dense: bool
+    ) -> tuple[Tensor, Tensor]:
+        images, labels = self._move(images.float(), labels, parameters, dense)
+        return self._recolour(images, parameters, dense), labels
 
     def _move(
         self, images: Tensor, labels: Tensor, parameters: AugmentationParameters, dense: bool
     ) -> tuple[Tensor, Tensor]:
-        """Crop, mirror and, where drawn, rotate, scale and deform."""
-        kept_images, kept_labels = spatial.crop_and_mirror((images, labels), parameters.mirror, self.patch_size)
+        """Crop, mirror and, where drawn, rotate, scale and deform; one sample unless ``dense``."""
         effects = (self.config.rotation, self.config.scaling, self.config.elastic)
-        if not self.config.enabled or all(effect.probability == 0 for effect in effects):
-            return kept_images, kept_labels
         moved = spatial.is_moved(parameters)
-        if dense:
-            grid = spatial.sampling_grid(parameters, self.patch_size, self.source_size, self.spacing)
-            new_images, new_labels = spatial.resample(images, labels, grid, self._num_classes)
-            moved = moved.view(-1, 1, 1, 1, 1)
-            return torch.where(moved, new_images, kept_images), torch.where(moved, new_labels, kept_labels)
-        rows = moved.nonzero().squeeze(1)
-        if len(rows):
-            some = parameters.select(rows)
-            grid = spatial.sampling_grid(some, self.patch_size, self.source_size, self.spacing)
+        stays = not self.config.enabled or all(effect.probability == 0 for effect in effects)
+        if stays or not (dense or moved.any()):
+            kept_images, kept_labels = spatial.crop_and_mirror((images, labels), parameters.mirror, self.patch_size)
+            return kept_images, kept_labels
+        grid = spatial.sampling_grid(parameters, self.patch_size, self.source_size, self.spacing)
+        if not dense:
             inner, grid = spatial.without_idle_border(grid, self.source_size)
-            kept_images[rows], kept_labels[rows] = spatial.resample(
-                images[rows, :, *inner], labels[rows, :, *inner], grid, self._num_classes
-            )
-        return kept_images, kept_labels
+            return spatial.resample(images[:, :, *inner], labels[:, :, *inner], grid, self._num_classes)
+        kept_images, kept_labels = spatial.crop_and_mirror((images, labels), parameters.mirror, self.patch_size)
+        new_images, new_labels = spatial.resample(images, labels, grid, self._num_classes)
+        moved = moved.view(-1, 1, 1, 1, 1)
+        return torch.where(moved, new_images, kept_images), torch.where(moved, new_labels, kept_labels)
 
     def _recolour(self, images: Tensor, parameters: AugmentationParameters, dense: bool) -> Tensor:
         """Change intensities in nnU-Net's order."""

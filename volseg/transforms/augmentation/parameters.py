@@ -68,8 +68,8 @@ class AugmentationParameters:
         """Return the parameters on ``device``."""
         return type(self)(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
-    def select(self, rows: Tensor) -> Self:
-        """Return the parameters of some samples."""
+    def select(self, rows: Tensor | slice) -> Self:
+        """Return the parameters of some samples; a slice gives views, and waits for no device."""
         return type(self)(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 

@@ -1,0 +1,185 @@
+"""Who computes what, said by the config and the number of processes; what contradicts itself says the way out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+
+
+def plan(processes, batch=4, fixed_order=False, fits=True, **parallel):
+    made = plan_mesh(
+        ParallelConfig.model_validate(parallel), processes, batch_size=batch, fixed_order=fixed_order, fits=fits
+    )
+    assert made.num_processes == processes
+    return made.data, made.spatial
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "data", "spatial"),
+    [
+        ({}, 1, 1, 1),
+        ({}, 4, 4, 1),
+        ({}, 3, 3, 1),
+        ({}, 8, 4, 2),  # five cannot share four samples: the rest cuts
+        ({}, 5, 1, 5),
+        ({"strategy": "spatial"}, 4, 1, 4),
+        ({"strategy": "auto"}, 4, 1, 4),
+        ({"strategy": "spatial", "data": 2}, 4, 2, 2),
+        ({"data": 2, "spatial": 2}, 4, 2, 2),
+        ({"data": 2}, 2, 2, 1),
+        ({"data": 2}, 4, 2, 2),
+        ({"spatial": 2}, 4, 2, 2),
+        ({"spatial": 4}, 4, 1, 4),
+        ({"pipeline": 2}, 2, 2, 1),
+        ({"pipeline": 2, "data": 2}, 2, 2, 1),
+        ({"strategy": "pipeline", "pipeline": 2}, 2, 2, 1),
+        ({"strategy": "spatial", "devices": 1}, 2, 1, 2),
+        ({"data": 1, "spatial": 1}, 1, 1, 1),
+    ],
+)
+def test_what_is_left_open_is_filled(parallel, processes, data, spatial):
+    assert plan(processes, **parallel) == (data, spatial)
+
+
+def test_samples_that_do_not_fit_are_cut_where_that_was_open():
+    assert plan(4, fits=False) == (1, 4)
+    assert plan(4, fits=False, data=4) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "spread"),
+    [
+        ({"data": 4}, 4, (4, 1)),
+        ({"data": 4}, 2, (2, 1)),
+        ({"data": 4}, 1, (1, 1)),
+        ({"data": 3}, 1, (1, 1)),
+        ({"data": 2, "spatial": 2}, 2, (1, 2)),
+        ({"data": 2, "spatial": 2}, 1, (1, 1)),
+        ({"data": 4, "spatial": 3}, 6, (2, 3)),
+        ({"data": 4, "spatial": 3}, 2, (2, 1)),
+    ],
+)
+def test_fewer_processes_compute_the_same_in_one_order(parallel, processes, spread):
+    made = plan_mesh(ParallelConfig.model_validate(parallel), processes, batch_size=4, fixed_order=True)
+    assert (made.data, made.spatial) == (parallel["data"], parallel.get("spatial", 1))
+    assert (made.data_processes, made.spatial_processes) == spread
+    assert made.is_cut_in_process == (made.spatial > spread[1])
+    if processes > 1:
+        with pytest.raises(ConfigError, match=r"fewer processes may compute that with training\.deterministic: true"):
+            plan(processes, **parallel, **({} if "spatial" in parallel else {"spatial": 2}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "fixed_order", "words"),
+    [
+        ({"data": 2, "spatial": 2}, 3, False, "takes 4 processes, and there are 3; start as many"),
+        ({"data": 2}, 1, False, "volseg train does, or torchrun"),
+        ({"data": 3}, 2, True, "of the replicas 1, or a half, a quarter"),
+        ({"spatial": 2}, 16, False, "8 replicas .* cannot share patch.batch: 4"),
+        ({"data": 2, "strategy": "auto"}, 2, False, "auto chooses for a model of one process"),
+        ({"strategy": "pipeline"}, 2, False, r"set parallel\.pipeline to that number"),
+        ({"devices": 2}, 2, False, r"leave out parallel\.devices"),
+        ({"devices": ("cpu", "cpu")}, 2, False, r"leave out parallel\.devices"),
+    ],
+)
+def test_what_processes_cannot_do_says_the_way_out(parallel, processes, fixed_order, words):
+    with pytest.raises(ConfigError, match=words):
+        plan_mesh(ParallelConfig.model_validate(parallel), processes, batch_size=4, fixed_order=fixed_order)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"pipeline": 2, "spatial": 2}, "one network takes one of them"),
+        ({"pipeline": 2, "strategy": "spatial"}, "one network takes one of them"),
+        ({"spatial": 2, "strategy": "pipeline"}, "leave one of them out"),
+        ({"data": 2, "devices": 2}, "leave out devices"),
+        ({"pipeline": 2, "devices": 2}, "leave out devices"),
+        ({"spatial": 2, "split_size": 1}, "split_size belongs to strategy: pipeline"),
+        ({"data": 0}, "greater than or equal to 1"),
+        ({"timeout": 0}, "greater than 0"),
+        ({"replicas": 2}, "Extra inputs"),
+    ],
+)
+def test_contradictions_are_refused(parallel, words):
+    with pytest.raises(ValueError, match=words):
+        ParallelConfig.model_validate(parallel)
+
+
+def config(**sections):
+    return ExperimentConfig.model_validate(
+        {
+            "name": "a",
+            "data": {"root": "x"},
+            "patch": {"size": (8, 8, 8), "batch": 2},
+            "network": {"name": "VNet"},
+            "optimizer": {"name": "SGD", "lr": 0.1},
+            **sections,
+        }
+    )
+
+
+def test_each_replica_needs_a_sample():
+    with pytest.raises(ValueError, match=r"parallel\.data is 3 and patch\.batch 2"):
+        config(parallel={"data": 3})
+
+
+def test_kernels_that_a_cut_does_not_run_are_refused_whoever_cuts():
+    with pytest.raises(ValueError, match=r"training\.kernels is torch, which parallel\.strategy: spatial does not run"):
+        config(parallel={"spatial": 2}, training={"kernels": "torch"})
+    filled = config(training={"kernels": "torch"})
+    with pytest.raises(ConfigError, match=r"parallel\.spatial: 3, which the processes come to"):
+        filled.with_mesh(filled.mesh(3))
+    assert filled.with_mesh(filled.mesh(2)).parallel.data == 2
+
+
+def count(num_gpus, visible, fixed_order=False, batch=4, **parallel):
+    described = ParallelConfig.model_validate(parallel)
+    return choose_num_processes(described, num_gpus, visible, batch_size=batch, fixed_order=fixed_order)
+
+
+def test_volseg_train_starts_the_processes_of_the_mesh():
+    assert count(None, 8) == 1
+    assert count(None, 8, data=2, spatial=2) == 4
+    assert count(None, 8, data=2, pipeline=2) == 2
+    assert count(None, 8, strategy="spatial") == 1
+    assert count(4, 8) == 4
+    assert count(4, 8, pipeline=2) == 2
+    assert count(2, 0, data=2) == 2  # on a CPU
+
+
+def test_too_few_gpus_are_refused_or_compute_the_same_bits():
+    with pytest.raises(ConfigError, match=r"--gpus 4 asks for more than the 2 GPU\(s\) that are visible"):
+        count(4, 2)
+    with pytest.raises(ConfigError, match=r"mesh \(data: 4, spatial: None, pipeline: None\) asks for more than the 2"):
+        count(None, 2, data=4)
+    assert count(None, 2, data=4, fixed_order=True) == 2
+    assert count(None, 3, data=4, fixed_order=True) == 2
+    assert count(None, 1, data=3, spatial=2, fixed_order=True) == 1
+    with pytest.raises(ConfigError, match=r"--gpus 3 is no multiple of parallel\.pipeline: 2"):
+        count(3, 4, pipeline=2)
+    with pytest.raises(ConfigError, match="takes 4 processes, and there are 2"):
+        count(2, 4, data=4, spatial=1)
+
+
+counts = st.none() | st.integers(1, 4)
+
+
+@given(data=counts, spatial=counts, processes=st.integers(1, 12), batch=st.integers(1, 6), fixed_order=st.booleans())
+def test_every_plan_gives_each_process_a_place(data, spatial, processes, batch, fixed_order):
+    try:
+        made = plan_mesh(
+            ParallelConfig(data=data, spatial=spatial), processes, batch_size=batch, fixed_order=fixed_order
+        )
+    except ConfigError:
+        return
+    assert isinstance(made, MeshPlan)
+    assert made.num_processes == processes
+    assert made.data <= batch
+    assert made.data % made.data_processes == 0
+    assert made.spatial_processes in (1, made.spatial)
+    assert data in (None, made.data)
+    assert spatial in (None, made.spatial)

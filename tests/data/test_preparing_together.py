@@ -1,0 +1,340 @@
+"""Cases are read once and kept once per machine, and all processes come to the same end."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from in_group import in_group
+
+from volseg.data import preparing, shared_memory
+from volseg.data.bank import CaseBank
+from volseg.data.checks import check_cases
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_sound, prepare_together
+from volseg.data.reading_group import deal_by_size, meet_readers
+from volseg.data.shared_memory import SharedTensors, map_tensors, take
+from volseg.data.synthetic import make_task
+from volseg.errors import VolsegError
+from volseg.transforms.preprocessing import build_preprocessing
+
+NUM_TRAINING = 5
+STEPS = [{"name": "Orientation"}, {"name": "ZScore"}]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=8, num_test=0)
+
+
+@pytest.fixture
+def root(made, tmp_path):
+    """Return a task's folder whose files a test may damage."""
+    return shutil.copytree(made, tmp_path / made.name)
+
+
+def truncate(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def count_reads():
+    """Return a list to which every file that is read from now on is added."""
+    plain, files = preparing.read_case, []
+
+    def counted(case, task):
+        files.append(case["case"])
+        return plain(case, task)
+
+    preparing.read_case = counted
+    return files, lambda: setattr(preparing, "read_case", plain)
+
+
+def prepared_in(root, *, steps=STEPS, readers=None, training=NUM_TRAINING, **options):
+    task = load_task(root, require_files=False)
+    return prepare_together(
+        task.training[:training],
+        task.training[training:],
+        task,
+        build_preprocessing(steps),
+        readers=readers or meet_readers(dist.group.WORLD),
+        workers=2,
+        **options,
+    )
+
+
+def fingerprint(cases):
+    """Return what tells cases apart: every bit of their volumes, in the types in which a bank keeps them."""
+    return [
+        (
+            case["case"],
+            [case[name].as_subclass(torch.Tensor).float().double().sum().item() for name in ("image", "label")],
+        )
+        for case in cases
+    ]
+
+
+def mappings():
+    """Return the memory of cases that this process maps: inode, and kilobytes that are its own."""
+    found, own = [], None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            own = fields[4] if fields[-2:-1] == ["/memfd:volseg"] else None
+        elif own and fields[0] == "Anonymous:":
+            found.append((own, int(fields[1])))
+    return found
+
+
+def read_and_kept(root):
+    files, restore = count_reads()
+    counted = []
+    try:
+        prepared = prepared_in(root, progress=lambda: counted.append(1))
+    finally:
+        restore()
+    bank = CaseBank(prepared.training, keep="memory")
+    assert [bank._boxes._images[index].data_ptr() for index in range(len(bank))] == [
+        case["image"].data_ptr() for case in prepared.training
+    ]
+    assert bank._boxes._labels[0].data_ptr() == prepared.training[0]["label"].data_ptr()
+    bank.gather(torch.arange(len(bank)), torch.zeros(len(bank), 3, dtype=torch.int64), (9, 9, 9))
+    return {
+        "files": files,
+        "training": fingerprint(prepared.training),
+        "validation": fingerprint(prepared.validation),
+        "references": [case["reference"].shape[0] for case in prepared.validation],
+        "order": list(prepared.order),
+        "problems": list(prepared.problems),
+        "progress": len(counted),
+        "mapped": mappings(),
+    }
+
+
+@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+def test_every_file_is_read_once_and_every_voxel_kept_once(made):
+    processes = 4
+    task = load_task(made)
+    alone = prepare_sound(task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS))
+    told = in_group(processes, read_and_kept, made)
+    ids = [case["case"] for case in task.training]
+    assert sorted(name for found in told for name in found["files"]) == sorted(ids)
+    assert sorted(case for found in told for case in found["validation"]) == sorted(fingerprint(alone.validation))
+    for rank, found in enumerate(told):
+        assert set(ids[rank:NUM_TRAINING:processes]) <= set(found["files"])
+        assert found["training"] == fingerprint(alone.training)
+        assert found["order"] == ids[NUM_TRAINING:]
+        assert {case for case, _ in found["validation"]} <= set(found["files"])
+        assert found["references"] == [1] * len(found["validation"])
+        assert found["problems"] == []
+        assert found["progress"] == len(ids)
+        # The same pages in every process: one mapping per reader, and no page is anybody's own.
+        assert len(found["mapped"]) == processes
+        assert {inode for inode, _ in found["mapped"]} == {inode for inode, _ in told[0]["mapped"]}
+        assert all(own == 0 for _, own in found["mapped"])
+
+
+def with_a_follower(root):
+    """Process 0 reads nothing."""
+    files, restore = count_reads()
+    try:
+        prepared = prepared_in(root, readers=meet_readers(dist.group.WORLD, reads=dist.get_rank() > 0))
+    finally:
+        restore()
+    return len(files), len(prepared.training), len(prepared.validation), list(prepared.order)
+
+
+def test_who_reads_nothing_is_told_all_the_same(made):
+    told = in_group(4, with_a_follower, made)
+    assert told[0] == (0, 0, 0, told[1][3])
+    assert [trained for _, trained, *_ in told[1:]] == [NUM_TRAINING] * 3
+    assert sum(validated for *_, validated, _ in told) == sum(read for read, *_ in told) - NUM_TRAINING == 3
+
+
+def without_sharing(root):
+    remove = os.memfd_create
+    del os.memfd_create
+    try:
+        files, restore = count_reads()
+        prepared = prepared_in(root)
+        restore()
+    finally:
+        os.memfd_create = remove
+    return len(files), fingerprint(prepared.training), len(prepared.validation)
+
+
+def test_where_memory_cannot_be_shared_every_process_keeps_its_own(made):
+    task = load_task(made)
+    alone = prepare_sound(task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS))
+    told = in_group(2, without_sharing, made)
+    assert sum(read for read, *_ in told) == 2 * NUM_TRAINING + 3
+    assert [trained for _, trained, _ in told] == [fingerprint(alone.training)] * 2
+    assert sum(validated for *_, validated in told) == 3
+
+
+def ended(root, **options):
+    try:
+        prepared = prepared_in(root, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return [case["case"] for case in prepared.training], list(prepared.order), [str(p) for p in prepared.problems]
+
+
+def test_all_bad_cases_are_named_at_once_in_every_process(root):
+    task = load_task(root)
+    truncate(task.training[0]["image"])
+    truncate(task.training[3]["label"])
+    task.training[6]["label"].unlink()
+    problems = [str(problem) for problem in check_cases(task.training, task)]
+    assert len(problems) == 3
+    told = in_group(2, ended, root)
+    assert told[0] == told[1]
+    assert told[0][0] == "DataError"
+    assert told[0][1].splitlines()[:4] == ["3 case(s) cannot be used:", *(f"  {problem}" for problem in problems)]
+
+
+def leave_out(root):
+    return ended(root, skip_bad=True)
+
+
+def test_the_same_bad_cases_are_left_out_everywhere(root):
+    task = load_task(root)
+    truncate(task.training[1]["image"])
+    truncate(task.training[6]["label"])
+    ids = [case["case"] for case in task.training]
+    told = in_group(2, leave_out, root)
+    assert told[0] == told[1]
+    assert told[0][0] == [ids[0], *ids[2:NUM_TRAINING]]
+    assert told[0][1] == [ids[5], ids[7]]
+    assert [problem.split(":")[0] for problem in told[0][2]] == [ids[1], ids[6]]
+
+
+def cropped_away(root):
+    return ended(root, steps=[{"name": "CropForeground", "above": 1e9}])
+
+
+def broken_reader(root):
+    plain = preparing.read_case
+
+    def broken(case, task):
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("a bug")
+        time.sleep(0.2)
+        return plain(case, task)
+
+    preparing.read_case = broken
+    try:
+        return ended(root)
+    finally:
+        preparing.read_case = plain
+
+
+def test_what_cannot_be_preprocessed_is_the_first_case_in_every_process(made):
+    task = load_task(made)
+    with pytest.raises(VolsegError) as alone:
+        prepare_sound(task.training, (), task, build_preprocessing([{"name": "CropForeground", "above": 1e9}]))
+    told = in_group(2, cropped_away, made)
+    assert told == [(type(alone.value).__name__, str(alone.value))] * 2
+
+
+def test_any_other_error_ends_all_and_is_named(made):
+    first, second = in_group(2, broken_reader, made)
+    assert second == ("ZeroDivisionError", "a bug")
+    assert first == ("ParallelError", "process 1 failed, so this one stops too: ZeroDivisionError: a bug")
+
+
+def real_cases(root, num_training, num_validation):
+    task = load_task(root)
+    cases = task.training[: num_training + num_validation]
+    prepared = prepare_together(
+        cases[:num_training],
+        cases[num_training:],
+        task,
+        build_preprocessing(STEPS),
+        readers=meet_readers(dist.group.WORLD),
+    )
+    return fingerprint(prepared.training), fingerprint(prepared.validation), mappings()
+
+
+@pytest.mark.real_data
+def test_real_cases_are_those_of_one_process(msd_task04):
+    task = load_task(msd_task04)
+    alone = prepare_sound(task.training[:12], task.training[12:16], task, build_preprocessing(STEPS))
+    told = in_group(2, real_cases, msd_task04, 12, 4)
+    for training, _, mapped in told:
+        assert training == fingerprint(alone.training)
+        assert mapped == told[0][2]
+    assert sorted(case for _, validated, _ in told for case in validated) == sorted(fingerprint(alone.validation))
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_a_deal_is_even_up_to_the_largest_item(sizes, count):
+    owners = deal_by_size(sizes, count)
+    loads = [sum(size + 1 for size, owner in zip(sizes, owners, strict=True) if owner == who) for who in range(count)]
+    assert len(owners) == len(sizes)
+    # Whoever has most had least before it got its last item.
+    assert max(loads) - min(loads) <= max(sizes, default=0) + 1
+
+
+def test_writing_to_shared_memory_changes_ones_own_copy_only():
+    store = SharedTensors()
+    places = [store.add(torch.arange(5.0)), store.add(torch.ones(2, 3, dtype=torch.uint8))]
+    first, second = (map_tensors(store.address) for _ in range(2))
+    store.close()
+    take(first, places[0]).fill_(9)
+    assert take(first, places[0]).tolist() == [9.0] * 5
+    assert take(second, places[0]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert take(second, places[1]).tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def be_killed(meeting, root):
+    """Prepare cases; the first process is then ended by SIGKILL, the second goes on using them."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    prepared = prepared_in(root)
+    before = fingerprint(prepared.training)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    assert fingerprint(prepared.training) == before
+    Path(f"{meeting}.pages").write_text(" ".join(inode for inode, _ in mappings()))
+    os._exit(3)
+
+
+@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+def test_nothing_is_left_of_a_process_that_is_killed(made, tmp_path):
+    """What lay in memory stays for those who use it, and goes with the last of them."""
+    folders = [Path("/dev/shm"), tmp_path]
+    before = [sorted(folder.iterdir()) for folder in folders]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "meet"), str(made)],
+            env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=90) for process in processes] == [-signal.SIGKILL, 3]
+    pages = (tmp_path / "meet.pages").read_text().split()
+    assert len(pages) == 2
+    for name in ("meet", "meet.pages"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert [sorted(folder.iterdir()) for folder in folders] == before
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:  # it has just ended, or is another user's
+            continue
+        assert not [line for line in lines if "memfd:volseg" in line and line.split()[4] in pages]
+
+
+if __name__ == "__main__":
+    be_killed(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,190 @@
+"""Long work of several processes: none waits for ever, and what ends one of them ends all."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from in_group import in_group
+
+from volseg.errors import DataError, ParallelError
+from volseg.parallel.together import exchange, run_together
+
+NUMBERS = [0.1, 1 / 3, math.inf, math.nan, 5e-324, "ä", [1, None], {"a": True}]
+
+
+class StopError(Exception):
+    pass
+
+
+def caught(work, **options):
+    """Return what ended a process's work, and how long after it began."""
+    begun = time.monotonic()
+    try:
+        told = run_together(dist.group.WORLD, work, **options)
+    except Exception as fault:
+        return type(fault).__name__, str(fault), time.monotonic() - begun
+    return "told", told, time.monotonic() - begun
+
+
+def messages_of_different_lengths():
+    return exchange([dist.get_rank(), "x" * 100 * dist.get_rank(), *NUMBERS], dist.group.WORLD)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_messages_reach_all_with_every_bit(processes):
+    for told in in_group(processes, messages_of_different_lengths):
+        assert [repr(message) for message in told] == [
+            repr([rank, "x" * 100 * rank, *NUMBERS]) for rank in range(processes)
+        ]
+
+
+def uneven_work():
+    rank, heard = dist.get_rank(), []
+
+    def work(rounds):
+        for _ in range(3 * rank):
+            time.sleep(0.1)
+            rounds.count(rank)
+            rounds.check()
+        return rank
+
+    told = caught(work, num_counts=2, heard=heard.append)
+    return told, heard[-1], [thread.name for thread in threading.enumerate()]
+
+
+def test_who_is_done_first_waits_and_hears_how_far_the_others_are():
+    for (how, told, _), heard, threads in in_group(2, uneven_work):
+        assert (how, told) == ("told", [0, 1])
+        assert heard == [[0, 0], [0, 3]]
+        assert "rounds" not in threads
+
+
+def work_that_fails(error):
+    """Process 1 fails at once; the others have work for a minute, in small parts."""
+
+    def work(rounds):
+        if dist.get_rank() == 1:
+            raise DataError("case 3: is empty") if error == "ours" else OSError("no such disk")
+        for _ in range(600):
+            time.sleep(0.1)
+            rounds.check()
+
+    return caught(work)
+
+
+def test_an_error_of_one_is_raised_in_all_within_seconds():
+    for kind, text, seconds in in_group(4, work_that_fails, "ours"):
+        assert (kind, text) == ("DataError", "case 3: is empty")
+        assert seconds < 10
+    ends = in_group(4, work_that_fails, "other")
+    assert ends[1][:2] == ("OSError", "no such disk")
+    for kind, text, _ in [ends[0], *ends[2:]]:
+        assert kind == "ParallelError"
+        assert text == "process 1 failed, so this one stops too: OSError: no such disk"
+
+
+def stopped_while_waiting():
+    """Process 0 has nothing to do, and is asked to stop while it waits for the others."""
+    asked = threading.Event()
+
+    def poll():
+        if asked.is_set():
+            raise StopError("asked to")
+
+    def work(rounds):
+        if dist.get_rank() == 0:
+            threading.Timer(0.3, asked.set).start()
+            return
+        for _ in range(600):
+            time.sleep(0.1)
+            rounds.check()
+
+    return caught(work, stops=StopError, poll=poll)
+
+
+def test_a_process_that_waits_can_stop_all():
+    for kind, _, seconds in in_group(2, stopped_while_waiting):
+        assert kind == "StopError"
+        assert seconds < 10
+
+
+def listener_that_fails():
+    def hear(counts):
+        if dist.get_rank() == 0 and counts[1][0]:
+            raise OSError("the bar's file is full")
+
+    def work(rounds):
+        for _ in range(50):
+            rounds.count()
+            time.sleep(0.1)
+            rounds.check()
+
+    return caught(work, heard=hear)
+
+
+def test_a_listener_that_fails_ends_the_work_of_all():
+    first, second = in_group(2, listener_that_fails)
+    assert first[:2] == ("OSError", "the bar's file is full")
+    assert second[0] == "ParallelError"
+    assert "process 0 failed" in second[1]
+
+
+def test_one_process_needs_no_group():
+    heard = []
+
+    def work(rounds):
+        rounds.count()
+        rounds.check()
+        return {1: (2, math.nan)}
+
+    assert repr(run_together(None, work, heard=heard.append)) == "[{'1': [2, nan]}]"
+    assert heard == [[[1]]]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run_together(None, lambda rounds: object())
+
+
+def die_or_wait(meeting):
+    """Be one of two processes of which the second is ended by SIGKILL in the middle of its work."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+
+    def work(rounds):
+        for done in range(600):
+            time.sleep(0.1)
+            rounds.check()
+            if rank == 1 and done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        run_together(dist.group.WORLD, work)
+    except ParallelError as error:
+        sys.stdout.write(str(error))
+        sys.stdout.flush()
+        os._exit(3)
+
+
+def test_the_others_hear_of_a_process_that_is_killed(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "meet")],
+            env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE if rank == 0 else None,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told, _ = processes[0].communicate(timeout=60)
+    assert processes[1].wait(timeout=60) == -signal.SIGKILL
+    assert processes[0].returncode == 3
+    assert "lost each other" in told
+
+
+if __name__ == "__main__":
+    die_or_wait(Path(sys.argv[1]))

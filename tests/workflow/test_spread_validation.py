@@ -1,0 +1,143 @@
+"""A validation spread over processes gives the numbers of one process, and ends for all together."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_group import in_group
+from torch import nn
+
+from volseg.data.msd import load_task
+from volseg.data.preparing import prepare_all
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError
+from volseg.evaluation.summary import read_summary
+from volseg.inference.predictor import Predictor
+from volseg.transforms.preprocessing import build_preprocessing
+from volseg.workflow.components import build_metric
+from volseg.workflow.interrupts import StopRequested, catch_signals
+from volseg.workflow.spread_validation import SpreadValidation
+from volseg.workflow.validation import Validation
+
+NUM_CASES = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a small task."""
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=NUM_CASES, num_test=0)
+
+
+class Interrupting(nn.Module):
+    """A network; what it does besides happens on the given process only, at its second volume."""
+
+    def __init__(self, num_classes, rank=None, then=None):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, num_classes, 1))
+        self.rank, self.then, self.calls = rank, then, 0
+
+    def forward(self, image):
+        self.calls += 1
+        if self.then is not None and dist.get_rank() == self.rank and self.calls == 2:
+            self.then()
+        return self.layers(image)
+
+
+def validation(folder, own, *, num_cases=NUM_CASES, output=None, rank=None, then=None):
+    task = load_task(folder)
+    cases = prepare_all(
+        [task.training[index] for index in range(num_cases) if own(index)],
+        build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}]),
+        keep_reference=True,
+    )
+    model = Interrupting(task.num_classes, rank, then)
+    metrics = [
+        build_metric({"name": name}, inputs=["pred", "label"], output=name, num_classes=task.num_classes)
+        for name in ("MeanIoU", "DiceMetric")
+    ]
+    predictor = Predictor(model=model, num_classes=task.num_classes)
+    labels = {**task.labels, 9: "Absent"}  # no case has it: its numbers are NaN
+    made = Validation(predictor, cases, labels, metrics=metrics, folder=output, num_examples=1)
+    return made, [case["case"] for case in task.training[:num_cases]]
+
+
+def spread(folder, num_cases, output):
+    """Validate in this process's share of the cases: every size-th, from the last process on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made, order = validation(
+        folder, lambda index: (index + 1) % size == rank, num_cases=num_cases, output=output / "out"
+    )
+    own = SpreadValidation(made, order, dist.group.WORLD)
+    first, second = own(), own()
+    assert repr(first) == repr(second)
+    return repr(first), [example.case for example in own.examples]
+
+
+@pytest.mark.parametrize(("processes", "num_cases"), [(4, 5), (4, 3), (2, 5)])
+def test_scores_are_those_of_one_process(folder, tmp_path, processes, num_cases):
+    alone, order = validation(folder, lambda index: True, num_cases=num_cases, output=tmp_path / "out")
+    expected = alone()
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    told = in_group(processes, spread, folder, num_cases, tmp_path)
+    assert all(found == repr(expected) for found, _ in told)  # the repr of a float tells every bit
+    # Whoever made a prediction wrote it, and one process the summary.
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == written
+    assert repr(read_summary(tmp_path / "out" / "summary.json")) == repr(expected.summary)
+    assert [examples for _, examples in told] == [
+        [order[index] for index in range(num_cases) if (index + 1) % processes == rank][:1] for rank in range(processes)
+    ]
+
+
+def ended(folder, what):
+    def fail():
+        raise {"error": ValueError, "ours": DataError}[what]("the weights are gone")
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    rank = dist.get_rank()
+    made, order = validation(
+        folder, lambda index: (index == 0) == (rank == 0), rank=1, then=interrupt if what == "signal" else fail
+    )
+    with catch_signals() as caught:
+        try:
+            SpreadValidation(made, order, dist.group.WORLD)()
+        except (StopRequested, Exception) as fault:
+            return type(fault).__name__, str(fault), bool(caught)
+    return "went on", None, None
+
+
+def test_a_process_that_is_asked_to_stop_stops_all(folder):
+    """Process 0 has judged its only case long before."""
+    assert [(kind, caught) for kind, _, caught in in_group(2, ended, folder, "signal")] == [
+        ("StopRequested", False),
+        ("StopRequested", True),
+    ]
+
+
+def test_an_error_in_one_process_is_raised_in_all(folder):
+    assert in_group(2, ended, folder, "error") == [
+        ("ParallelError", "process 1 failed, so this one stops too: ValueError: the weights are gone", False),
+        ("ValueError", "the weights are gone", False),
+    ]
+    assert in_group(2, ended, folder, "ours") == [("DataError", "the weights are gone", False)] * 2
+
+
+def misdealt(folder):
+    made, order = validation(folder, lambda index: index < 3)
+    with pytest.raises(DataError, match=r"must hold each of its 5 cases once, got \["):
+        SpreadValidation(made, order, dist.group.WORLD)()
+
+
+def test_cases_that_are_held_twice_or_by_nobody_are_refused(folder):
+    in_group(2, misdealt, folder)
+
+
+def test_numbers_are_told_without_a_group_too(folder):
+    alone, order = validation(folder, lambda index: True)
+    assert repr(SpreadValidation(alone, order, None)()) == repr(alone())

@@ -1,0 +1,159 @@
+"""The bytes of a file, believed only as far as they are there.
+
+A header can claim any size in a few digits. What it claims is compared with what the file holds before anything of that
+size is allocated, and a compressed file is decompressed no further than its header needs.
+"""
+
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from volseg.errors import ReaderError
+from volseg.memory import available_bytes
+
+__all__ = ["Content", "require_held", "require_memory", "require_regular"]
+
+SURPLUS_BYTES = 4096
+"""What may follow the voxels: padding to a block. More of it means that the header is wrong, or a bomb."""
+
+DEFLATE_RATIO = 1032
+"""Bytes that one byte of a deflate stream can become at most (zlib's technical notes)."""
+
+ALWAYS_FITS = 1 << 26
+"""Bytes for which nobody asks the system how many are free: asking takes as long as reading a small volume."""
+
+PIECE = 1 << 20
+"""Bytes read or decompressed at a time."""
+
+Packing = Literal["plain", "gzip", "zlib"]
+WINDOW_BITS = {"gzip": 31, "zlib": 15}
+"""How zlib is told which of its two containers comes; it then checks the container's checksum."""
+
+
+def require_regular(path: Path) -> int:
+    """Return the size of a regular file, links followed: what else can be opened may block or never end.
+
+    Raises
+    ------
+    ReaderError
+        For a pipe, a socket, a device, or a path that cannot be looked at.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as fault:
+        raise ReaderError(f"{path} cannot be looked at ({fault.strerror or fault}); check the path") from fault
+    if not stat.S_ISREG(found.st_mode):
+        raise ReaderError(f"{path} is no regular file (or a link to something else); name a file that holds an image")
+    return found.st_size
+
+
+def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain") -> None:
+    """Raise where ``held`` bytes of a file cannot be the ``claimed`` ones, however well they are packed."""
+    most = max(held, 0) * (1 if packing == "plain" else DEFLATE_RATIO)
+    if claimed > most:
+        at_most = "" if packing == "plain" else " at most"
+        raise ReaderError(
+            f"{path} is truncated or damaged (Expected {claimed} bytes, got {most}{at_most}); fetch it again"
+        )
+
+
+def require_memory(needed: int, path: Path) -> None:
+    """Raise where a volume would take more bytes than the machine has free."""
+    if needed > ALWAYS_FITS and needed > (free := available_bytes()):
+        raise ReaderError(
+            f"{path} needs {needed / 2**30:.1f} GiB of memory to be read, and {free / 2**30:.1f} GiB are free; crop or "
+            "resample it, or read it on a larger machine"
+        )
+
+
+class Content:
+    """What a file holds, decompressed, from a place on; read front to back and never further than asked.
+
+    Parameters
+    ----------
+    file : binary file
+        Open, standing where the content begins.
+    path : Path
+        Its name, for messages.
+    packing : {"plain", "gzip", "zlib"}
+        How the content is stored.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, packing: Packing) -> None:
+        self._path = path
+        self._pieces = _read_pieces(file) if packing == "plain" else _inflate(file, packing)
+        self._ahead = b""
+
+    def peek(self, count: int) -> bytes:
+        """Return the next ``count`` bytes, or what there is, and stay where we are."""
+        self._ahead = self.take(count) + self._ahead
+        return self._ahead[:count]
+
+    def take(self, count: int) -> bytes:
+        """Return the next ``count`` bytes, or what there is."""
+        parts, missing = [self._ahead], count - len(self._ahead)
+        while missing > 0 and (piece := self._next()):
+            parts.append(piece)
+            missing -= len(piece)
+        last = parts.pop()
+        end = len(last) + min(missing, 0)
+        self._ahead = last[end:]
+        return b"".join([*parts, last[:end]])
+
+    def count(self, most: int) -> int:
+        """Read up to ``most`` bytes without keeping them; return how many there were."""
+        counted = len(self._ahead)
+        self._ahead = b""
+        while counted < most and (piece := self._next()):
+            counted += len(piece)
+        return counted
+
+    def finish(self) -> None:
+        """Read to the end, where the checksum stands.
+
+        Raises
+        ------
+        ReaderError
+            The file is damaged, or holds more than `SURPLUS_BYTES` beyond what was taken.
+        """
+        if self.count(SURPLUS_BYTES + 1) > SURPLUS_BYTES:
+            raise ReaderError(
+                f"{self._path} holds more than its header says, or its header is damaged (over {SURPLUS_BYTES} bytes "
+                "follow the voxels); fetch it again"
+            )
+
+    def _next(self) -> bytes:
+        try:
+            return next(self._pieces, b"")
+        except (OSError, EOFError, zlib.error) as fault:
+            # zlib's words for the checksum are an error number.
+            reason = "CRC check failed" if "incorrect data check" in str(fault) else str(fault)
+            raise ReaderError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
+
+
+def _read_pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(PIECE):
+        yield piece
+
+
+def _inflate(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
+    """Yield what one stream after another holds, a piece at a time; zeros between gzip's members are padding."""
+    packed = file.read(PIECE)
+    while True:
+        engine = zlib.decompressobj(WINDOW_BITS[packing])
+        while not engine.eof:
+            piece = engine.decompress(packed, PIECE)
+            packed = engine.unconsumed_tail
+            if piece:
+                yield piece
+            elif not engine.eof and not packed and not (packed := file.read(PIECE)):
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+        packed = engine.unused_data
+        if packing == "zlib":
+            return
+        while not (packed := packed.lstrip(b"\0")):
+            if not (packed := file.read(PIECE)):
+                return

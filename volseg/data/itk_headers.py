@@ -1,0 +1,242 @@
+"""What the headers of NRRD and MetaImage files claim, found out before ITK sees them.
+
+ITK formats its errors into buffers of about a thousand characters, and allocates what a header claims: a damaged line
+ends the process, a damaged size takes its memory. So a header must be of the kind that is written in practice, short
+lines of known fields, and the file must hold the voxels. What is not understood here is refused.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from volseg.data.content import Content, Packing, require_held, require_memory, require_regular
+from volseg.errors import ReaderError
+
+__all__ = ["require_sound_meta", "require_sound_nrrd"]
+
+LONGEST_HEADER = 1 << 20
+LONGEST_LINE = 500
+"""Characters of a field and of the file's path; ITK's errors may name a text twice in a buffer of 1024."""
+
+LONGEST_NAME = 200
+LONGEST_NUMBER = 40
+MOST_DIMENSIONS = 5
+
+NRRD_FIELD = re.compile(
+    "type|dimension|space|sizes|encoding|endian|content|kinds|labels|units|spacings|thicknesses|centers|centerings|"
+    "number|datafile|lineskip|byteskip|min|max|oldmin|oldmax|axismins|axismaxs|sampleunits|spacedimension|spaceunits|"
+    "spacedirections|spaceorigin|measurementframe"
+)
+"""Names without their blanks, which some have in two spellings. ``block size`` is that of a type that is refused."""
+
+NRRD_BYTES = {
+    **dict.fromkeys(("signed char", "int8", "int8_t", "uchar", "unsigned char", "uint8", "uint8_t"), 1),
+    **dict.fromkeys(("short", "short int", "signed short", "signed short int", "int16", "int16_t"), 2),
+    **dict.fromkeys(("ushort", "unsigned short", "unsigned short int", "uint16", "uint16_t"), 2),
+    **dict.fromkeys(
+        ("int", "signed int", "int32", "int32_t", "uint", "unsigned int", "uint32", "uint32_t", "float"), 4
+    ),
+    **dict.fromkeys(("longlong", "long long", "long long int", "signed long long", "signed long long int"), 8),
+    **dict.fromkeys(("int64", "int64_t", "ulonglong", "unsigned long long", "unsigned long long int"), 8),
+    **dict.fromkeys(("uint64", "uint64_t", "double"), 8),
+}
+NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
+NRRD_TEXTS = {"text": 1, "txt": 1, "ascii": 1, "hex": 2}
+"""Encodings as text, and the fewest characters of a value of one byte."""
+
+META_BYTES = {
+    **dict.fromkeys(("met_char", "met_uchar"), 1),
+    **dict.fromkeys(("met_short", "met_ushort"), 2),
+    **dict.fromkeys(("met_int", "met_uint", "met_float"), 4),
+    **dict.fromkeys(("met_long_long", "met_ulong_long", "met_double"), 8),
+}
+"""``MET_LONG`` has 4 or 8 bytes, by the machine: it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """Voxels that a header describes, and where they should be."""
+
+    voxels: int
+    """Values, of all channels."""
+    bytes_each: int
+    file: Path
+    begins: int
+    """First byte of the data in ``file``."""
+    packing: Packing
+    skips: int = 0
+    """Bytes before the voxels, once unpacked."""
+
+
+def require_sound_nrrd(path: Path) -> None:
+    """Raise unless a NRRD file (attached or detached) holds what its header claims.
+
+    Raises
+    ------
+    ReaderError
+        Says what is wrong with the header or the data.
+    """
+    lines, ends = _read_lines(path, end=b"")
+    if not lines or not re.fullmatch(r"NRRD000[1-6]", lines[0]):
+        raise _damaged(path, "it does not begin with NRRD0001 to NRRD0006")
+    fields: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if line.startswith("#") or value.startswith("="):
+            continue
+        key = name.replace(" ", "").lower()
+        if not colon or not NRRD_FIELD.fullmatch(key):
+            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
+        _add_field(fields, key, value.strip(), path)
+    shape = _read_shape(fields, "dimension", "sizes", path)
+    kind, encoding = fields.get("type", "").lower(), fields.get("encoding", "").lower()
+    if kind not in NRRD_BYTES:
+        raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
+    if encoding not in NRRD_PACKINGS and encoding not in NRRD_TEXTS:
+        raise ReaderError(f"{path} has the encoding {encoding!r}; convert it to raw or gzip")
+    for key in ("lineskip", "byteskip"):
+        if not re.fullmatch(r"-1|\d{1,12}", fields.get(key, "0")):
+            raise _damaged(path, f"its {key} is {fields[key][:40]!r}")
+    skips = max(0, int(fields.get("byteskip", 0)))
+    data = fields.get("datafile")
+    claim = _Claim(
+        voxels=math.prod(shape),
+        bytes_each=NRRD_TEXTS.get(encoding, NRRD_BYTES[kind]),
+        file=path if data is None else _find_data(path, data),
+        begins=ends if data is None else 0,
+        packing=NRRD_PACKINGS.get(encoding, "plain"),
+        skips=skips,
+    )
+    _require_room(claim, path)
+
+
+def require_sound_meta(path: Path) -> None:
+    """Raise unless a MetaImage (MHA or MHD) holds what its header claims.
+
+    Raises
+    ------
+    ReaderError
+        Says what is wrong with the header or the data.
+    """
+    lines, ends = _read_lines(path, end=b"ElementDataFile")
+    fields: dict[str, str] = {}
+    for line in filter(None, map(str.strip, lines)):
+        name, sign, value = line.partition("=")
+        if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # fields of one's own are allowed
+            raise _damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
+        _add_field(fields, key, value.strip(), path)
+    if "ElementDataFile" not in fields:
+        raise _damaged(path, "its header has no ElementDataFile")
+    shape = _read_shape(fields, "NDims", "DimSize", path)
+    channels = fields.get("ElementNumberOfChannels", "1")
+    if not re.fullmatch(r"[1-9]\d{0,5}", channels):
+        raise _damaged(path, f"its ElementNumberOfChannels is {channels[:40]!r}")
+    kind = fields.get("ElementType", "").lower()
+    if kind not in META_BYTES:
+        raise ReaderError(f"{path} stores voxels of type {kind.upper()!r}; convert them to integers or floats")
+    if not re.fullmatch(r"-1|\d{1,12}", fields.get("HeaderSize", "0")):
+        raise _damaged(path, f"its HeaderSize is {fields['HeaderSize'][:40]!r}")
+    if not re.fullmatch(r"\d{1,15}", fields.get("CompressedDataSize", "0")):
+        raise _damaged(path, f"its CompressedDataSize is {fields['CompressedDataSize'][:40]!r}")
+    data = fields["ElementDataFile"]
+    is_local = data.lower() == "local"
+    claim = _Claim(
+        voxels=math.prod(shape) * int(channels),
+        bytes_each=META_BYTES[kind],
+        file=path if is_local else _find_data(path, data),
+        begins=ends if is_local else max(0, int(fields.get("HeaderSize", 0))),
+        packing="zlib" if _is_true(fields, "CompressedData", path) else "plain",
+    )
+    if not _is_true(fields, "BinaryData", path, default=True):
+        raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
+    if claim.packing == "zlib":  # ITK allocates this as well
+        require_held(int(fields.get("CompressedDataSize", 0)), require_regular(claim.file) - claim.begins, claim.file)
+    _require_room(claim, path)
+
+
+def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
+    """Return the lines of a header to that which begins with ``end`` (an empty one for b""), and where the data begin.
+
+    That line is part of the header, unless it is empty. Without it the whole file is the header.
+    """
+    if len(str(path)) > LONGEST_LINE:
+        raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
+    require_regular(path)
+    with path.open("rb") as file:
+        head = file.read(LONGEST_HEADER)
+    lines, begin = [], 0
+    while begin < len(head):
+        stop = head.find(b"\n", begin)
+        raw = head[begin : stop if stop >= 0 else len(head)]
+        begin += len(raw) + 1
+        line = raw.rstrip(b"\r")
+        if not end and not line:
+            break
+        if len(line) > LONGEST_LINE and not (not end and (line[:1] == b"#" or b":=" in line)):
+            raise _damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
+        if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", line):
+            raise _damaged(path, f"its header holds characters that are no text, in {line[:20]!r}")
+        lines.append(line.decode("latin-1"))
+        if end and line.lstrip().startswith(end):
+            break
+    else:
+        if len(head) == LONGEST_HEADER:
+            raise _damaged(path, f"its header has over {LONGEST_HEADER} bytes")
+    return lines, begin
+
+
+def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None:
+    if key in fields and key != "Comment":  # which of them ITK would take is nobody's guess
+        raise _damaged(path, f"its header has the field {key} twice")
+    longest = max(map(len, re.findall(r"[-+.\w]+", value) if re.match(r"[-+.\d(]", value) else ()), default=0)
+    if longest > LONGEST_NUMBER and key not in ("datafile", "ElementDataFile", "content", "Name", "Comment"):
+        raise _damaged(path, f"its {key} holds a number of {longest} characters")
+    fields[key] = value
+
+
+def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Path) -> tuple[int, ...]:
+    """Return the sizes, as many as there are dimensions."""
+    count, shape = fields.get(dimension, ""), fields.get(sizes, "").split()
+    if not re.fullmatch(r"\d", count) or not 1 <= int(count) <= MOST_DIMENSIONS:
+        raise _damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
+    if len(shape) != int(count) or not all(re.fullmatch(r"0*[1-9]\d{0,9}", side) for side in shape):
+        raise _damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
+    return tuple(map(int, shape))
+
+
+def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool = False) -> bool:
+    value = fields.get(key, str(default)).lower()
+    if value not in ("true", "false", "1", "0", "t", "f"):
+        raise _damaged(path, f"its {key} is {value[:40]!r}, neither True nor False")
+    return value in ("true", "1", "t")
+
+
+def _find_data(path: Path, name: str) -> Path:
+    """Return the one data file of a detached header; ITK puts patterns of several through C's printf."""
+    if not name or name.upper().split()[0] == "LIST" or "%" in name:
+        raise ReaderError(f"{path} spreads its voxels over several files ({name[:40]!r}); convert it into one")
+    return path.parent / os.fsdecode(name.encode("latin-1"))
+
+
+def _require_room(claim: _Claim, path: Path) -> None:
+    """Raise unless the data are there to their end, counted without keeping them, and fit into memory."""
+    size = require_regular(claim.file)
+    needed = claim.voxels * claim.bytes_each + claim.skips
+    held = size - claim.begins
+    require_held(needed, held, claim.file, claim.packing)
+    # Once as ITK holds them, once as an array, once as float32; what is text becomes 8 bytes at most.
+    require_memory(claim.voxels * (2 * max(claim.bytes_each, 8) + 4), path)
+    if claim.packing == "plain":
+        return
+    with claim.file.open("rb") as file:
+        file.seek(claim.begins)
+        content = Content(file, claim.file, claim.packing)
+        require_held(needed, content.count(needed), claim.file)
+        content.finish()
+
+
+def _damaged(path: Path, what: str) -> ReaderError:
+    return ReaderError(f"{path} is truncated or damaged ({what}); fetch it again")

@@ -1,0 +1,92 @@
+"""Tensors that lie in memory once per machine: one process writes them, the others map the same pages.
+
+The memory is a file without a name (``memfd_create``), which another process opens by way of ``/proc/PID/fd`` while its
+writer lives. It belongs to those who map it, and goes with the last of them, whatever ends it: there is nothing to
+remove. It is no part of ``/dev/shm``, which is 64 MB in a container.
+
+Every process maps it copy-on-write: who writes to such a tensor changes its own copy of a page and no other process's.
+"""
+
+import mmap
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SharedTensors", "can_share", "map_tensors", "take"]
+
+Place = list[Any]
+"""Where a tensor lies: its first byte, type and shape. JSON."""
+
+_ALIGNMENT = 64
+"""Bytes; as torch aligns its own memory."""
+
+
+def can_share() -> bool:
+    """Say whether this platform has what sharing takes."""
+    return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
+
+
+class SharedTensors:
+    """Memory that this process fills, for the processes of its machine to map.
+
+    Only one file is open however many tensors it holds. It stays open until ``close``; the others must have mapped it
+    by then.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("volseg", os.MFD_CLOEXEC)
+        self._size = 0
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> list[int]:
+        """Where other processes find the memory: this process's number and the file's."""
+        return [os.getpid(), self._file]
+
+    def add(self, tensor: Tensor) -> Place:
+        """Copy a tensor's values into the memory; return their place. From any thread."""
+        values = tensor.detach().cpu().contiguous()
+        content: Any = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with self._lock:
+            begin = self._size
+            self._size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+            os.ftruncate(self._file, self._size)
+        written = 0
+        while written < len(content):  # Linux writes 2 GiB at a time
+            written += os.pwrite(self._file, content[written:], begin + written)
+        return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
+
+    def close(self) -> None:
+        """Close the file; what is mapped stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def map_tensors(address: list[int]) -> mmap.mmap | None:
+    """Map what a process of this machine has filled; None where it holds nothing.
+
+    Raises
+    ------
+    OSError
+        If the process has ended, or may not be looked into.
+    """
+    process, number = address
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        return mmap.mmap(file, size, access=mmap.ACCESS_COPY) if size else None
+    finally:
+        os.close(file)
+
+
+def take(mapped: mmap.mmap, place: Place) -> Tensor:
+    """Return a tensor of mapped memory; the mapping lives as long as one of its tensors."""
+    begin, dtype, shape = place
+    count = 1
+    for side in shape:
+        count *= side
+    return torch.frombuffer(mapped, dtype=getattr(torch, dtype), count=count, offset=begin).view(shape)

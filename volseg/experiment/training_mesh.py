@@ -1,0 +1,55 @@
+"""Which processes train together, and what this one of them computes."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from volseg.config.parallel import MeshPlan
+from volseg.config.schema import ExperimentConfig
+from volseg.parallel.mesh import Mesh
+from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial.plan.shards import spans
+
+__all__ = ["TrainingMesh", "describe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMesh:
+    """Who computes what, and this process's place among them."""
+
+    plan: MeshPlan
+    mesh: Mesh
+    replicas: Replicas | None = None
+    """Who shares each batch; None where there is one replica."""
+    readers: dist.ProcessGroup | None = None
+    """On gloo, of the first process of each replica; None where one process reads, and in those that do not."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads cases; the others of its replica get their slabs from it."""
+        return self.mesh.shard == 0
+
+    def deal(self, batch_size: int) -> list[slice]:
+        """Return the rows of a batch that this process computes, a slice for each of its replicas."""
+        if self.replicas is None:
+            return [slice(0, batch_size)]
+        dealt = self.replicas.deal(batch_size)
+        return [dealt[replica] for replica in self.replicas.own]
+
+
+def describe(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
+    """Return in a sentence what the devices do with each step's batch."""
+    batch, batches = config.patch.batch, config.training.accumulate
+    parts = [f"each step's batch of {batch}"]
+    if plan.data > 1:
+        dealt = " + ".join(str(stop - start) for start, stop in spans(batch, plan.data))
+        parts = [f"{plan.data} replicas of the network, each step's batch of {batch} dealt {dealt}"]
+    if batches > 1:
+        parts.append(f"{batches} batches per optimizer step")
+    if plan.spatial > 1:
+        parts.append(f"every volume cut into {plan.spatial} slabs")
+    if plan.pipeline > 1:
+        parts.append(f"the layers over {plan.pipeline} devices of each process")
+    if plan.num_processes < plan.data * plan.spatial:
+        parts.append(f"all of it computed by {plan.num_processes} process(es)")
+    return ", ".join(parts) + (f": {reason}" if reason else "")

@@ -1,0 +1,117 @@
+"""Sums whose order is the same on any number of processes.
+
+``T(n)``, the tree over ``n`` numbered values, adds the tree over the first half to the tree over the second. Where
+``n`` is ``P`` times a power of two, ``T(n)`` is a tree over rounds of ``P`` neighbours each, which ``P`` processes
+compute at a time: so a sum over processes and then over rounds has the order of a sum over all.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["RoundSums", "fold", "sum_in_order"]
+
+Value = TypeVar("Value")
+
+
+def fold(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
+    """Add values by the tree over all of them.
+
+    Examples
+    --------
+    >>> fold(["a", "b", "c", "d", "e"], "({}+{})".format)
+    '((a+b)+(c+(d+e)))'
+    """
+    if len(values) == 1:
+        return values[0]
+    middle = len(values) // 2
+    return add(fold(values[:middle], add), fold(values[middle:], add))
+
+
+def sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over a group's processes by the tree, the same bits on each of them.
+
+    Each process adds a part of the values for all: as much is sent as for an ``all_reduce`` in a ring.
+    """
+    count = dist.get_world_size(group)
+    size = -(-values.numel() // count)
+    sent = values.new_zeros(count * size)
+    sent[: values.numel()] = values.reshape(-1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    part = fold(received.view(count, size).unbind(), torch.add)
+    dist.all_gather_into_tensor(sent, part.contiguous(), group=group)
+    return sent[: values.numel()].view(values.shape)
+
+
+class RoundSums:
+    """Gradients of several rounds of one process, added by the tree over the rounds.
+
+    Parameters
+    ----------
+    parameters
+        Whose gradients are added.
+    rounds
+        How many will be pushed.
+
+    Examples
+    --------
+    >>> parameter = torch.nn.Parameter(torch.zeros(()))
+    >>> sums = RoundSums([parameter], 3)
+    >>> for factor in (1.0, 2.0, 4.0):
+    ...     (factor * parameter).backward()
+    ...     sums.push()
+    >>> sums.put_back()
+    >>> parameter.grad
+    tensor(7.)
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], rounds: int) -> None:
+        self._parameters, self._rounds = list(parameters), rounds
+        self._before = self._take()
+        self._pushed = 0
+        self._waiting: list[tuple[int, list[Tensor | None]]] = []
+        self._ends = list(_list_ends(rounds))
+
+    def push(self) -> None:
+        """Take the gradients of a round off the parameters."""
+        self._waiting.append((self._pushed, self._take()))
+        for begin in self._ends[self._pushed]:
+            (_, second), (start, first) = self._waiting.pop(), self._waiting.pop()
+            assert start == begin
+            self._waiting.append((start, _add_each(first, second)))
+        self._pushed += 1
+
+    def put_back(self) -> None:
+        """Give the parameters the sum, added to the gradients that they had before."""
+        ((_, total),) = self._waiting
+        for parameter, gradient in zip(self._parameters, _add_each(self._before, total), strict=True):
+            parameter.grad = gradient
+
+    def _take(self) -> list[Tensor | None]:
+        taken = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return taken
+
+
+def _list_ends(count: int) -> list[list[int]]:
+    """Return, for each value of a tree, where the branches begin that are whole once it has come."""
+    ends: list[list[int]] = [[] for _ in range(count)]
+
+    def visit(start: int, stop: int) -> None:
+        if stop - start > 1:
+            middle = start + (stop - start) // 2
+            visit(start, middle)
+            visit(middle, stop)
+            ends[stop - 1].append(start)
+
+    visit(0, count)
+    return ends
+
+
+def _add_each(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(first, second, strict=True)]

@@ -1,0 +1,125 @@
+"""Who computes which rows of a batch: logical replicas, and the processes that hold them.
+
+What is computed depends on the number of logical replicas alone, ``D``: replica ``r`` gets the rows ``deal(batch)[r]``.
+On how many processes they lie decides only who computes them. With ``fixed_order`` every sum over replicas goes by one
+binary tree over the logical replicas, first over processes and then over the rounds of one process, so that 1, 2 and 4
+processes give the same bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from volseg.errors import ParallelError
+from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.spatial.plan.shards import spans
+
+__all__ = ["Replicas", "Share"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one logical replica computes of a batch.
+
+    Attributes
+    ----------
+    replica
+        Its number.
+    rows
+        Its rows among those that this process holds, which are those of all of its own replicas, one after the other.
+    weight
+        Its part of the whole batch, by which its mean loss is multiplied.
+    """
+
+    replica: int
+    rows: slice
+    weight: float
+
+
+class Replicas:
+    """Logical replicas of a network, and which of them this process computes.
+
+    Parameters
+    ----------
+    count
+        Logical replicas.
+    group
+        The processes that compute them (those that hold the same shard of different replicas); None where this process
+        computes all. Process ``p`` of ``P`` computes the replicas ``p``, ``p + P``, and so on.
+    fixed_order
+        Whether sums are taken in one order, whatever the number of processes: the same bits on any of them.
+
+    Attributes
+    ----------
+    own
+        Logical replicas of this process, in the order in which they are computed.
+
+    Raises
+    ------
+    ParallelError
+        If the replicas cannot be dealt evenly to the processes, or their sums could not keep one order.
+
+    Examples
+    --------
+    >>> Replicas(2).deal(5)
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+
+    def __init__(self, count: int, group: dist.ProcessGroup | None = None, fixed_order: bool = False) -> None:
+        processes = 1 if group is None else dist.get_world_size(group)
+        if count < 1 or count % processes:
+            raise ParallelError(f"{count} replicas cannot be dealt evenly to {processes} processes; take a divisor")
+        rounds = count // processes
+        if processes > 1 and rounds & (rounds - 1):
+            raise ParallelError(
+                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order where "
+                "that is a power of two, or on one process"
+            )
+        rank = 0 if group is None else dist.get_rank(group)
+        self.count, self.group, self.fixed_order = count, group, fixed_order
+        self.num_processes = processes
+        self.own: tuple[int, ...] = tuple(range(rank, count, processes))
+
+    def deal(self, batch_size: int) -> list[slice]:
+        """Return the rows of each logical replica; they differ by one row at most.
+
+        Raises
+        ------
+        ParallelError
+            If there are fewer rows than replicas.
+        """
+        if batch_size < self.count:
+            raise ParallelError(
+                f"a batch of {batch_size} cannot be dealt to {self.count} replicas; use a batch of {self.count} or "
+                "more, or fewer replicas"
+            )
+        return [slice(*span) for span in spans(batch_size, self.count)]
+
+    def shares(self, batch_size: int) -> Iterator[Share]:
+        """Yield what each of the own replicas computes of a batch of so many rows, in order.
+
+        Parameters
+        ----------
+        batch_size
+            Rows of the whole batch, over all replicas.
+        """
+        dealt, begin = self.deal(batch_size), 0
+        for replica in self.own:
+            size = dealt[replica].stop - dealt[replica].start
+            yield Share(replica, slice(begin, begin + size), size / batch_size)
+            begin += size
+
+    def sum_values(self, values: Tensor) -> Tensor:
+        """Return a small tensor summed over the replicas' processes, without gradient; the same on all of them.
+
+        The values of several rounds are added by a `RoundSums`.
+        """
+        if self.group is None:
+            return values
+        total = values.detach().clone()
+        if self.fixed_order:
+            return sum_in_order(total, self.group)
+        dist.all_reduce(total, group=self.group)
+        return total

@@ -1,0 +1,250 @@
+"""Long work that every process of a group does by itself, with word of the others' while it lasts.
+
+A collective in which a process waits for hours for the others would run into the group's timeout, and would hear of a
+failure elsewhere only at the end. Here a thread beside the work takes part in short rounds of messages: who still
+works, and how far. So nobody waits longer than a round, whatever the work takes; the first process that fails or stops
+is known to all within about a second; and a process that dies breaks the round. Messages are JSON and integers.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from volseg import errors
+from volseg.errors import ParallelError, VolsegError
+
+__all__ = ["Rounds", "describe_error", "exchange", "run_together", "told_error"]
+
+Heard = Callable[[list[list[int]]], object]
+
+_WORKING, _DONE, _STOPPED, _FAILED = range(4)
+_LONGEST_SECONDS = 1.0
+"""Between two rounds; work of a few seconds has them more often, at a tenth of what it has taken so far."""
+
+
+def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every process's message, by its number in the group.
+
+    Parameters
+    ----------
+    message : Any
+        What JSON can say; tuples come back as lists, and keys as text. Numbers keep every bit, NaN too.
+    group : ProcessGroup or None
+        On gloo, all processes of which call this; None: this process alone.
+    """
+    text = json.dumps(message)
+    if group is None:
+        return [json.loads(text)]
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    lengths = [length for (length,) in _gather([len(content)], group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(content)] = content
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    return [json.loads(bytes(one[:length].numpy())) for one, length in zip(received, lengths, strict=True)]
+
+
+class Rounds:
+    """What a process's work may say and ask of the others while it lasts.
+
+    Attributes
+    ----------
+    messages : list
+        Every process's result, once all are done.
+    failure : Exception or None
+        Why another process failed or stopped.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_counts: int,
+        heard: Heard | None,
+        stops: type[Exception] | None,
+        poll: Callable[[], object] | None,
+    ) -> None:
+        self.messages: list[Any] = []
+        self._group = group
+        self._heard = heard
+        self._stops = stops
+        self._poll = poll
+        self._counts = [0] * num_counts
+        self._state, self._message = _WORKING, None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.failure: Exception | None = None
+        self._deaf: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if group is not None:
+            self._thread = threading.Thread(target=self._take_part, name="rounds", daemon=True)
+            self._thread.start()
+
+    def count(self, which: int = 0) -> None:
+        """Say that one more of something is done; from any thread."""
+        with self._lock:
+            self._counts[which] += 1
+            counts = [list(self._counts)]
+        if self._group is None:
+            self._tell(counts)
+
+    def check(self) -> None:
+        """Leave the work, between two parts of it, if a process failed or stopped.
+
+        Raises
+        ------
+        Exception
+            That process's error where it is one of volseg's or a stop, else a ParallelError that names it.
+        """
+        if self._poll is not None:
+            self._poll()
+        for fault in (self.failure, self._deaf):
+            if fault is not None:
+                raise fault
+
+    def end(self, state: int, message: Any) -> None:
+        """Tell the others how the work has ended; returns when they need this process no more."""
+        with self._lock:
+            self._state, self._message = state, message
+        self._ended.set()
+        if self._thread is None:
+            self.messages = exchange(message, None) if state == _DONE else []
+            return
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            if state == _DONE and self._is_stopped():
+                with self._lock:  # the others still work; if they have just ended too, this comes too late, and may
+                    self._state, self._message = _STOPPED, None
+
+    def _is_stopped(self) -> bool:
+        """Say whether this process was asked to stop while it waits for the others."""
+        if self._poll is None or self._stops is None:
+            return False
+        try:
+            self._poll()
+        except self._stops:
+            return True
+        return False
+
+    def _take_part(self) -> None:
+        try:
+            self._run_rounds()
+        except Exception as fault:  # whatever a broken connection or a listener raises must end the work
+            self.failure = fault if isinstance(fault, VolsegError) else _explain_broken(fault)
+
+    def _run_rounds(self) -> None:
+        begun = time.monotonic()
+        while True:
+            with self._lock:
+                state, message, counts = self._state, self._message, list(self._counts)
+            gathered = _gather([state, *counts], self._group)
+            self._tell([told[1:] for told in gathered])
+            states = [told[0] for told in gathered]
+            if max(states) >= _STOPPED or _WORKING not in states:
+                break
+            self._ended.wait(min(_LONGEST_SECONDS, max(0.002, (time.monotonic() - begun) / 10)))
+        messages = exchange(message if state != _WORKING else None, self._group)
+        if max(states) < _STOPPED:
+            self.messages = messages
+        else:
+            first = states.index(max(states))
+            self.failure = self._explain(states[first], messages[first], first)
+
+    def _tell(self, counts: list[list[int]]) -> None:
+        """Pass the counts on; a listener that fails must not keep the others from their round."""
+        if self._heard is None or self._deaf is not None:
+            return
+        try:
+            self._heard(counts)
+        except Exception as fault:  # raised by the work's next check
+            self._deaf = fault
+
+    def _explain(self, state: int, message: Any, number: int) -> Exception:
+        """Return the error of another process as it is raised here."""
+        assert self._group is not None
+        where = f"process {dist.get_global_rank(self._group, number)}"
+        if state == _STOPPED:
+            assert self._stops is not None
+            return self._stops(f"{where} stopped")
+        return told_error(message, where)
+
+
+def run_together(
+    group: dist.ProcessGroup | None,
+    work: Callable[[Rounds], Any],
+    *,
+    num_counts: int = 1,
+    heard: Heard | None = None,
+    stops: type[Exception] | None = None,
+    poll: Callable[[], object] | None = None,
+) -> list[Any]:
+    """Do this process's part of some work, and return what the parts of all processes came to.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        On gloo, and used by nothing else meanwhile; all its processes call this. None: this process alone.
+    work : callable
+        Takes the `Rounds`, calls their ``check`` between two of its parts, and returns what JSON can say.
+    num_counts : int
+        How many things the work counts.
+    heard : callable, optional
+        Called with the counts of every process, by its number, again and again: a sign of life. By a thread.
+    stops : type of exception, optional
+        With which work may end early without having failed; it is raised in every process.
+    poll : callable, optional
+        Raises ``stops`` if this process is asked to stop; called by ``check``, and while the process waits for others.
+
+    Raises
+    ------
+    Exception
+        What the work raised, in the process where it did. In the others the same where the error is one of volseg's,
+        else a ParallelError that names the process and what it raised.
+    """
+    rounds = Rounds(group, num_counts, heard, stops, poll)
+    try:
+        result = work(rounds)
+        rounds.check()
+        json.dumps(result)  # what is no message fails here, as the work's own error
+    except BaseException as fault:
+        has_stopped = stops is not None and isinstance(fault, stops)
+        rounds.end(_STOPPED if has_stopped else _FAILED, describe_error(fault))
+        raise
+    rounds.end(_DONE, result)
+    if rounds.failure is not None:
+        raise rounds.failure
+    assert rounds.messages, "rounds that neither failed nor brought messages"
+    return rounds.messages
+
+
+def describe_error(fault: BaseException) -> list[str]:
+    """Return an error as a message: its type and its text."""
+    return [type(fault).__name__, str(fault)]
+
+
+def told_error(message: Sequence[str], where: str) -> Exception:
+    """Return the error that ``describe_error`` described in another process."""
+    name, text = message
+    if name in errors.__all__:
+        error: Exception = getattr(errors, name)(text)
+        error.add_note(f"({where} met it first)")
+        return error
+    return ParallelError(f"{where} failed, so this one stops too: {name}: {text}")
+
+
+def _explain_broken(fault: Exception) -> ParallelError:
+    return ParallelError(
+        f"the processes of a group lost each other, so this one stops too; one of them may have been ended: {fault}"
+    )
+
+
+def _gather(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    """Return every process's integers."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, own, group=group)
+    return [one.tolist() for one in received]

@@ -1,0 +1,166 @@
+"""What a training does with one batch: forward, loss, backward and, when enough are gathered, the optimizer."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from volseg.errors import BatchFieldError, ConfigError
+from volseg.parallel import RecordedStep
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.fixed_order import RoundSums, fold
+from volseg.parallel.replicas import Share
+from volseg.workflow.named import Named
+from volseg.workflow.objective import Objective
+from volseg.workflow.precision import Precision
+from volseg.workflow.recorded_step import can_be_recorded
+
+__all__ = ["TrainingStep"]
+
+
+class TrainingStep:
+    """Bring one batch's gradients to the parameters, and the optimizer to the end of its step.
+
+    Parameters
+    ----------
+    model : Named
+        The network.
+    objective : Objective
+        What is minimised.
+    optimizer : Optimizer
+        Over the model's parameters.
+    precision : Precision
+        In which forward and loss are computed.
+    clip : float, optional
+        Largest norm of the gradient.
+    record : bool
+        Record the step as a CUDA graph where it can be; every batch must then be a whole step.
+    batch_size : int, optional
+        Samples of a whole batch, of which this process gets those of its own replicas; needed where there are several.
+    look : callable
+        Takes the losses on a CPU, before they reach the weights; it may raise.
+
+    Attributes
+    ----------
+    scaler : GradScaler
+        Of half precision; elsewhere it does nothing.
+    recorded : RecordedStep or None
+    """
+
+    def __init__(
+        self,
+        model: Named,
+        objective: Objective,
+        optimizer: Optimizer,
+        precision: Precision,
+        *,
+        clip: float | None,
+        record: bool,
+        batch_size: int | None = None,
+        look: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        assert isinstance(model.module, nn.Module)
+        self.model = model
+        self.objective = objective
+        self.optimizer = optimizer
+        self.precision = precision
+        self.clip = clip
+        self.look = look
+        self.replicated = model.module if isinstance(model.module, DataParallel) else None
+        self.batch_size = batch_size
+        if self.replicated is not None and batch_size is None:
+            raise ConfigError(
+                f"the network's {self.replicated.replicas.count} replicas share each batch, and the batches do not say "
+                "how large that is; give them an attribute batch_size, the samples of all replicas together"
+            )
+        self.scaler = precision.scaler()
+        self.recorded: RecordedStep | None = None
+        if record and not self.scaler.is_enabled() and can_be_recorded(model.module, optimizer):
+            self.recorded = RecordedStep(model.module, self._run, optimizer=optimizer)
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], *, gathered: int = 1, completes: bool = True
+    ) -> dict[str, Tensor]:
+        """Train on a batch; return its losses.
+
+        Parameters
+        ----------
+        tensors : mapping
+            Fields of the batch.
+        gathered : int
+            Batches whose gradients one optimizer step averages.
+        completes : bool
+            Whether this batch is the last of them.
+        """
+        if self.recorded is None:
+            return self._run(tensors, gathered, completes)
+        assert gathered == 1, "a recorded step is whole"
+        return {name: loss.clone() for name, loss in self.recorded(tensors).items()}  # the next replay overwrites them
+
+    def release(self) -> None:
+        """Free the recording, if there is one."""
+        if self.recorded is not None:
+            self.recorded.release()
+
+    def _run(self, tensors: Mapping[str, Tensor], gathered: int = 1, completes: bool = True) -> dict[str, Tensor]:
+        losses = self._compute_gradients(tensors, gathered)
+        if next(iter(losses.values())).device.type == "cpu":  # looking at them costs nothing there
+            self.look(losses)
+        if completes:
+            if self.clip:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        return losses
+
+    def _compute_gradients(self, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
+        """Add the batch's gradients to those that are gathered; return its losses."""
+        if self.replicated is None:
+            return self._compute_share(tensors, gathered)
+        return self._compute_shares(self.replicated, tensors, gathered)
+
+    def _compute_shares(self, model: DataParallel, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
+        """Compute one's own replicas, one after the other; return the losses of the whole batch."""
+        assert self.batch_size is not None
+        shares = list(model.replicas.shares(self.batch_size))
+        _require_rows(tensors, shares[-1].rows.stop, self.batch_size)
+        rounds = []
+        sums = RoundSums(model.parameters(), len(shares)) if len(shares) > 1 else None
+        for share in shares:
+            own = tensors if len(shares) == 1 else {name: value[share.rows] for name, value in tensors.items()}
+            losses = self._compute_share(own, gathered, share)
+            rounds.append(torch.stack([losses[name] for name in self.objective.names]) * share.weight)
+            if sums is not None:
+                sums.push()
+        if sums is not None:
+            sums.put_back()
+        values = fold(model.replicas.sum_values(torch.stack(rounds)).unbind(), torch.add)
+        return dict(zip(self.objective.names, values.unbind(), strict=True))
+
+    def _compute_share(
+        self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None
+    ) -> dict[str, Tensor]:
+        """Add the gradients of what one replica computes; return its losses."""
+        place: AbstractContextManager[None] = nullcontext()
+        if self.replicated is not None and share is not None:
+            place = self.replicated.as_replica(share.replica)
+        with place:
+            with self.precision.autocast():
+                fields = self.objective({**tensors, **self.model(tensors)})
+            loss = fields["loss"] / gathered
+        self.scaler.scale(loss if share is None else loss * share.weight).backward()
+        return {name: fields[name].detach() for name in self.objective.names}
+
+
+def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) -> None:
+    if wrong := {name: tuple(value.shape) for name, value in tensors.items() if value.shape[:1] != (num_rows,)}:
+        name, shape = next(iter(wrong.items()))
+        raise BatchFieldError(
+            f"this process computes {num_rows} of a batch's {batch_size} samples, and the batch's field {name!r} has "
+            f"the shape {shape}; give it a row for each of them (volseg.data.AugmentedBatches does, by rows=)"
+        )
