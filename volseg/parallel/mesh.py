@@ -6,12 +6,13 @@ machine wherever its number of devices is a multiple of theirs.
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, count_processes, find_own_device
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes import make_groups, start_group
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.transport.mesh import DATA
 
@@ -75,7 +76,10 @@ def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
     if processes == 1:
         return Mesh(1, 1, 0, 0)
     start_group()
-    device_mesh = init_device_mesh(find_own_device().type, (data, spatial), mesh_dim_names=(DATA, SPATIAL))
+    ranks = torch.arange(processes).view(data, spatial)
+    # Not by init_device_mesh, whose groups give up after minutes, whatever the one of all processes does.
+    groups = [make_groups(ranks.T.tolist()), make_groups(ranks.tolist())]
+    device_mesh = DeviceMesh.from_group(groups, find_own_device().type, ranks, mesh_dim_names=(DATA, SPATIAL))
     replica, shard = divmod(dist.get_rank(), spatial)
     return Mesh(
         data,
