@@ -152,11 +152,15 @@ def predict(
         Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
     ] = None,
     checkpoint: Checkpoint = "latest",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
+    ] = False,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's own grid."""
     from volseg import experiment  # imports torch: not for --help
 
-    for path in experiment.predict(experiment.RunFolder(run), images, output, checkpoint=checkpoint).values():
+    folder = experiment.RunFolder(run)
+    for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
         typer.echo(path)
 
 

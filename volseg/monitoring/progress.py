@@ -21,9 +21,9 @@ def progress(items: Iterable[Item], title: str, total: int | None = None) -> Ite
 
 
 @contextmanager
-def count_up(total: int, title: str) -> Iterator[Callable[[], object]]:
-    """Give a function to call after each of ``total`` cases, for work whose loop lies elsewhere."""
-    with tqdm(total=total, desc=title, unit="case", dynamic_ncols=True) as bar:
+def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
+    """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
+    with tqdm(total=total, initial=done, desc=title, unit="case", dynamic_ncols=True) as bar:
         yield bar.update
 
 
