@@ -115,9 +115,9 @@ def test_a_pipe_is_no_image(outcome, tmp_path):
         predict(outcome.folder, [tmp_path / "scan.nii"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_prediction_goes_on(outcome, images, tmp_path, number):
-    for copy in range(60):
+    for copy in range(30):
         shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
     output = tmp_path / "out"
     command = [sys.executable, "-m", "volseg", "predict", str(outcome.folder.path), str(images), "-o", str(output)]
@@ -128,7 +128,7 @@ def test_a_killed_prediction_goes_on(outcome, images, tmp_path, number):
         said = running.communicate()[1]
     assert running.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     written = times(output)
-    assert 3 <= len(written) < 64
+    assert 3 <= len(written) < 34
     if number != signal.SIGKILL:
         words = "volseg: interrupted; the label maps that are written are whole, go on with the others by --resume"
         assert words in said.splitlines()
@@ -136,6 +136,6 @@ def test_a_killed_prediction_goes_on(outcome, images, tmp_path, number):
         assert not list(output.glob(".*"))
     subprocess.run([*command, "--resume"], check=True, capture_output=True)
     again = times(output)
-    assert len(again) == 64
+    assert len(again) == 34
     assert sum(again[name] != at for name, at in written.items()) <= 1  # what was written when the signal came
     assert all(nibabel.load(output / name).get_fdata().size for name in again)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from volseg.monitoring.console import open_bar
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
@@ -17,13 +18,13 @@ Item = TypeVar("Item")
 
 def progress(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
     """Yield ``items`` while a bar called ``title`` counts them."""
-    yield from tqdm(items, desc=title, total=total, unit="case", dynamic_ncols=True, leave=True)
+    yield from open_bar(items, desc=title, total=total, unit="case", leave=True)
 
 
 @contextmanager
 def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
     """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
-    with tqdm(total=total, initial=done, desc=title, unit="case", dynamic_ncols=True) as bar:
+    with open_bar(total=total, initial=done, desc=title, unit="case") as bar:
         yield bar.update
 
 
@@ -42,7 +43,7 @@ class Progress(Hook):
             return
         done = training.epoch * training.num_batches + training.position
         total = training.epochs * training.num_batches
-        self._bar = tqdm(total=total, initial=done, desc="training", unit="batch", dynamic_ncols=True)
+        self._bar = open_bar(total=total, initial=done, desc="training", unit="batch")
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Count the batch."""
