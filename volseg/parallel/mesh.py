@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, count_processes
-from volseg.parallel.processes import make_group, start_group
+from volseg.parallel.processes import make_groups, start_group
 from volseg.parallel.replicas import Replicas
 
 __all__ = ["Mesh", "join_mesh"]
@@ -69,14 +69,13 @@ def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
         return Mesh(1, 1, 0, 0)
     start_group()
     replica, shard = divmod(dist.get_rank(), spatial)
-    # Every process makes every group, as torch wants.
-    rows = [make_group([r * spatial + s for s in range(spatial)]) for r in range(data)] if spatial > 1 else None
-    columns = [make_group([r * spatial + s for r in range(data)]) for s in range(spatial)] if data > 1 else None
+    rows = [[r * spatial + s for s in range(spatial)] for r in range(data)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
     return Mesh(
         data,
         spatial,
         replica,
         shard,
-        None if columns is None else columns[shard],
-        None if rows is None else rows[replica],
+        make_groups(columns) if data > 1 else None,
+        make_groups(rows) if spatial > 1 else None,
     )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.devices import find_own_device
-from volseg.parallel.processes import make_group, start_group
+from volseg.parallel.processes import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 __all__ = ["DATA", "Processes", "join"]
@@ -67,20 +67,9 @@ def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Pr
     replica_dim = names.index(DATA) if DATA in names else None
     ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
     rows = ranks.reshape(-1, prod(sizes)).tolist()
-    group = _own_group(rows)
-    replicas = _own_group([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
+    group = make_groups(rows)
+    replicas = make_groups([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
     return Processes(ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas)
-
-
-def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
-    own = None
-    for row in rows:
-        group = make_group(row)
-        if dist.get_rank() in row:
-            own = group
-    if own is None:
-        raise ParallelError(f"process {dist.get_rank()} has no place in the mesh of ranks {rows}")
-    return own
 
 
 def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:
