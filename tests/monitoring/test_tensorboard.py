@@ -1,3 +1,5 @@
+import subprocess
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -58,3 +60,43 @@ def test_the_environment_names_versions_and_devices():
     found = environment()
     assert found["libraries"]["torch"] == torch.__version__
     assert len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_a_full_disk_ends_no_training_and_is_said_once(tmp_path, caplog):
+    """The thread of torch's writer printed a traceback, and the training met the fault later."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        hook = TensorBoard(folder)
+        hook.on_training_begin(FinishedTraining())
+        for epoch in range(100):
+            hook.on_epoch_end(FinishedTraining(), record(epoch, score=0.5))
+        hook.on_training_end(FinishedTraining())
+        hook = TensorBoard(folder / "another")
+        hook.on_training_begin(FinishedTraining())
+        hook.on_epoch_end(FinishedTraining(), record(0))
+        hook.on_training_end(FinishedTraining())
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    told = [line for line in caplog.messages if "no more events for TensorBoard" in line]
+    assert len(told) == 2
+    assert "No space left on device; the training goes on" in told[0]
+    assert "another" in told[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
+def test_a_training_that_goes_on_replaces_the_events_past_its_checkpoint(tmp_path):
+    for begin, epochs in ((0, (0, 1, 2)), (1, (1,))):
+        training = FinishedTraining()
+        training.epoch = begin
+        hook = TensorBoard(tmp_path)
+        hook.on_training_begin(training)
+        for epoch in epochs:
+            hook.on_epoch_end(training, record(epoch, score=0.1 * begin))
+        hook.on_training_end(training)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("val/dice_mean")] == [(0, 0.0), (1, 0.1)]

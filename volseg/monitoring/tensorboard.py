@@ -1,16 +1,31 @@
 """A training in TensorBoard: numbers per epoch, and slices of a few validation cases."""
 
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import image, scalar
 
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["TensorBoard", "overlay"]
+
+logger = logging.getLogger(__name__)
+
+NUMBERS = itertools.count()
+"""Two trainings of one process may begin within a second."""
 
 PALETTE = torch.tensor(
     [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
@@ -29,35 +44,88 @@ class TensorBoard(Hook):
     Parameters
     ----------
     folder : Path
-        Where the event files lie; a resumed training adds to them.
+        Where the event files lie; a resumed training adds to them. Where they cannot be written, on a full disk say,
+        that is said once and the training goes on without.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._writer: SummaryWriter | None = None
+        self._events: _EventFile | None = None
 
     def on_training_begin(self, training: Training) -> None:
         """Open the event file; events past the epoch from which a training is resumed are dropped."""
         if training.is_main_process:
-            self._writer = SummaryWriter(str(self.folder), purge_step=training.epoch or None)
+            self._attempt(lambda: self._open(purge_step=training.epoch))
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Write the epoch's numbers, and pictures where it was validated."""
-        if self._writer is None:
+        if self._events is None:
             return
-        for tag, value in _scalars(record).items():
-            self._writer.add_scalar(tag, value, record.epoch)
+        summaries = [scalar(tag, value) for tag, value in _scalars(record).items()]
         if record.score is not None:
             for example in getattr(training.validation, "examples", ()):
                 picture = overlay(example.image, example.label, example.prediction)
-                self._writer.add_image(f"val/{example.case}", picture, record.epoch)
+                summaries.append(image(f"val/{example.case}", picture))
+        self._attempt(lambda: self._write(summaries, record.epoch))
 
     def on_training_end(self, training: Training) -> None:
         """Close the event file."""
         del training
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._events is not None:
+            self._attempt(self._events.close)
+            self._events = None
+
+    def _open(self, purge_step: int) -> None:
+        self._events = _EventFile(self.folder, purge_step)
+
+    def _write(self, summaries: Sequence[Any], step: int) -> None:
+        assert self._events is not None
+        self._events.write([Event(summary=summary, step=step) for summary in summaries])
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        """Write, or say once why it cannot be: curves are no reason to end a training."""
+        try:
+            act()
+        except OSError as fault:
+            logger.warning("%s: no more events for TensorBoard, %s; the training goes on", self.folder, fault)
+            events, self._events = self._events, None
+            if events is not None:
+                with suppress(OSError):  # what is still in the buffer cannot be written either
+                    events.close()
+
+
+class _EventFile:
+    """What TensorBoard reads, written at once.
+
+    torch's ``SummaryWriter`` has a thread for it, whose fault on a full disk is a traceback here and an error later.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name by which TensorBoard knows such files; of several in a folder it reads the latest last.
+        name = (
+            f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
+        )
+        self._file = (folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        begin = [Event(file_version="brain.Event:2")]
+        if purge_step:
+            begin.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        try:
+            self.write(begin)
+        except OSError:
+            with suppress(OSError):  # what is in the buffer cannot be written either
+                self.close()
+            raise
+
+    def write(self, events: Sequence[Any]) -> None:
+        for event in events:
+            event.wall_time = time.time()
+            self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _scalars(record: EpochRecord) -> dict[str, float]:

@@ -55,10 +55,12 @@ def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path, *, pre
         # Into an open file: given a path torch writes in C++ without a pause in which Python could train on.
         with replacing(path, previous=previous) as partial, partial.open("wb") as file:
             torch.save({"format": FORMAT, **content}, file)
-    except (OSError, RuntimeError) as fault:  # torch's writer raises RuntimeError too when the disk is full
+    except (OSError, RuntimeError) as fault:
+        # On a full disk torch's writer raises another error over the system's, about the position in the file.
+        reason = fault.__context__ if isinstance(fault.__context__, OSError) else fault
         kept = "the one written before is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({fault}); {kept}. Free space or choose another output folder, "
+            f"checkpoint {path} could not be written ({reason}); {kept}. Free space or choose another output folder, "
             "then go on with --resume"
         ) from fault
     return path

@@ -31,23 +31,33 @@ class Processes:
     replicas: dist.ProcessGroup | None
 
 
-def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
+def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Processes:
     """Return the communicator of this process.
+
+    Parameters
+    ----------
+    mesh
+        A ``DeviceMesh``, the group of the processes that share a volume, or None for all processes.
+    grid
+        Shards along each mesh axis; by default as the mesh says.
+    fixed_order
+        See ``Communicator``.
 
     Raises
     ------
     ParallelError
         If the mesh has no dimension to cut volumes with, or ``grid`` has another number of shards.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        raise ParallelError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, or a group, got {type(mesh).__name__}"
+        )
     start_group()
     device = find_own_device()
-    if mesh is None:
-        return Processes(
-            ProcessGroupShards(find_default_group(), _grid(grid, [dist.get_world_size()]), device),
-            None,
-        )
+    if not isinstance(mesh, DeviceMesh):
+        group = find_default_group() if mesh is None else mesh
+        shape = _grid(grid, [dist.get_world_size(group)])
+        return Processes(ProcessGroupShards(group, shape, device, fixed_order), None)
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:
@@ -59,7 +69,7 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     rows = ranks.reshape(-1, prod(sizes)).tolist()
     group = make_groups(rows)
     replicas = make_groups([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
-    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device), replicas)
+    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas)
 
 
 def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,145 @@
+"""Notices of a metadata service that is a real server on this machine."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from volseg.errors import ConfigError
+from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE, MetadataError, SpotNotices, heeding_spot_notices
+
+NOTICE = {"action": "terminate", "time": "2026-11-22T12:00:00Z"}
+
+
+class Service:
+    """What an instance's metadata service does: tokens, and 404 until there is a notice."""
+
+    def __init__(self):
+        self.notice, self.tokens, self.asked, self.delay = None, [], [], 0.0
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self):
+                assert self.path == "/latest/api/token"
+                assert int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 60
+                service.tokens.append(f"token{len(service.tokens)}")
+                self.answer(200, service.tokens[-1])
+
+            def do_GET(self):
+                time.sleep(service.delay)
+                service.asked.append(self.path)
+                if self.headers["X-aws-ec2-metadata-token"] != service.tokens[-1]:
+                    self.answer(401, "no such token")
+                elif service.notice is None:
+                    self.answer(404, "not found")
+                else:
+                    self.answer(200, service.notice)
+
+            def answer(self, status, text):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@contextmanager
+def serving():
+    service = Service()
+    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield service
+    service.server.shutdown()
+    thread.join()
+    service.server.server_close()
+
+
+@pytest.fixture
+def service(monkeypatch):
+    with serving() as service:
+        monkeypatch.setenv(ENDPOINT_VARIABLE, service.endpoint)
+        yield service
+
+
+def test_nothing_then_a_notice(service):
+    asking = SpotNotices()
+    assert asking.ask() is None
+    service.notice = json.dumps(NOTICE)
+    assert asking.ask() == "terminate at 2026-11-22T12:00:00Z"
+    assert service.asked == ["/latest/meta-data/spot/instance-action"] * 2
+    assert len(service.tokens) == 1
+
+
+def test_a_token_that_has_run_out_is_asked_for_again(service):
+    asking = SpotNotices()
+    assert asking.ask() is None
+    service.tokens.append("another")
+    with pytest.raises(MetadataError, match="answers 401"):
+        asking.ask()
+    assert asking.ask() is None
+
+
+@pytest.mark.parametrize("odd", ["soon", "[]", '{"action": "stop"}', "null"])
+def test_a_notice_in_an_unknown_form_is_one(service, odd):
+    service.notice = odd
+    assert SpotNotices().ask() == repr(odd)
+
+
+def test_a_proxy_is_not_asked(service, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert SpotNotices().ask() is None
+
+
+def test_a_service_that_does_not_answer_in_time_is_none(service):
+    service.delay = 1.0
+    with pytest.raises(MetadataError, match="does not answer"):
+        SpotNotices(timeout=0.1).ask()
+
+
+def test_an_endpoint_that_is_no_address_is_refused(monkeypatch):
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "file:///etc/passwd")
+    with pytest.raises(ConfigError, match=r"AWS_EC2_METADATA_SERVICE_ENDPOINT is no address .*file:"):
+        SpotNotices()
+
+
+def test_a_notice_stops_once_and_the_thread_ends(service, caplog):
+    stopped = threading.Event()
+    calls = []
+    with heeding_spot_notices("aws", every_seconds=0.02, stop=lambda: (calls.append(1), stopped.set())):
+        time.sleep(0.1)
+        assert not calls
+        service.notice = json.dumps(NOTICE)
+        assert stopped.wait(20)
+        time.sleep(0.1)
+    assert len(calls) == 1
+    assert "this machine will be taken away (terminate at 2026-11-22T12:00:00Z)" in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name == "spot notices"]
+
+
+def test_without_a_service_the_training_goes_on_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "http://127.0.0.1:1")  # where nobody listens
+    with heeding_spot_notices("aws", every_seconds=0.01, stop=pytest.fail):
+        time.sleep(0.3)
+    assert caplog.text.count("no spot notices") == 1
+
+
+def test_nobody_is_asked_unless_the_config_says_so_and_one_process_of_a_machine_asks(service, monkeypatch):
+    with heeding_spot_notices("none", every_seconds=0.01):
+        time.sleep(0.05)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with heeding_spot_notices("aws", every_seconds=0.01):
+        time.sleep(0.05)
+    assert not service.asked
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with heeding_spot_notices("aws", every_seconds=0.01):
+        time.sleep(0.5)
+    assert service.asked
