@@ -96,3 +96,5 @@ def test_faulty_cases_are_named():
         CaseBank([good, {**good, "case": "bad", "image": good["image"][:1]}])
     with pytest.raises(DataError, match=r"case bad: labels must lie in 0..255, got 0..900"):
         CaseBank([good, {**good, "case": "bad", "label": good["label"] * 300}])
+    with pytest.raises(DataError, match="case bad: labels must be whole numbers"):
+        CaseBank([good, {**good, "case": "bad", "label": good["label"] / 2}])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_group import in_group
 
-from volseg.data import preparing, shared_memory
+from volseg.data import preparing, reading_group, shared_memory
 from volseg.data.bank import CaseBank
-from volseg.data.checks import check_cases
+from volseg.data.checks import Problem, check_cases
 from volseg.data.msd import load_task
 from volseg.data.preparing import prepare_sound, prepare_together
 from volseg.data.reading_group import deal_by_size, meet_readers
@@ -157,6 +158,52 @@ def test_who_reads_nothing_is_told_all_the_same(made):
     assert told[0] == (0, 0, 0, told[1][3])
     assert [trained for _, trained, *_ in told[1:]] == [NUM_TRAINING] * 3
     assert sum(validated for *_, validated, _ in told) == sum(read for read, *_ in told) - NUM_TRAINING == 3
+
+
+def on_two_machines(root, damaged):
+    """Processes 0 and 1 run on one machine, 2 and 3 on another, whose file of one case is damaged."""
+    rank = dist.get_rank()
+    plain, reading_group._name_machine = reading_group._name_machine, lambda: f"machine {rank // 2}"
+    read_plainly, files, counted = preparing.read_case, [], []
+
+    def read(case, task):
+        files.append(case["case"])
+        checked = read_plainly(case, task)
+        if case["case"] == damaged and rank >= 2:
+            return replace(checked, problems=(Problem(damaged, Path("there"), "is damaged there"),))
+        return checked
+
+    preparing.read_case = read
+    try:
+        prepared = prepared_in(root, skip_bad=True, progress=lambda: counted.append(1))
+    finally:
+        reading_group._name_machine, preparing.read_case = plain, read_plainly
+    return {
+        "files": files,
+        "training": fingerprint(prepared.training),
+        "validation": [case["case"] for case in prepared.validation],
+        "problems": [str(problem) for problem in prepared.problems],
+        "progress": len(counted),
+        "inodes": {inode for inode, _ in mappings()},
+    }
+
+
+@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
+    task = load_task(made)
+    ids = [case["case"] for case in task.training]
+    alone = prepare_sound(task.training[:NUM_TRAINING], (), task, build_preprocessing(STEPS))
+    told = in_group(4, on_two_machines, made, ids[2])
+    for first in (0, 2):
+        read = told[first]["files"] + told[first + 1]["files"]
+        assert sorted(name for name in read if name in ids[:NUM_TRAINING]) == ids[:NUM_TRAINING]
+        assert told[first]["inodes"] == told[first + 1]["inodes"]
+    assert not told[0]["inodes"] & told[2]["inodes"]
+    assert sorted(name for found in told for name in found["validation"]) == ids[NUM_TRAINING:]
+    for found in told:
+        assert found["training"] == [case for case in fingerprint(alone.training) if case[0] != ids[2]]
+        assert found["problems"] == [f"{ids[2]}: is damaged there"]
+        assert found["progress"] == len(ids)
 
 
 def without_sharing(root):

@@ -1,7 +1,9 @@
 """An experiment on several devices is the experiment on one: same losses, same weights, same Dice."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from monai.networks.nets import UNet
 
 from volseg.errors import ConfigError, UnsupportedOperatorError
-from volseg.experiment import load_config, predict, train, train_on, verify
+from volseg.experiment import load_config, predict, train, train_on, validate, verify
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow import load_checkpoint
 
@@ -53,12 +55,28 @@ def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     assert (labels[0] != labels[1]).mean() < 1e-3
 
 
-def test_processes_started_by_gpus(plain, config_file, tmp_path):
-    train_on(2, config_file, ["parallel.devices=1"])  # of each process
+@pytest.mark.parametrize(
+    ("num_gpus", "mesh", "says"),
+    [
+        (2, [], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
+        (2, ["parallel.spatial=2"], "each step's batch of 2, every volume cut into 2 slabs"),
+        (2, ["parallel.strategy=spatial"], "each step's batch of 2, every volume cut into 2 slabs"),
+        (None, ["parallel.data=2"], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
+    ],
+    ids=["dealt", "cut", "cut by its old name", "started by the config"],
+)
+def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):
+    train_on(num_gpus, config_file, mesh)
+    told = capfd.readouterr().err
+    assert told.count(says) == 1  # by process 0
     assert_same_run(latest(tmp_path / "run"), plain)
-    assert (tmp_path / "run" / "validation" / "summary.json").exists()
-    config = load_config(tmp_path / "run" / "config.yaml")
-    assert config.parallel.strategy == "spatial"
+    summary = json.loads((tmp_path / "run" / "validation" / "summary.json").read_text(encoding="utf-8"))
+    assert all(Path(case["prediction_file"]).exists() for case in summary["metric_per_case"])
+    # Where it ran is not part of what was trained, and a single process validates and predicts.
+    again = load_config(config_file, mesh).located()
+    assert load_config(tmp_path / "run" / "config.yaml") == again
+    validated = validate(RunFolder(tmp_path / "run"))
+    assert validated.summary["foreground_mean"]["Dice"] == pytest.approx(summary["foreground_mean"]["Dice"], abs=2e-3)
 
 
 def test_torchrun_does_the_same_and_resumes(plain, config_file, tmp_path):
@@ -78,7 +96,7 @@ def test_torchrun_does_the_same_and_resumes(plain, config_file, tmp_path):
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
     with pytest.raises(ConfigError, match="no network is called 'Unett'"):
         train_on(2, config_file, ["network.name=Unett"])
-    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, which is 2"):
+    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
         train_on(2, config_file, ["parallel={strategy: spatial, devices: 2}"])
 
 

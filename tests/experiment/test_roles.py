@@ -4,6 +4,7 @@ import shutil
 from contextlib import ExitStack
 
 import pytest
+import torch
 from in_group import in_group
 from torch import nn
 
@@ -14,9 +15,7 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.experiment.reading import Follower, Reader, choose_reading
 from volseg.experiment.roles import Leader, Member, choose_role
 from volseg.experiment.settling import settle_mesh
-from volseg.experiment.training_mesh import TrainingMesh
 from volseg.parallel.devices import find_rank
-from volseg.parallel.mesh import Mesh
 
 
 def test_one_process_leads_and_reads(configured):
@@ -35,15 +34,27 @@ def test_a_member_writes_nothing(configured):
     assert not member.folder.path.exists()
 
 
+def read(config):
+    """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
+    chosen = choose_cases(config)
+    settled, mesh = settle_mesh(config, chosen.task, torch.device("cpu"))
+    reading = choose_reading(settled, mesh)
+    prepared = reading.prepare(chosen)
+    if type(reading) is Follower:
+        with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
+            reading.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), torch.device("cpu"))
+    return {
+        "role": type(reading).__name__,
+        "training": len(prepared.training),
+        "validation": len(prepared.validation),
+        "order": len(prepared.order),
+    }
+
+
 def test_a_follower_reads_no_case(configured):
-    chosen = choose_cases(configured())
-    mesh = TrainingMesh(plan=configured().mesh(1), mesh=Mesh(data=1, spatial=2, replica=0, shard=1))
-    follower = choose_reading(configured(), mesh)
-    assert type(follower) is Follower
-    prepared = follower.prepare(chosen)
-    assert (prepared.training, prepared.validation, prepared.problems) == ((), (), ())
-    with pytest.raises(AssertionError, match="a follower of a model that is not shared"):
-        follower.make_batches(prepared, chosen.task, nn.Conv3d(1, 1, 1), "cpu")
+    leader, follower = in_group(2, read, configured("parallel.spatial=2"))
+    assert leader == {"role": "Reader", "training": 4, "validation": 2, "order": 2}
+    assert follower == {"role": "Follower", "training": 0, "validation": 0, "order": 2}
 
 
 def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_begins(configured):

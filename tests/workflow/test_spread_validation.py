@@ -10,7 +10,8 @@ from in_group import in_group
 from torch import nn
 
 from volseg.data.msd import load_task
-from volseg.data.preparing import prepare_all
+from volseg.data.preparing import prepare_all, prepare_together
+from volseg.data.reading_group import meet_readers
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.evaluation.summary import read_summary
@@ -88,9 +89,8 @@ def test_scores_are_those_of_one_process(folder, tmp_path, processes, num_cases)
     # Whoever made a prediction wrote it, and one process the summary.
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == written
     assert repr(read_summary(tmp_path / "out" / "summary.json")) == repr(expected.summary)
-    assert [examples for _, examples in told] == [
-        [order[index] for index in range(num_cases) if (index + 1) % processes == rank][:1] for rank in range(processes)
-    ]
+    own = [order[index] for index in range(num_cases) if (index + 1) % processes == 0]
+    assert [examples for _, examples in told] == [own[:1], *[[]] * (processes - 1)]
 
 
 def ended(folder, what):
@@ -141,3 +141,28 @@ def test_cases_that_are_held_twice_or_by_nobody_are_refused(folder):
 def test_numbers_are_told_without_a_group_too(folder):
     alone, order = validation(folder, lambda index: True)
     assert repr(SpreadValidation(alone, order, None)()) == repr(alone())
+
+
+def real_validation(folder, output):
+    """Read, preprocess and judge real cases as a training does, in however many processes there are."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    task = load_task(folder)
+    prepared = prepare_together(
+        task.training[:3],
+        task.training[3:9],
+        task,
+        build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}]),
+        readers=meet_readers(group),
+    )
+    predictor = Predictor(model=Interrupting(task.num_classes), num_classes=task.num_classes)
+    own = Validation(predictor, prepared.validation, task.labels, folder=output)
+    return repr(SpreadValidation(own, prepared.order, group)())
+
+
+@pytest.mark.real_data
+def test_real_cases_are_judged_as_by_one_process(msd_task04, tmp_path):
+    expected = real_validation(msd_task04, tmp_path)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(written) == 7
+    assert in_group(2, real_validation, msd_task04, tmp_path) == [expected] * 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written

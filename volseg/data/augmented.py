@@ -45,8 +45,8 @@ class AugmentedBatches:
         Where the random numbers are drawn: the device of the batches.
     rows : sequence of slice, optional
         Which rows of each batch this process computes, one slice per replica; all by default. The random numbers are
-        those of the whole batch, so a row is what it would be in one process. On a CPU it is so bit for bit; on a GPU
-        the bits of a slice depend on its own rows alone, as each slice is augmented by itself.
+        those of the whole batch, so a row is what it would be in one process: on a CPU bit for bit, with as many
+        threads. On a GPU the bits of a slice depend on its own rows alone, as each slice is augmented by itself.
 
     Raises
     ------

@@ -244,3 +244,8 @@ def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int) -> N
     low, high = label.min(), label.max()
     if low < 0 or high > 255:
         raise DataError(f"case {name}: labels must lie in 0..255, got {low.item():g}..{high.item():g}")
+    if label.is_floating_point() and (label != label.round()).any():
+        raise DataError(
+            f"case {name}: labels must be whole numbers, but its preprocessed label holds others; change the step that "
+            "interpolates it"
+        )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
@@ -13,6 +14,7 @@ from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.progress import count_up
+from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = ["ChosenCases", "choose_cases", "choose_split", "prepare_chosen"]
@@ -60,7 +62,8 @@ def prepare_chosen(
         If a case is bad and ``skip_bad`` is off (all bad cases at once), or none is left.
     """
     num_chosen = len(chosen.training) + len(chosen.validation)
-    with count_up(num_chosen, "checking and preparing") as count:
+    leads = is_main_process()  # every process is told of all cases
+    with count_up(num_chosen, "checking and preparing") if leads else nullcontext() as count:
         prepared = prepare_together(
             chosen.training,
             chosen.validation,
@@ -70,9 +73,9 @@ def prepare_chosen(
             skip_bad=skip_bad,
             progress=count,
         )
-    for problem in prepared.problems:
+    for problem in prepared.problems if leads else ():
         logger.warning("left out: %s", problem)
-    for line in summarise_remarks(prepared.remarks):
+    for line in summarise_remarks(prepared.remarks) if leads else ():
         logger.warning("look at %s", line)
     bad = {problem.case for problem in prepared.problems}
     if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):

@@ -37,6 +37,7 @@ def train_on(
 ) -> None:
     """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
 
+    If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
     ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. On a machine without GPUs the processes share
     the CPU, which is for trying things out.
 
@@ -51,7 +52,7 @@ def train_on(
     resume : bool
         Go on from the run folder's newest checkpoint.
     max_restarts : int
-        How often all processes are started again after one has failed; they go on from the last checkpoint.
+        How often all processes are started again after one has failed.
 
     Raises
     ------

@@ -50,9 +50,12 @@ class Follower:
         self.mesh = mesh
 
     def prepare(self, chosen: ChosenCases) -> PreparedCases:
-        """Return prepared cases: none, as their batches and volumes are sent."""
-        del chosen
-        return PreparedCases()
+        """Return prepared cases, without bad ones if the config would rather leave these out than stop.
+
+        A process that reads has all cases that train and its share of those that validate, another one none.
+        """
+        skip_bad = self.config.data.skip_bad
+        return prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=skip_bad, readers=self.mesh.readers)
 
     def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:
         """Return this process's part of the batches of prepared training cases."""
@@ -120,13 +123,6 @@ class Reader(Follower):
         Whom it trains with.
     """
 
-    def prepare(self, chosen: ChosenCases) -> PreparedCases:
-        """Return prepared cases, without bad ones if the config would rather leave these out than stop."""
-        prepared = prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=self.config.data.skip_bad)
-        self._order = [case["case"] for case in prepared.validation]
-        own = prepared.validation[self.mesh.mesh.replica :: self.mesh.mesh.data]
-        return PreparedCases(training=prepared.training, validation=own, problems=prepared.problems)
-
     def _cut_batches(self, prepared: PreparedCases, task: Task, device: torch.device) -> EpochBatches:
         rows = self.mesh.deal(self.config.patch.batch)
         return build_batches(self.config, task, prepared.training, device, rows=rows)
@@ -144,7 +140,7 @@ class Reader(Follower):
             batch_size=self.config.inference.batch,
             show=_bar(cases, "validating") if show and is_main_process() else iter,
         )
-        return SpreadValidation(validation, self._order, self.mesh.readers)
+        return SpreadValidation(validation, prepared.order, self.mesh.judges)
 
 
 def _bar(cases: Sequence[Case], title: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

@@ -11,6 +11,7 @@ import torch
 from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
@@ -68,9 +69,14 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
         logger.info("%s", describe(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
-    readers = [replica * mesh.spatial for replica in range(mesh.data)]
-    group = make_group(readers, "gloo") if mesh.data > 1 else None
-    return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas, readers=group if mesh.shard == 0 else None)
+    if count == 1:
+        return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas)
+    # Groups of their own: a thread sends in them beside other work.
+    readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
+    judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
+    return settled, TrainingMesh(
+        plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
+    )
 
 
 def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> bool:

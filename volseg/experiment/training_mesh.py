@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
+from volseg.data.reading_group import ALONE, Readers
 from volseg.parallel.mesh import Mesh
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.plan.shards import spans
@@ -21,13 +22,15 @@ class TrainingMesh:
     mesh: Mesh
     replicas: Replicas | None = None
     """Who shares each batch; None where there is one replica."""
-    readers: dist.ProcessGroup | None = None
-    """On gloo, of the first process of each replica; None where one process reads, and in those that do not."""
+    readers: Readers = ALONE
+    """Who reads cases: the first process of each replica, from which the others of it get their slabs."""
+    judges: dist.ProcessGroup | None = None
+    """On gloo, of the processes that read and so validate; None where there is one, and in those that do not."""
 
     @property
     def reads(self) -> bool:
-        """Whether this process reads cases; the others of its replica get their slabs from it."""
-        return self.mesh.shard == 0
+        """Whether this process reads cases."""
+        return self.readers.number is not None
 
     def deal(self, batch_size: int) -> list[slice]:
         """Return the rows of a batch that this process computes, a slice for each of its replicas."""

@@ -1,69 +1,417 @@
-"""``DataParallel``: replicas of a network that share each batch, exact to the batch of one process."""
+"""``DataParallel``: replicas of a network that share each batch, exact to one process that has the whole batch.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+Each replica computes its rows; the loss of its rows, a mean over them, is multiplied by their part of the batch, and
+the gradients are *summed*: shares of any size give the gradient of the mean over the whole batch. What else looks at
+several samples does so over all replicas: batch norm in training takes the statistics of the whole batch.
 
-from torch import nn
+Random numbers of a pass (dropout) are drawn from a seed that belongs to the pass and the logical replica. It comes from
+a generator that all processes hold alike (``CommonSeeds``), so nobody need care for the default generators, which a
+pass leaves as they are.
 
+Refused is what could not be exact: a gradient that comes past the sums, parameters that only some replicas use, a
+batch norm whose batch lies in parts that are computed one after the other, buffers that came to differ.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from volseg.device.torch_internals import tree_flatten, tree_unflatten
+from volseg.errors import ParallelError
+from volseg.parallel.gradient_sums import GradientSums
+from volseg.parallel.model_parallel import ModelParallel, check_not_lazy
+from volseg.parallel.norms import NormsOverReplicas
+from volseg.parallel.piped import Piped
+from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial.replication import check_alike, replicate
+from volseg.parallel.spatial.strategy import SpatialStrategy
+from volseg.parallel.state.random import CommonSeeds, RandomState, mix, seeded
+from volseg.parallel.strategy import Strategy
 
 __all__ = ["DataParallel", "find_replicas"]
 
+NUM_CHECKED = 2
+"""Training passes before which the replicas are compared: before the first one, and behind the first step."""
 
-class DataParallel(nn.Module):
+
+class DataParallel(ModelParallel):
     """Replicas of a network, each of which computes its rows of every batch.
 
     Parameters
     ----------
     model
-        A network on one device, `FastKernels`, or a `ModelParallel`. It is used in place; its parameters get the values
-        of the first process.
+        A network on one device, `FastKernels`, or a `ModelParallel` whose volumes are cut over ``mesh.spatial_group``.
+        It is used in place; parameters and buffers get the values of the first replica. Names are the network's own.
     replicas
         How many there are, and which of them this process computes; see ``Mesh.replicas``.
 
+    Raises
+    ------
+    ParallelError
+        If the model averages its gradients already, or holds a norm that the replicas cannot share.
+
     Examples
     --------
+    One process computes both replicas here. Under ``torchrun`` with two, ``join_mesh(data=2).replicas()`` says that
+    each computes one of them, and the loop is the same.
+
     >>> import torch
+    >>> from volseg.parallel import RoundSums, join_mesh
     >>> net = torch.nn.Conv3d(1, 2, 3, padding=1)
-    >>> model = DataParallel(net, Replicas(2))
-    >>> sorted(model.state_dict())
-    ['bias', 'weight']
-    >>> batch = torch.randn(5, 1, 8, 8, 8)
-    >>> for share in model.replicas.shares(len(batch)):
+    >>> model = DataParallel(net, join_mesh().replicas(2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batch = torch.randn(5, 1, 8, 8, 8)  # the rows of this process's replicas, one replica after the other
+    >>> shares = model.replicas.shares(5)
+    >>> sums = RoundSums(model.parameters(), len(shares))
+    >>> for share in shares:
     ...     with model.as_replica(share.replica):
     ...         loss = model(batch[share.rows]).square().mean() * share.weight
     ...     loss.backward()
+    ...     sums.push()
+    >>> sums.put_back()
+    >>> optimizer.step()
     """
 
-    module: nn.Module
-    replicas: Replicas
+    model: nn.Module
+    strategy: "_Replicated"
 
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
-        super().__init__()
-        object.__setattr__(self, "module", model)
+        self._wrap(model, replicas)
+        strategy = self.strategy
+        if replicas.group is not None:
+            replicate(self.module, [replicas.group], strategy.home)
+        if strategy.seeds is not None:
+            strategy.seeds.agree()
+
+    def _wrap(self, model: nn.Module, replicas: Replicas) -> None:
+        """Build the wrapper; nothing is sent."""
+        nn.Module.__init__(self)
+        if isinstance(model, DataParallel):
+            raise ParallelError("the model is a DataParallel already; wrap its network once")
+        check_not_lazy(model)
+        net = model.module if isinstance(model, ModelParallel) else model
         self.replicas = replicas
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            object.__setattr__(self, name, getattr(model, name))
+        self.chosen, self.why = (model.chosen, model.why) if isinstance(model, ModelParallel) else ("none", "")
+        self._tries = False
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "module", net)
+        object.__setattr__(self, "strategy", _Replicated(model, net, replicas))
+        self._share_registries()
+        self.training = net.training
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network on rows of one replica."""
-        return self.module(*args, **kwargs)
+    def as_replica(self, replica: int) -> AbstractContextManager[None]:
+        """Compute one of this process's further replicas in here; outside, passes are those of the first one.
 
-    @contextmanager
-    def as_replica(self, replica: int) -> Iterator[None]:
-        """Compute another than the first of the own replicas in here."""
-        assert replica in self.replicas.own
-        yield
+        Raises
+        ------
+        ParallelError
+            If another process computes it.
+        """
+        return self.strategy.as_replica(replica)
 
     def check_alike(self) -> None:
-        """Refuse replicas whose networks differ."""
+        """Compare the networks of all replicas; called by all processes together.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain network's state under its plain keys."""
-        return self.module.state_dict(*args, **kwargs)
+        Raises
+        ------
+        ParallelError
+            Naming the parameters and buffers that differ.
+        """
+        self.strategy.check_alike()
+
+    def train(self, mode: bool = True) -> "DataParallel":
+        """Set the mode of the network and of the wrappers."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallel":
+        # One process may copy alone: nothing is sent, and the copy draws what the original would draw.
+        result = DataParallel.__new__(DataParallel)
+        result._wrap(copy.deepcopy(self.model, memo), self.replicas)
+        seeds, own = self.strategy.seeds, result.strategy.seeds
+        if seeds is not None and own is not None:
+            own.follow(seeds)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the network and how many replicas there are."""
+        if self.replicas.group is not None:
+            raise ParallelError(
+                "a DataParallel over processes cannot be pickled, as process groups belong to the running processes; "
+                "save model.state_dict(), or pickle model.module, and wrap that again"
+            )
+        return _rebuild, (self.model, self.replicas.count, self.replicas.fixed_order)
+
+    def extra_repr(self) -> str:
+        """Say how many replicas there are."""
+        return f"{self.replicas.count} replicas on {self.replicas.num_processes} processes"
 
 
 def find_replicas(network: nn.Module) -> Replicas | None:
     """Return the replicas among which a network's batches are dealt; None where there are none."""
     return network.replicas if isinstance(network, DataParallel) else None
+
+
+class _Replicated:
+    """The strategy of one replica, and what it does together with the others."""
+
+    def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
+        self.replicas, self._net, self._call = replicas, net, model
+        self.inner = _find_strategy(model, replicas)
+        devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
+        self.home = devices[0]
+        _check_synchronized(net, replicas)
+        self._devices = list(dict.fromkeys(devices))
+        self._replica = replicas.own[0]
+        self._num_checked = 0
+        self._draws = False
+        self._pass_seeds: list[int] = []
+        self._passes = 0
+        spatial = [self.inner.group] if isinstance(self.inner, SpatialStrategy) and self.inner.group is not None else []
+        self._groups = [*spatial, *([] if replicas.group is None else [replicas.group])]
+        self.seeds: CommonSeeds | None = None
+        if replicas.count > 1:
+            self.seeds = CommonSeeds(self._groups, self.home)
+            if isinstance(self.inner, SpatialStrategy):
+                self.inner.seeds = None  # a replica's passes are seeded here
+                self.inner.context.replicas = replicas
+        elif isinstance(self.inner, SpatialStrategy):
+            self.seeds = self.inner.seeds
+        self._sums = _sum_gradients(self.inner, replicas)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network on rows of one replica."""
+        if self.replicas.count == 1:
+            return self._run(*args, **kwargs)
+        is_training = self._net.training and torch.is_grad_enabled()
+        if is_training and self._num_checked < NUM_CHECKED and self._replica == self.replicas.own[0]:
+            self._num_checked += 1
+            self.check_alike()
+        with self._randomness():
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        has_own_call = isinstance(self.inner, SpatialStrategy)  # FastKernels does more than its strategy
+        return self._call(*args, **kwargs) if has_own_call else self.inner(*args, **kwargs)
+
+    @contextmanager
+    def as_replica(self, replica: int) -> Iterator[None]:
+        if replica not in self.replicas.own:
+            raise ParallelError(f"this process computes the replicas {self.replicas.own}, got {replica}")
+        before, self._replica, self._passes = self._replica, replica, 0
+        if replica == self.replicas.own[0]:
+            self._pass_seeds = []
+        try:
+            yield
+        finally:
+            self._replica = before
+
+    def check_alike(self) -> None:
+        """Refuse replicas that differ."""
+        if self._groups:
+            check_alike(self._net, self._groups, self.home)
+        if self._sums is not None:
+            self._sums.look()
+
+    @contextmanager
+    def _randomness(self) -> Iterator[None]:
+        """Draw from a seed of this pass and replica."""
+        if self.seeds is None or _is_recording(self.home):
+            yield
+            return
+        with seeded(mix(self._find_seed(), self._replica), self._devices):
+            begin = None if self._draws else RandomState(self._devices, foreign=False)
+            yield
+            self._draws = self._draws or (begin is not None and begin.torch_moved())
+
+    def _find_seed(self) -> int:
+        """Return the seed of this pass: all replicas have the same in the same pass over their rows."""
+        assert self.seeds is not None
+        training = self._net.training
+        if not training or len(self.replicas.own) == 1:
+            return self.seeds.draw(training)
+        self._passes += 1
+        if self._replica == self.replicas.own[0]:
+            self._pass_seeds.append(self.seeds.draw(True))
+        elif self._passes > len(self._pass_seeds):
+            raise ParallelError(
+                f"replica {self._replica} made {self._passes} passes, and the first replica of this process "
+                f"{len(self._pass_seeds)}; run all replicas alike, each inside of as_replica(...), the first one first"
+            )
+        return self._pass_seeds[self._passes - 1]
+
+    @property
+    def partition(self) -> Any:
+        """Which device does what in this process."""
+        return self.inner.partition
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether volumes lie on several processes."""
+        return self.inner.is_shared
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
+        return self.inner.is_recordable
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether it runs recordings of its own by now."""
+        return self.inner.is_replaying
+
+    @property
+    def step_devices(self) -> Sequence[torch.device]:
+        """Devices of this process that a whole step works on."""
+        return self.inner.step_devices
+
+    @property
+    def volumes(self) -> SpatialStrategy:
+        """How volumes are cut; raises a ParallelError where they are not."""
+        return self.inner.volumes
+
+    def agree(self, yes: bool) -> bool:
+        """Ask all processes that run a step together."""
+        vote = torch.tensor([int(yes)], device=self.home)
+        for group in self._groups:
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+        return bool(vote.item())
+
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Make ready for a CUDA graph of a step.
+
+        Raises
+        ------
+        ParallelError
+            If a recording could not draw what each of several replicas would.
+        """
+        if len(self.replicas.own) > 1 and self._draws:
+            raise ParallelError(
+                f"the network draws random numbers, which each of the {len(self.replicas.own)} replicas of this "
+                "process draws from a seed of its own; a recorded step has one"
+            )
+        return self.inner.prepare_recording()
+
+    @contextmanager
+    def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Replay in here: with a seed of its own for every step and replica."""
+        if self._sums is not None:
+            self._sums.look()
+        self._passes, self._pass_seeds = 0, []
+        with self._randomness(), self.inner.replaying(generators):
+            yield
+
+
+class _Whole:
+    """The strategy of a plain network on one device: its own ``forward``, with torch's kernels."""
+
+    is_shared = False
+    is_recordable = True
+    is_replaying = False
+    group = None
+
+    def __init__(self, net: nn.Module, replicas: Replicas) -> None:
+        devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+        if len(devices) > 1:
+            raise ParallelError(
+                f"the network lies on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
+                "ModelParallel(net, strategy='pipeline')"
+            )
+        self.net, self.replicas = net, replicas
+        self.step_devices = [next(iter(devices), torch.device("cpu"))]
+        self.sums: GradientSums | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network; the backward pass of what it returns sums the gradients."""
+        with NormsOverReplicas(self.replicas) if self._shares_norms else nullcontext():
+            trained = {name: parameter for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+            if self.sums is None or not trained or not torch.is_grad_enabled():
+                return self.net(*args, **kwargs)
+            marked = self.sums.mark(trained)
+            with marked.used(self.net):
+                result = self.net(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
+
+    @property
+    def _shares_norms(self) -> bool:
+        return self.replicas.count > 1 and self.net.training
+
+    @property
+    def partition(self) -> str:
+        """Which device does what."""
+        return f"the network on {self.step_devices[0]}"
+
+    @property
+    def volumes(self) -> NoReturn:
+        """How volumes are cut.
+
+        Raises
+        ------
+        ParallelError
+            Always: they are not.
+        """
+        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Make ready for a CUDA graph of a step: nothing to do."""
+        return []
+
+    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
+        """Replay in here: nothing to do."""
+        assert not generators
+        return nullcontext()
+
+
+def _find_strategy(model: nn.Module, replicas: Replicas) -> "SpatialStrategy | _Whole | Piped":
+    if not isinstance(model, ModelParallel):
+        return _Whole(model, replicas)
+    strategy: Strategy = model.strategy
+    if isinstance(strategy, SpatialStrategy):
+        return strategy
+    assert isinstance(strategy, PipelineStrategy)
+    return Piped(model, strategy, replicas)
+
+
+def _sum_gradients(strategy: "SpatialStrategy | _Whole | Piped", replicas: Replicas) -> GradientSums | None:
+    """Let the strategy sum its gradients over processes; None where there is one."""
+    if replicas.group is None:
+        return None
+    if isinstance(strategy, SpatialStrategy):
+        return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
+    if isinstance(strategy, Piped):
+        return None  # it does so by itself
+    strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
+    return strategy.sums
+
+
+def _check_synchronized(net: nn.Module, replicas: Replicas) -> None:
+    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and replicas.count > 1:
+            group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+            ranks = [] if group is None else dist.get_process_group_ranks(group)
+            own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
+            if ranks != own or len(replicas.own) > 1:
+                raise ParallelError(
+                    f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
+                    "BatchNorm, which takes the statistics of the whole batch here"
+                )
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:
+    return DataParallel(model, Replicas(count, None, fixed_order))

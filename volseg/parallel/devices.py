@@ -19,6 +19,7 @@ __all__ = [
     "count_processes",
     "count_restarts",
     "find_current_device",
+    "find_local_rank",
     "find_own_device",
     "find_rank",
     "has_process_group",
@@ -79,6 +80,12 @@ def is_distributed() -> bool:
     return count_processes() > 1
 
 
+def find_local_rank() -> int:
+    """Return this process's number on its machine, which its launcher gave it; 0 where it was started alone."""
+    launch = find_launch()
+    return 0 if launch is None else launch.local_rank
+
+
 def find_rank() -> int:
     """Return this process's number in the process group; 0 without one."""
     return dist.get_rank() if has_process_group() else 0
@@ -107,8 +114,7 @@ def list_devices() -> list[torch.device]:
 
 def find_own_device() -> torch.device:
     """Return the device of a launched process: the GPU of its local rank, or the CPU."""
-    launch = find_launch()
-    return _device_of(0 if launch is None else launch.local_rank)
+    return _device_of(find_local_rank())
 
 
 def _device_of(local_rank: int) -> torch.device:

@@ -22,6 +22,9 @@ __all__ = ["describe", "end_after", "end_by", "is_peer_gone", "read_cause"]
 SECONDS_FOR_THE_CAUSE = 6.0
 """For whoever failed first to say so, when all that is known here is that somebody is gone."""
 
+SECONDS_FOR_STACKS = 3.0
+"""For every process to show where it is: the first that ends is the end of the others."""
+
 
 def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn:
     """End this launched process after an error that nobody caught; the first of the job is told, the others named.
@@ -73,6 +76,8 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
         _say(f"{name_own_place()} is here:\n{stack}")
     # The launcher takes the file of whichever process ended first: all say the same.
     write_cause(cause.message)
+    if stack:
+        time.sleep(SECONDS_FOR_STACKS)
     end_now(1)
 
 

@@ -7,17 +7,13 @@ machine wherever its number of devices is a multiple of theirs.
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from volseg.errors import ParallelError
-from volseg.parallel.devices import count_launched, count_processes, find_own_device
-from volseg.parallel.processes import start_group
+from volseg.parallel.devices import count_launched, count_processes
+from volseg.parallel.processes import make_groups, start_group
 from volseg.parallel.replicas import Replicas
-from volseg.parallel.spatial.transport.mesh import DATA
 
-__all__ = ["SPATIAL", "Mesh", "join_mesh"]
-
-SPATIAL = "spatial"
+__all__ = ["Mesh", "join_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +30,6 @@ class Mesh:
         The processes that hold the same shard of different replicas; None where there is one.
     spatial_group
         The processes that share a volume; None where there is one.
-    device_mesh
-        torch's form of it; None for one process that has joined no group.
     """
 
     data: int
@@ -44,7 +38,6 @@ class Mesh:
     shard: int
     data_group: dist.ProcessGroup | None = None
     spatial_group: dist.ProcessGroup | None = None
-    device_mesh: DeviceMesh | None = None
 
     def replicas(self, count: int | None = None, fixed_order: bool = False) -> Replicas:
         """Return the replicas along ``data``; as many as processes, unless ``count`` says how many logical ones."""
@@ -75,14 +68,14 @@ def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
     if processes == 1:
         return Mesh(1, 1, 0, 0)
     start_group()
-    device_mesh = init_device_mesh(find_own_device().type, (data, spatial), mesh_dim_names=(DATA, SPATIAL))
     replica, shard = divmod(dist.get_rank(), spatial)
+    rows = [[r * spatial + s for s in range(spatial)] for r in range(data)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
     return Mesh(
         data,
         spatial,
         replica,
         shard,
-        device_mesh.get_group(DATA) if data > 1 else None,
-        device_mesh.get_group(SPATIAL) if spatial > 1 else None,
-        device_mesh,
+        make_groups(columns) if data > 1 else None,
+        make_groups(rows) if spatial > 1 else None,
     )

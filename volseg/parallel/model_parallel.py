@@ -34,9 +34,10 @@ from volseg.parallel.devices import list_gpus
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
 
-__all__ = ["ModelParallel"]
+__all__ = ["ModelParallel", "check_not_lazy"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class ModelParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_not_lazy(net)
+        check_not_lazy(net)
         replicated = options.pop("replicated", True)
         named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
@@ -159,6 +160,11 @@ class ModelParallel(nn.Module):
         """Which device does what, as the strategy tells it; print it."""
         return self.strategy.partition
 
+    @property
+    def seeds(self) -> CommonSeeds | None:
+        """What its processes draw alike, for a checkpoint to keep; None where each pass draws as any network does."""
+        return self.strategy.seeds
+
     def train(self, mode: bool = True) -> "ModelParallel":
         """Set the mode of the network and of the wrapper."""
         self.module.train(mode)
@@ -186,7 +192,10 @@ class ModelParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel":
         # Devices and process groups are shared; the network is copied. One process may copy alone: nothing is sent.
         arguments: dict[str, Any] = {**self._arguments, "replicated": False}
-        return ModelParallel(copy.deepcopy(self.module, memo), **arguments)
+        result = ModelParallel(copy.deepcopy(self.module, memo), **arguments)
+        if self.seeds is not None and result.seeds is not None:
+            result.seeds.follow(self.seeds)
+        return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the network and the arguments; whoever loads them needs the same devices."""
@@ -237,7 +246,7 @@ def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
     return {field.name for field in fields(options)}
 
 
-def _check_not_lazy(net: nn.Module) -> None:
+def check_not_lazy(net: nn.Module) -> None:
     """Refuse parameters whose shape the first batch decides: they must be placed before it comes."""
     lazy = [name for name, tensor in (*net.named_parameters(), *net.named_buffers()) if is_lazy(tensor)]
     if lazy:

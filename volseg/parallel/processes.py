@@ -29,6 +29,7 @@ __all__ = [
     "leave_processes",
     "list_hosts",
     "make_group",
+    "make_groups",
     "start_group",
     "stop_watching",
 ]
@@ -121,6 +122,24 @@ def make_group(
         Whether only its members call this, in place of every process.
     """
     return dist.new_group(ranks, timeout=FOREVER, backend=backend, use_local_synchronization=local)
+
+
+def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make a group of every row of processes, as torch wants of each of them; return the one that this process is in.
+
+    Raises
+    ------
+    ParallelError
+        If it is in none.
+    """
+    own = None
+    for row in rows:
+        group = make_group(row)
+        if find_rank() in row:
+            own = group
+    if own is None:
+        raise ParallelError(f"process {find_rank()} has no place in the mesh of ranks {list(rows)}")
+    return own
 
 
 def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

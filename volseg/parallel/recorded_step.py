@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from volseg.device.graph import RecordedFunction
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
+from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel
-from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.recorded import RecordedState
 
 __all__ = ["RecordedStep"]
@@ -131,14 +131,14 @@ class _RecordedStep:
         for parameter in self._parameters:
             parameter.grad = None
         self._group = _find_group(model)
-        self._own = [] if self._group is None else [self._group.prepare_recording()]
+        self._own = [] if self._group is None else self._group.prepare_recording()
         self.function = RecordedFunction(
             lambda inputs: step(*inputs), {"inputs": inputs}, generators=self._own, stream=stream, shares=shares
         )
         self._gradients = [parameter.grad for parameter in self._parameters]
 
     def __call__(self, *inputs: Any) -> Any:
-        with nullcontext() if self._group is None else self._group.replaying(*self._own):
+        with nullcontext() if self._group is None else self._group.replaying(self._own):
             outputs = self.function({"inputs": inputs})
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -161,8 +161,10 @@ def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
             group["capturable"] = True
 
 
-def _find_group(model: nn.Module) -> SpatialStrategy | None:
-    """Return the strategy of a model whose volumes lie on several processes."""
+def _find_group(model: nn.Module) -> Any:
+    """Return the strategy of a model that several processes run together, or several replicas on one."""
+    if isinstance(model, DataParallel):
+        return model.strategy
     return model.strategy.volumes if isinstance(model, ModelParallel) and model.strategy.is_shared else None
 
 

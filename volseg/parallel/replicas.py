@@ -6,9 +6,9 @@ binary tree over the logical replicas, first over processes and then over the ro
 processes give the same bits.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -97,19 +97,57 @@ class Replicas:
             )
         return [slice(*span) for span in spans(batch_size, self.count)]
 
-    def shares(self, batch_size: int) -> Iterator[Share]:
-        """Yield what each of the own replicas computes of a batch of so many rows, in order.
+    def shares(self, batch_size: int) -> list[Share]:
+        """Return what each of the own replicas computes of a batch of so many rows, in order.
 
         Parameters
         ----------
         batch_size
             Rows of the whole batch, over all replicas.
         """
-        dealt, begin = self.deal(batch_size), 0
+        dealt, begin, shares = self.deal(batch_size), 0, []
         for replica in self.own:
             size = dealt[replica].stop - dealt[replica].start
-            yield Share(replica, slice(begin, begin + size), size / batch_size)
+            shares.append(Share(replica, slice(begin, begin + size), size / batch_size))
             begin += size
+        return shares
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return a small tensor of every process, ``(P, ...)``, in the order of the replicas; without gradient."""
+        if self.group is None:
+            return values.detach().unsqueeze(0)
+        stacked = values.new_empty((self.num_processes, *values.shape))
+        dist.all_gather_into_tensor(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
+        return stacked
+
+    def average_rows(self, rows: Tensor) -> Tensor:
+        """Return the mean over the rows of all replicas, ``(1, C)``, of the own ones, ``(B, C)``; without gradient."""
+        total = self.sum_values(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]))
+        return (total[:-1] / total[-1]).unsqueeze(0)
+
+    def count_rows(self, own: int, like: Tensor) -> Tensor:
+        """Return the rows of all replicas together as a tensor, of which this process has so many of its ``own``."""
+        return self.sum_values(like.new_full((1,), own))
+
+    def check_norm(self, over_batch: bool, has_running: bool) -> None:
+        """Refuse a norm in training whose statistics cannot be those of the whole batch.
+
+        Raises
+        ------
+        ParallelError
+            For batch norm where this process computes several replicas, one after the other; and for an instance norm
+            with running statistics, which are a mean over the samples.
+        """
+        if over_batch and len(self.own) > 1:
+            raise ParallelError(
+                f"batch norm takes the statistics of a whole batch, and this process computes {len(self.own)} parts of "
+                "it one after the other; start one process per replica, or use instance or group norm"
+            )
+        if not over_batch and has_running:
+            raise ParallelError(
+                "an instance norm with running statistics cannot be trained by several replicas, each of which would "
+                "have its own; use track_running_stats=False"
+            )
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Return a small tensor summed over the replicas' processes, without gradient; the same on all of them.

@@ -15,6 +15,7 @@ from volseg.errors import ParallelError
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.strategy import SpatialStrategy
+    from volseg.parallel.state.random import CommonSeeds
 
 __all__ = ["Devices", "Options", "Strategy", "take_new_names", "take_old_options"]
 
@@ -45,6 +46,10 @@ class Strategy(Protocol):
     @property
     def is_replaying(self) -> bool:
         """Whether it runs recordings of its own by now."""
+
+    @property
+    def seeds(self) -> "CommonSeeds | None":
+        """What several processes draw alike for its passes; None where each pass draws from the default generators."""
 
     @property
     def step_devices(self) -> Sequence[torch.device]:

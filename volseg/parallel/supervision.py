@@ -25,12 +25,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from volseg.parallel.meeting import Store
-from volseg.parallel.progress import find_milestone
+from volseg.parallel.progress import Milestone, find_milestone
 
 __all__ = ["Cause", "Supervision"]
 
@@ -70,15 +70,26 @@ class Supervision:
     timeout : float
         Seconds without progress of anybody.
     end : callable
-        Ends this process, with the cause and what else is to be shown.
+        Ends this process, with the cause and where its main thread is, if that matters.
+    look : callable
+        Returns what this process did last.
     """
 
-    def __init__(self, store: Store, rank: int, members: Sequence[Mapping[str, Any]], timeout: float, end: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[Mapping[str, Any]],
+        timeout: float,
+        end: Callable[[Cause, str], object],
+        look: Callable[[], Milestone] = find_milestone,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.members = members
         self.timeout = timeout
         self.end = end
+        self.look = look
         self.period = min(max(1.0, len(members) / PROCESSES_PER_SECOND), timeout / 10)
         self.longest_silence = min(max(timeout / 5, LEAST_SECONDS), timeout)
         self.cause: Cause | None = None
@@ -136,9 +147,9 @@ class Supervision:
                 self.end(cause, self._format_stack() if show_stack else "")
 
     def _publish(self) -> None:
-        step = find_milestone()
+        reached = self.look()
         self._beat += 1
-        state = {"beat": self._beat, "count": step.count, "step": str(step), "leaving": self._is_leaving}
+        state = {"beat": self._beat, "count": reached.count, "at": str(reached), "leaving": self._is_leaving}
         self.store.set(f"life/{self.rank}", json.dumps(state))
 
     def _try_to_publish(self) -> None:
@@ -215,7 +226,7 @@ class Supervision:
         return member["machine"] == self.members[self.rank]["machine"] and not is_running(member["pid"])
 
     def _step_of(self, rank: int) -> str:
-        return self._states[rank]["step"] if rank in self._states else "its start"
+        return self._states[rank]["at"] if rank in self._states else "its start"
 
     def _format_stack(self) -> str:
         """Return where the main thread of this process is."""

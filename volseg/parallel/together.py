@@ -42,7 +42,7 @@ def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
         return [json.loads(text)]
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     lengths = [length for (length,) in _gather([len(content)], group)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(content)] = content
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded, group=group)
@@ -244,7 +244,7 @@ def _explain_broken(fault: Exception) -> ParallelError:
 
 def _gather(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
     """Return every process's integers."""
-    own = torch.tensor(numbers, dtype=torch.int64)
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, own, group=group)
     return [one.tolist() for one in received]

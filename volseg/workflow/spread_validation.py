@@ -49,7 +49,7 @@ class SpreadValidation:
 
     @property
     def examples(self) -> list[Example]:
-        """Own cases to look at, of the last call."""
+        """The first process's own cases to look at, of the last call; none in the others."""
         return self.validation.examples
 
     def __call__(self) -> Validated:
@@ -71,12 +71,14 @@ class SpreadValidation:
                 f"the processes of a validation must hold each of its {len(self.order)} cases once, got {names}; "
                 "give every process its own share of the cases, and all of them the same order"
             )
-        is_first = self.group is None or dist.get_rank(self.group) == 0
-        return self.validation.conclude([by_name[name] for name in self.order], writes=is_first)
+        return self.validation.conclude([by_name[name] for name in self.order], writes=self._is_first())
+
+    def _is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
 
     def _judge(self, rounds: Rounds) -> list[tuple[str, Any]]:
         judged = []
-        for name, case in self.validation.judge():
+        for name, case in self.validation.judge(keeps_examples=self._is_first()):
             judged.append((name, _describe(case)))
             rounds.count()
             rounds.check()

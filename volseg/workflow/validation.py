@@ -120,9 +120,10 @@ class Validation:
         # In the order of the cases: batches of equal size come back in another.
         return self.conclude([judged[case["case"]] for case in self.cases])
 
-    def judge(self) -> Iterator[tuple[str, JudgedCase]]:
+    def judge(self, *, keeps_examples: bool = True) -> Iterator[tuple[str, JudgedCase]]:
         """Predict and judge case after case, in the order in which predictions come."""
         self.examples = []
+        num_examples = self.num_examples if keeps_examples else 0
         for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
             stop_if_requested()
             report_progress("validate", item=case["case"])
@@ -140,7 +141,7 @@ class Validation:
                 for metric in self.metrics
                 for name, value in metric(fields).items()
             }
-            if len(self.examples) < self.num_examples:
+            if len(self.examples) < num_examples:
                 self.examples.append(_example(case, prediction))
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)
 

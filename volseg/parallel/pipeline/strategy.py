@@ -170,6 +170,9 @@ class PipelineStrategy:
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}
 
+    seeds: None = None
+    """A pipeline draws from the default generators."""
+
     @property
     def is_shared(self) -> bool:
         """Whether volumes lie on several processes: never, a pipeline runs in one."""

@@ -5,15 +5,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import find_saved_tensors_hooks
+from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
+
+if TYPE_CHECKING:
+    from volseg.parallel.replicas import Replicas
 
 __all__ = ["Context", "saved_tensors_hooks"]
 
@@ -52,7 +55,9 @@ class Context:
     graph_generator
         Random numbers that differ between processes, while a CUDA graph is recorded.
     has_replicas
-        Whether gradients are averaged with processes that train on other volumes.
+        Whether gradients are averaged or summed with processes that train on other volumes.
+    replicas
+        Those whose samples are one batch with the own ones, for norms over the batch; None where a batch is whole.
     parameters
         Their copies on the shards' devices.
     hooks
@@ -74,6 +79,7 @@ class Context:
         self.frugal = False
         self.graph_generator: torch.Generator | None = None
         self.has_replicas = False
+        self.replicas: Replicas | None = None
         self.parameters = Parameters(communicator)
         self.hooks: Any = None
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
@@ -110,7 +116,8 @@ class Context:
             return found
         if not (whole.requires_grad and torch.is_grad_enabled()):
             return [whole] if self._alone == whole.device else copy_plain(self.communicator, whole)
-        if self.has_replicas and isinstance(whole, nn.Parameter):
+        # In a backward pass a block is computed again, and nobody asks for gradients of what is then computed.
+        if self.has_replicas and isinstance(whole, nn.Parameter) and find_backward_pass() == -1:
             raise ParallelError(
                 f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
                 "averages its gradient over the replicas of the mesh (a head called by itself, or a parameter that "

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.torch_internals import get_version
-from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets
+from volseg.parallel.buckets import fill_buckets
+from volseg.parallel.spatial.transport.communicator import Communicator
 
 __all__ = ["Copies", "Parameters", "copy_plain"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
-from volseg.parallel.spatial.transport.communicator import fill_buckets
+from volseg.parallel.buckets import fill_buckets
 
 __all__ = ["check_alike", "replicate"]
 
@@ -78,7 +78,7 @@ def _check(own: Tensor, groups: Sequence[dist.ProcessGroup], names: Sequence[str
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ParallelError(
-            f"the processes of a spatial group {what}: {', '.join(wrong[:5])}{more}. Wrapping gives all of them the "
+            f"the processes of a group {what}: {', '.join(wrong[:5])}{more}. Wrapping gives all of them the "
             "values of the first process; what is changed afterwards (load_state_dict, train(), requires_grad_) must "
             "be changed in every process"
         )

@@ -1,23 +1,23 @@
 """``SpatialStrategy``: run a plain network on volumes cut into slabs."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.device.layout import DIM
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
+from volseg.parallel.gradient_sums import GradientSums, Marked
 from volseg.parallel.processes import find_message_group
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.copied_view import plain
+from volseg.parallel.spatial.copied_view import Origin, plain
 from volseg.parallel.spatial.custom_function import no_script
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.history import check_history
@@ -29,9 +29,9 @@ from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.mesh import Processes, join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, average_gradients
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
-from volseg.parallel.state.random import seeded
+from volseg.parallel.state.random import CommonSeeds, mix, seeded
 from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Spatial", "SpatialStrategy"]
@@ -65,6 +65,9 @@ class Spatial:
         faster.
     offload : bool
         Whether activations of a megabyte and more wait in host memory for the backward pass.
+    fixed_order : bool
+        Whether sums over shards have one order: the same bits with the shards on one device, on several, or on several
+        processes. It costs some speed.
 
     Raises
     ------
@@ -86,6 +89,7 @@ class Spatial:
     checkpoint: str | int | None = None
     channels_last: bool | None = None
     offload: bool = False
+    fixed_order: bool = False
 
     def __post_init__(self) -> None:
         if self.on_unsupported not in ("raise", "gather"):
@@ -134,18 +138,23 @@ class SpatialStrategy:
     ) -> None:
         self.options = options = take_old_options(Spatial, options, old)
         self.net = net
-        placed = _find_place(devices, mesh, options.grid)
+        placed = _find_place(devices, mesh, options)
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
+        self.sums: GradientSums | None = None
         self.axes = _check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)
         self.context.room = _count_room(net)
-        self.context.has_replicas = self.replicas is not None
+        if self.replicas is not None:
+            self.sum_gradients(self.replicas, average=True)
         self.recomputation = Recomputation(net, options.checkpoint, self.context)
         self.context.frugal = options.checkpoint is not None
         self._checked = False
         self._checked_weights = not self._groups
-        self._generator: torch.Generator | None = None
+        # Shards that are one device's as well as several processes' draw alike in both cases.
+        draws_alike = self.group is not None or options.fixed_order
+        shards = [] if self.group is None else [self.group]
+        self.seeds = CommonSeeds(shards, self.communicator.home) if draws_alike else None
         wanted = options.channels_last
         self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
@@ -168,23 +177,25 @@ class SpatialStrategy:
         cut = [self.cut(leaf) for leaf in leaves]
         args, kwargs = tree_unflatten(cut, structure)
         inputs = CutInput.among(leaves, cut)
-        trained: dict[str, Tensor] = {name: p for name, p in self.net.named_parameters() if _is_trained(p)}
-        if self.replicas is not None:
-            averaged = average_gradients(list(trained.values()), self.replicas)
-            trained = dict(zip(trained, averaged, strict=True))
+        named = {name: parameter for name, parameter in self.net.named_parameters() if _is_trained(parameter)}
+        trained: list[Tensor] = list(named.values())
+        marked: Marked | None = None
+        stand_ins: AbstractContextManager[None] = nullcontext()
+        if self.sums is not None and trained and torch.is_grad_enabled():
+            marked = self.sums.mark(named)
+            trained, stand_ins = marked.stand_ins, marked.used(self.net)
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
-        copies = self.context.forward_pass(list(trained.values()))
-        with self.same_randomness(), away, copies, self.recomputation.active(finest), no_script():
-            if self.replicas is not None:
-                result = functional_call(self.net, trained, args, kwargs)
-            else:
-                result = self.net(*args, **kwargs)
+        copies = self.context.forward_pass(trained)
+        with self.same_randomness(), away, copies, stand_ins, self.recomputation.active(finest), no_script():
+            result = self.net(*args, **kwargs)
         for given in inputs:
             given.write_back()
         for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
             volume.settle()
         result = tree_map(plain, result)
+        if marked is not None:
+            result = _tie(result, marked)
         # Losses mix the few channels of the output with labels, which are contiguous.
         return tree_map(_make_contiguous, result) if self.context.channels_last else result
 
@@ -240,21 +251,25 @@ class SpatialStrategy:
         assert self.group is not None
         return find_message_group(self.group)
 
-    def prepare_recording(self) -> torch.Generator:
-        """Make ready for a CUDA graph of a step; return the generator that it draws from beside the device's own.
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Make ready for a CUDA graph of a step; return the generators that it draws from beside the device's own.
 
         Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
         """
+        self.context.graph_generator = None
+        if not self.is_shared:
+            return []
         self.context.graph_generator = torch.Generator(self.communicator.home)
         if isinstance(self.communicator, ProcessGroupShards) and self.communicator.plane_mailbox:
             self.communicator.plane_mailbox.settle()
-        return self.context.graph_generator
+        return [self.context.graph_generator]
 
     @contextmanager
-    def replaying(self, generator: torch.Generator) -> Iterator[None]:
+    def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
         with self.same_randomness():
-            generator.manual_seed((torch.initial_seed() + 1 + self.communicator.indices[0]) % 2**63)
+            for generator in generators:
+                generator.manual_seed(mix(torch.initial_seed(), 1 + self.communicator.indices[0]))
             yield
 
     @property
@@ -316,18 +331,27 @@ class SpatialStrategy:
         Levels that are too coarse to cut draw from it, and dropout its seeds, which may be active in a network that is
         evaluated, too. The caller's generators are put back.
         """
-        group, device = self.group, self.communicator.home
-        if group is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        device = self.communicator.home
+        if self.seeds is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield
             return
-        if self._generator is None:
-            # Whoever seeded what: the first process of the group decides, once.
-            agreed = torch.randint(2**62, (1,)).to(device)
-            dist.broadcast(agreed, self.first_process, group=group)
-            self._generator = torch.Generator().manual_seed(int(agreed.item()))
-        seed = int(torch.randint(2**62, (), generator=self._generator).item())
-        with seeded(seed, [device]):
+        with seeded(self.seeds.draw(self.net.training), dict.fromkeys(self.communicator.devices)):
             yield
+
+    def sum_gradients(
+        self, replicas: dist.ProcessGroup, *, average: bool = False, fixed_order: bool = False
+    ) -> GradientSums:
+        """Sum the gradients of all passes from now on over processes that hold the same shard of other volumes."""
+        if self.sums is not None:
+            raise ParallelError(
+                "the gradients of this model are averaged over the 'data' dimension of its mesh already; give "
+                "ModelParallel the spatial group alone (mesh.spatial_group), and DataParallel the replicas"
+            )
+        communicator = self.communicator
+        stream = communicator.side_stream if isinstance(communicator, ProcessGroupShards) else None
+        self.sums = GradientSums(replicas, communicator.home, average=average, fixed_order=fixed_order, stream=stream)
+        self.context.has_replicas = True
+        return self.sums
 
     @property
     def partition(self) -> str:
@@ -344,6 +368,31 @@ class SpatialStrategy:
 def _is_trained(parameter: Tensor) -> bool:
     """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
     return parameter.requires_grad and not parameter.is_inference()
+
+
+def _tie(result: Any, marked: Marked) -> Any:
+    """Return a pass's result, whose backward pass sums every gradient."""
+    leaves, structure = tree_flatten(result)
+    pieces = [_list_pieces(leaf) for leaf in leaves]
+    tied = iter(marked.tie([piece for own in pieces for piece in own]))
+    results = []
+    for leaf, own in zip(leaves, pieces, strict=True):
+        fresh = [next(tied) for _ in own]
+        if isinstance(leaf, ShardedVolume) and fresh:
+            origin, leaf = leaf.origin, wrap(leaf, fresh)
+            leaf.origin = None if origin is None else Origin([], fresh, [origin])
+        elif fresh:
+            (leaf,) = fresh
+        results.append(leaf)
+    return tree_unflatten(results, structure)
+
+
+def _list_pieces(leaf: Any) -> list[Tensor]:
+    """Return the tensors that a gradient comes back through."""
+    if isinstance(leaf, ShardedVolume):
+        check_history(leaf)
+        return leaf.slabs if any(slab.requires_grad for slab in leaf.slabs) else []
+    return [leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else []
 
 
 def _make_contiguous(leaf: Any) -> Any:
@@ -390,8 +439,9 @@ def _check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str,
     return chosen
 
 
-def _find_place(devices: Devices, mesh: Any, grid: Sequence[int] | None) -> LocalDevices | Processes:
+def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices | Processes:
     several = is_distributed() or (is_launched() and count_launched() > 1)
     if mesh is not None or (several and devices is None):
-        return join(mesh, grid)
-    return LocalDevices([find_own_device()] if devices is None and is_launched() else name_devices(devices), grid)
+        return join(mesh, options.grid, options.fixed_order)
+    own = [find_own_device()] if devices is None and is_launched() else name_devices(devices)
+    return LocalDevices(own, options.grid, options.fixed_order)

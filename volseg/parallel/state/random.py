@@ -4,15 +4,20 @@ torch's default generators of the CPU and of the devices in use, Python's and Nu
 itself are part of its own state: see ``module``.
 """
 
+import hashlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["RandomState", "own_random_numbers", "seeded"]
+from volseg.errors import ParallelError
+
+__all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]
 
 
 class RandomState:
@@ -93,6 +98,98 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_bit_generator(legacy)
+
+
+class CommonSeeds:
+    """Seeds that processes draw alike, one for each forward pass, whatever each of them draws besides.
+
+    They come from a generator that belongs to a network, and whose state a checkpoint keeps: a training that goes on
+    draws what it would have drawn. Passes in evaluation do not move it: how often is validated, and on how many
+    processes, changes nothing of the training.
+
+    Parameters
+    ----------
+    groups
+        Of processes that draw alike: shards, then replicas, so that one value reaches all. The first process decides
+        where they begin, with its own default generator, when the first seed is drawn.
+    device
+        On which the groups exchange.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._generator: torch.Generator | None = None
+        self._num_evaluations = 0
+
+    def draw(self, training: bool) -> int:
+        """Return the seed of a pass; the first one is drawn by all processes together."""
+        generator = self.agree()
+        if training:
+            self._num_evaluations = 0
+            return _draw(generator)
+        self._num_evaluations += 1
+        beside = torch.Generator()
+        beside.set_state(generator.get_state())
+        return mix(_draw(beside), 2**32 + self._num_evaluations)
+
+    def agree(self) -> torch.Generator:
+        """Return the generator, on which all processes have agreed; until then all of them call this together."""
+        if self._generator is None:
+            first = self._take_first(torch.randint(2**62, (1,)))
+            self._generator = torch.Generator().manual_seed(int(first.item()))
+        return self._generator
+
+    def _take_first(self, own: Tensor) -> Tensor:
+        """Return the first process's value."""
+        value = own.to(self._device)
+        for group in self._groups:
+            dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        return value.cpu()
+
+    def follow(self, other: "CommonSeeds") -> None:
+        """Go on from where another one stands, which is alike in all processes; nothing is sent."""
+        state = other.get_state()
+        if state is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(state)
+
+    def get_state(self) -> Tensor | None:
+        """Return where the generator stands; None before the first pass."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def set_state(self, state: Tensor | None) -> None:
+        """Go on from a saved state; called by all processes together.
+
+        Raises
+        ------
+        ParallelError
+            If they were given different states.
+        """
+        self._generator = None
+        own = torch.zeros(0, dtype=torch.uint8) if state is None else state.cpu()
+        digest = torch.frombuffer(bytearray(hashlib.sha256(own.numpy().tobytes()).digest()), dtype=torch.uint8)
+        differs = (self._take_first(digest) != digest).any().int().view(1).to(self._device)
+        for group in self._groups:
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
+        if bool(differs.item()):
+            raise ParallelError(
+                "the processes of a network were given different random states; load the same checkpoint in all"
+            )
+        if state is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(own)
+
+
+def mix(seed: int, number: int) -> int:
+    """Return another seed for each number.
+
+    Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
+    """
+    return (seed + number * 0x9E3779B97F4A7C15) % 2**63
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator).item())
 
 
 def _find_generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:

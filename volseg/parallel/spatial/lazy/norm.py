@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume
 
+if TYPE_CHECKING:
+    from volseg.parallel.replicas import Replicas
+
 __all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint"]
 
 
@@ -38,14 +41,18 @@ class Pooled:
 
     over_batch: bool
     groups: int | None = None
+    replicas: "Replicas | None" = None
+    """Whose samples are one batch with the own ones, for statistics over it."""
 
     def needed(self, batch: int) -> Callable[[Tensor], Tensor] | None:
         """Return ``average``, or None where every pair is its own group."""
-        alone = batch == 1 if self.over_batch else self.groups is None
+        alone = batch == 1 and self.replicas is None if self.over_batch else self.groups is None
         return None if alone else self.average
 
     def average(self, pairs: Tensor) -> Tensor:
         """Replace each entry of ``(B, C)`` by the mean of its group."""
+        if self.over_batch and self.replicas is not None:
+            return self.replicas.average_rows(pairs).expand_as(pairs)
         if self.over_batch:
             return pairs.mean(0, keepdim=True).expand_as(pairs)
         if self.groups is None:

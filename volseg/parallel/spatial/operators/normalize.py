@@ -49,7 +49,8 @@ def batch_norm(
 ) -> Any:
     """Normalise each channel over batch and volume."""
     running = running_mean, running_var, momentum
-    return _with_running(input, running, weight, bias, training, eps, Pooled(over_batch=True))
+    replicas = input.context.replicas if isinstance(input, ShardedVolume) else None
+    return _with_running(input, running, weight, bias, training, eps, Pooled(over_batch=True, replicas=replicas))
 
 
 @handles("Normalisation", "torch.batch_norm", rehearse=False)
@@ -115,8 +116,11 @@ def _with_running(
         return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
     if volume.shape[0] == 0:
         refuse("a batch of no samples has no statistics")
+    replicas = volume.context.replicas
+    if replicas is not None:
+        replicas.check_norm(pooled.over_batch, mean is not None)
     count = volume.shape[2:].numel() * (volume.shape[0] if pooled.over_batch else 1)
-    if count == 1:  # torch's rule
+    if count == 1 and (replicas is None or not pooled.over_batch):  # torch's rule
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
     result, found = normalize(volume, pooled, weight, bias, eps)
     if not pooled.over_batch:  # torch's instance norm changes its running statistics last, its batch norm first
@@ -131,7 +135,11 @@ def _with_running(
             variance = variance.to(var)
             mean.lerp_(center.to(mean), momentum)
             # Towards the unbiased variance, count / (count - 1) times the biased one.
-            var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
+            if pooled.over_batch and replicas is not None:
+                voxels = replicas.count_rows(volume.shape[0], variance) * volume.shape[2:].numel()
+                var.lerp_(variance, momentum).addcdiv_(variance, voxels - 1, value=momentum)
+            else:
+                var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
     return settle_in_checkpoint(result)
 
 

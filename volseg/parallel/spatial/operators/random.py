@@ -15,6 +15,7 @@ from volseg.parallel.spatial.operators.pointwise import aligned, in_place, point
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.state.random import mix
 
 __all__ = ["common_generator", "fill_randomly", "generators"]
 
@@ -34,8 +35,7 @@ def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
     if _is_recording(volume):
         return [volume.context.graph_generator for _ in volume.slabs]
     seed = draw_seed(volume)
-    # Seeds one apart would give the CPU's Mersenne twister related streams; a large odd step does not.
-    seeds = [(seed + index * 0x9E3779B97F4A7C15) % 2**63 for index in volume.context.communicator.indices]
+    seeds = [mix(seed, index) for index in volume.context.communicator.indices]
     return [torch.Generator(slab.device).manual_seed(own) for slab, own in zip(volume.slabs, seeds, strict=True)]
 
 

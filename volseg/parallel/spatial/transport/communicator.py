@@ -28,13 +28,7 @@ from volseg.device.norm.choice import compute_shares
 from volseg.device.peer.values import ValueMailbox
 from volseg.parallel.spatial.plan.shards import Span, spans
 
-__all__ = ["Communicator", "fill_buckets", "narrow_to"]
-
-BUCKET_BYTES = 16 * 2**20
-"""Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
-
-FIRST_BUCKET_BYTES = 2**20
-"""Of the first parameters, whose gradients come last: nothing is left to hide their sum behind."""
+__all__ = ["Communicator", "narrow_to"]
 
 
 class Communicator(ABC):
@@ -52,6 +46,8 @@ class Communicator(ABC):
         Device of whole values.
     mailbox
         How kernels exchange a few values between the shards by themselves, or None.
+    fixed_order
+        Whether sums over shards have one order, wherever the shards are.
     """
 
     grid: tuple[int, ...]
@@ -59,6 +55,7 @@ class Communicator(ABC):
     devices: list[torch.device]
     home: torch.device
     mailbox: ValueMailbox | None = None
+    fixed_order: bool = False
 
     @cached_property
     def num_shards(self) -> int:
@@ -147,21 +144,3 @@ def narrow_to(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tens
     for dim, (start, stop) in zip(dims, owned, strict=True):
         whole = whole.narrow(dim, start, stop - start)
     return whole
-
-
-def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter.
-
-    The first is smaller: see ``FIRST_BUCKET_BYTES``.
-    """
-    result: list[list[Tensor]] = []
-    filled = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        room = min(limit, FIRST_BUCKET_BYTES) if len(result) == 1 else limit
-        if not result or filled + size > room or result[-1][0].dtype != parameter.dtype:
-            result.append([])
-            filled = 0
-        result[-1].append(parameter)
-        filled += size
-    return result

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.devices import find_own_device
-from volseg.parallel.processes import make_group, start_group
+from volseg.parallel.processes import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 __all__ = ["DATA", "Processes", "join"]
@@ -31,23 +31,33 @@ class Processes:
     replicas: dist.ProcessGroup | None
 
 
-def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
+def join(mesh: Any, grid: Sequence[int] | None, fixed_order: bool = False) -> Processes:
     """Return the communicator of this process.
+
+    Parameters
+    ----------
+    mesh
+        A ``DeviceMesh``, the group of the processes that share a volume, or None for all processes.
+    grid
+        Shards along each mesh axis; by default as the mesh says.
+    fixed_order
+        See ``Communicator``.
 
     Raises
     ------
     ParallelError
         If the mesh has no dimension to cut volumes with, or ``grid`` has another number of shards.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ParallelError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        raise ParallelError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, or a group, got {type(mesh).__name__}"
+        )
     start_group()
     device = find_own_device()
-    if mesh is None:
-        return Processes(
-            ProcessGroupShards(find_default_group(), _grid(grid, [dist.get_world_size()]), device),
-            None,
-        )
+    if not isinstance(mesh, DeviceMesh):
+        group = find_default_group() if mesh is None else mesh
+        shape = _grid(grid, [dist.get_world_size(group)])
+        return Processes(ProcessGroupShards(group, shape, device, fixed_order), None)
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:
@@ -57,20 +67,9 @@ def join(mesh: Any, grid: Sequence[int] | None) -> Processes:
     replica_dim = names.index(DATA) if DATA in names else None
     ranks = mesh.mesh if replica_dim is None else mesh.mesh.movedim(replica_dim, 0)
     rows = ranks.reshape(-1, prod(sizes)).tolist()
-    group = _own_group(rows)
-    replicas = _own_group([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
-    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device), replicas)
-
-
-def _own_group(rows: list[list[int]]) -> dist.ProcessGroup:
-    own = None
-    for row in rows:
-        group = make_group(row)
-        if dist.get_rank() in row:
-            own = group
-    if own is None:
-        raise ParallelError(f"process {dist.get_rank()} has no place in the mesh of ranks {rows}")
-    return own
+    group = make_groups(rows)
+    replicas = make_groups([list(column) for column in zip(*rows, strict=True)]) if len(rows) > 1 else None
+    return Processes(ProcessGroupShards(group, _grid(grid, sizes), device, fixed_order), replicas)
 
 
 def _grid(grid: Sequence[int] | None, sizes: Sequence[int]) -> tuple[int, ...]:

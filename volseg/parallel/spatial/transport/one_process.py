@@ -23,9 +23,17 @@ class LocalDevices(Communicator):
         One device per shard.
     grid
         Shards along each mesh axis; ``(len(devices),)`` by default.
+    fixed_order
+        See ``Communicator``.
     """
 
-    def __init__(self, devices: Sequence[str | int | torch.device], grid: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str | int | torch.device],
+        grid: Sequence[int] | None = None,
+        fixed_order: bool = False,
+    ) -> None:
+        self.fixed_order = fixed_order
         self.devices = [torch.device(device) for device in devices]
         self.grid = tuple(grid) if grid is not None else (len(self.devices),)
         if prod(self.grid) != len(self.devices) or not self.devices:

@@ -17,8 +17,10 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.parallel.buckets import flatten, split_like
+from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
-from volseg.parallel.spatial.transport.communicator import Communicator, fill_buckets, narrow_to
+from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 
 __all__ = ["ProcessGroupShards"]
 
@@ -34,10 +36,14 @@ class ProcessGroupShards(Communicator):
         Shards along each mesh axis.
     device
         This process's device.
+    fixed_order
+        See ``Communicator``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, grid: Sequence[int], device: torch.device) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, grid: Sequence[int], device: torch.device, fixed_order: bool = False
+    ) -> None:
+        self.group, self.fixed_order = group, fixed_order
         self.grid = tuple(grid)
         self.home = device
         self.devices = [device]
@@ -181,6 +187,13 @@ class ProcessGroupShards(Communicator):
             slab = self.exchange(slab, axis, dim, size, [(0, size)] * self.grid[axis])
         return slab
 
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum of every process's tensor, which may be overwritten, outside autograd."""
+        if self.fixed_order:
+            return sum_in_order(partial, self.group)
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Mark a whole value as used by the shards; its gradient is summed over them."""
         return [_Spread.apply(whole, self)]
@@ -198,14 +211,6 @@ class ProcessGroupShards(Communicator):
         self.side_stream.wait_stream(torch.cuda.current_stream(self.home))
         with torch.cuda.stream(self.side_stream):
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
-
-
-def average_gradients(parameters: Sequence[Tensor], replicas: dist.ProcessGroup) -> list[Tensor]:
-    """Return the parameters, marked so that their gradients are averaged over processes with other volumes."""
-    shared: list[Tensor] = []
-    for bucket in fill_buckets(parameters):
-        shared += _Average.apply(replicas, *bucket)
-    return shared
 
 
 class _Fetch(torch.autograd.Function):
@@ -265,9 +270,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.communicator.group)
-        return total, None
+        return ctx.communicator.add_up(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Cut(torch.autograd.Function):
@@ -287,7 +290,7 @@ class _Cut(torch.autograd.Function):
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: ProcessGroupShards, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.communicator = communicator
+        ctx.communicator, ctx.parameters = communicator, [parameter.detach() for parameter in parameters]
         # A parameter that no shard used keeps the gradient None, as on one device.
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
@@ -295,42 +298,10 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *reduce_together(gradients, ctx.communicator.group)
-
-
-class _Average(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, replicas: dist.ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.replicas = replicas
-        ctx.set_materialize_grads(False)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *reduce_together(gradients, ctx.replicas, average=True)
-
-
-def reduce_together(
-    gradients: Sequence[Tensor | None], group: dist.ProcessGroup, average: bool = False
-) -> list[Tensor | None]:
-    """Sum gradients over a group in one call; None stays None."""
-    used = [_dense(gradient) for gradient in gradients if gradient is not None]
-    # In the order of memory, so that a gradient comes back in the layout its parameter has.
-    flat = torch.cat([gradient.as_strided((gradient.numel(),), (1,)) for gradient in used])
-    dist.all_reduce(flat, group=group)
-    if average:
-        flat /= dist.get_world_size(group)
-    parts = flat.split([gradient.numel() for gradient in used])
-    summed = iter(
-        [part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in zip(parts, used, strict=True)]
-    )
-    return [None if gradient is None else next(summed) for gradient in gradients]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """Return the gradient, copied where it has gaps in memory."""
-    last = torch.channels_last_3d if gradient.ndim == 5 else torch.channels_last
-    if gradient.is_contiguous() or (gradient.ndim in (4, 5) and gradient.is_contiguous(memory_format=last)):
-        return gradient
-    return gradient.contiguous()
+        used = [gradient for gradient in gradients if gradient is not None]
+        if not used:
+            return None, *gradients
+        like = [parameter for parameter, g in zip(ctx.parameters, gradients, strict=True) if g is not None]
+        total = ctx.communicator.add_up(flatten(used, like))
+        summed = iter(split_like(total, like))
+        return None, *(None if gradient is None else next(summed) for gradient in gradients)

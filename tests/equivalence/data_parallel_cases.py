@@ -1,0 +1,193 @@
+"""Networks that replicas must train as one process trains them with the whole batch."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.device.torch_internals import DropoutNd
+from volseg.models.vnet import VNet
+from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
+
+TOLERANCE = 1e-9
+"""Of float64, relative to the largest value: sums in another order."""
+
+
+class Habits(nn.Module):
+    """What networks do besides: a parameter that nobody uses, one that is frozen, weights used twice, checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.unused = nn.Conv3d(1, 4, 3)
+        self.frozen = nn.Conv3d(4, 4, 1)
+        self.frozen.requires_grad_(False)
+        self.twice = nn.Conv3d(4, 4, 3, padding=1)
+        self.mix = nn.Linear(4, 4)
+        self.last = nn.Conv3d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.frozen(self.first(x))
+        x = self.twice(F.leaky_relu(self.twice(x)))
+        x = checkpoint(self.twice, x, use_reentrant=False)
+        gate = self.mix(x.mean((2, 3, 4))).sigmoid()[:, :, None, None, None]
+        logits = self.last(x * gate)
+        return {"logits": logits, "deep": [F.avg_pool3d(logits, 2), None]}
+
+
+def build_normed(norm: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        *(nn.Conv3d(1, 4, 3, padding=1), norm(4), nn.LeakyReLU(0.1), nn.Conv3d(4, 6, 3, stride=2, padding=1)),
+        *(norm(6), nn.PReLU(6), nn.ConvTranspose3d(6, 2, 2, stride=2)),
+    )
+
+
+def build_dynunet() -> nn.Module:
+    from monai.networks.nets import DynUNet
+
+    return DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and the shape of a sample."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (1, 8, 6, 6)
+
+
+def build_vnet() -> nn.Module:
+    net = VNet(in_channels=1, out_channels=2)
+    for module in net.modules():
+        if isinstance(module, DropoutNd):
+            module.p = 0.0
+    return net
+
+
+VNET = Case(build_vnet, (1, 16, 16, 16))
+
+CASES = {
+    "dynunet": Case(build_dynunet, (1, 8, 8, 8)),
+    "batch norm": Case(build_normed(nn.BatchNorm3d)),
+    "group norm": Case(build_normed(lambda n: nn.GroupNorm(2, n))),
+    "habits": Case(Habits),
+    "dropout off": Case(lambda: nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Dropout3d(0.0), nn.Conv3d(4, 2, 1))),
+}
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a result, whole."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in find_tensors(part)]
+    return [] if value is None else [value.full_tensor() if hasattr(value, "full_tensor") else value]
+
+
+def compute_loss(outputs: Any) -> Tensor:
+    """Return a mean over samples of something that is not linear."""
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, list | tuple):
+        return sum(compute_loss(part) for part in outputs if part is not None)  # type: ignore[return-value]
+    return (outputs * outputs.sigmoid()).mean()
+
+
+def wrap(net: nn.Module, data: int, spatial: int, replicas: int, kernels: str, fixed: bool) -> DataParallel:
+    """Return the network for a mesh of processes."""
+    mesh = join_mesh(data, spatial)
+    model: nn.Module = net
+    if kernels == "fast":
+        model = FastKernels(net, "cpu")
+    elif spatial > 1:
+        model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), mesh=mesh.spatial_group)
+    elif kernels.startswith("slabs"):
+        model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), devices=["cpu"] * int(kernels[-1]))
+    elif kernels.startswith("pipeline"):
+        model = ModelParallel(
+            net, strategy=Pipeline(split_size=1, record="recorded" in kernels), devices=["cpu", "cpu:1"]
+        )
+    return DataParallel(model, mesh.replicas(replicas, fixed_order=fixed))
+
+
+def take_step(model: DataParallel, batch: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Compute the gradients of a batch; return this process's outputs and the loss of the whole batch."""
+    dealt = model.replicas.deal(len(batch))
+    own = torch.cat([batch[dealt[replica]] for replica in model.replicas.own])
+    shares = model.replicas.shares(len(batch))
+    sums, outputs, losses = RoundSums(model.parameters(), len(shares)), [], []
+    for share in shares:
+        with model.as_replica(share.replica):
+            result = model(own[share.rows])
+            loss = compute_loss(result) * share.weight
+        loss.backward()
+        sums.push()
+        outputs.append(find_tensors(result))
+        losses.append(loss.detach())
+    sums.put_back()
+    joined = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    return joined, model.replicas.sum_values(torch.stack(losses).sum())
+
+
+def measure(actual: Tensor | None, expected: Tensor | None, least: float = 1e-30) -> float:
+    """Return the largest difference, relative to the largest value, or to ``least``."""
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    return float((actual - expected).abs().max()) / max(float(expected.abs().max()), least)
+
+
+def run(
+    name: str, data: int, spatial: int = 1, *, batch: int = 4, replicas: int | None = None, kernels: str = "torch"
+) -> dict[str, float]:
+    """Train two steps on the mesh and in one process; return the errors of everything."""
+    case = VNET if name == "vnet" else CASES[name]
+    torch.manual_seed(7)
+    plain = case.build().double()
+    torch.manual_seed(100 + (join_mesh(data, spatial).replica))  # as processes may have been seeded
+    other = case.build().double()
+    if join_mesh(data, spatial).replica == 0:
+        other.load_state_dict(plain.state_dict())
+    count = replicas or data
+    model = wrap(other, data, spatial, count, kernels, fixed=False)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (plain, model)]
+    numbers = torch.Generator().manual_seed(3)
+    errors: dict[str, float] = {}
+    for step in range(2):
+        whole = torch.randn(batch, *case.shape, dtype=torch.float64, generator=numbers)
+        expected = plain(whole)
+        loss = compute_loss(expected)
+        loss.backward()
+        outputs, own_loss = take_step(model, whole)
+        rows = torch.cat([torch.arange(batch)[model.replicas.deal(batch)[r]] for r in model.replicas.own])
+        for index, (actual, wanted) in enumerate(zip(outputs, find_tensors(expected), strict=True)):
+            errors[f"step {step}: output {index}"] = measure(actual.detach(), wanted.detach()[rows])
+        errors[f"step {step}: loss"] = measure(own_loss, loss.detach())
+        # The gradient of a bias in front of a norm is zero: what is there is round-off of the others'.
+        largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+        for (key, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            errors[f"step {step}: gradient of {key}"] = measure(a.grad, b.grad, largest)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for key, value in plain.state_dict().items():
+            errors[f"step {step}: {key}"] = measure(model.state_dict()[key], value)
+    model.check_alike()
+    plain.eval()
+    model.eval()
+    with torch.no_grad():
+        for index, (a, b) in enumerate(zip(find_tensors(model(whole)), find_tensors(plain(whole)), strict=True)):
+            errors[f"evaluation: output {index}"] = measure(a, b)
+    return {key: error for key, error in errors.items() if not error <= TOLERANCE}
+
+
+def copy_and_compare(data: int) -> bool:
+    """Say whether a copy computes what the model computes, and is wrapped as it is."""
+    model = wrap(CASES["dynunet"].build(), data, 1, data, "torch", fixed=False)
+    other = copy.deepcopy(model)
+    volume = torch.randn(1, 1, 8, 8, 8)
+    return torch.equal(other(volume), model(volume)) and other.replicas is model.replicas

@@ -1,0 +1,72 @@
+"""Which process of how many this is, by the variables of whoever started it."""
+
+import pytest
+
+from volseg.launched import find_launch, list_nodes
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "seven",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+BATCH_SHELL = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+STEP = {
+    **BATCH_SHELL,
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_torchruns_variables():
+    launch = find_launch(TORCHRUN)
+    assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
+    assert (launch.address, launch.port, launch.has_store) == ("node7", 29500, True)
+    assert (launch.run, launch.restarts) == ("seven", 2)
+
+
+def test_a_step_of_slurm_with_several_tasks():
+    launch = find_launch(STEP)
+    assert (launch.rank, launch.local_rank, launch.world_size) == (3, 1, 4)
+    assert launch.address == "gpu08"
+    assert 10_000 <= launch.port < 30_000
+    assert not launch.has_store
+    assert launch.port != find_launch({**STEP, "SLURM_STEP_ID": "4"}).port
+    assert launch.port != find_launch({**STEP, "SLURM_JOB_ID": "4712"}).port
+    named = find_launch({**STEP, "MASTER_ADDR": "login", "MASTER_PORT": "29501"})
+    assert (named.address, named.port) == ("login", 29501)
+    assert find_launch({**STEP, "SLURM_RESTART_COUNT": "2"}).restarts == 2  # the job was queued again
+
+
+def test_torchrun_in_a_step_counts_first():
+    assert find_launch({**STEP, **TORCHRUN}).rank == 5
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, BATCH_SHELL, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_NUM_TASKS": "4"}, {"RANK": "1"}],
+    ids=["nothing", "shell of a batch script", "step of one task", "half of a step", "no local rank"],
+)
+def test_a_process_alone(environment):
+    assert find_launch(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("gpu5", ["gpu5"]),
+        ("node[01-03,07],gpu5", ["node01", "node02", "node03", "node07", "gpu5"]),
+        ("a[8-10]", ["a8", "a9", "a10"]),
+        ("r[1-2]n[1,3].cluster", ["r1n1.cluster", "r1n3.cluster", "r2n1.cluster", "r2n3.cluster"]),
+        ("a-1,b-[2]-c", ["a-1", "b-2-c"]),
+    ],
+)
+def test_lists_of_nodes(written, names):
+    assert list_nodes(written) == names

@@ -1,0 +1,123 @@
+"""Jobs of real processes: how they start, fail, are held, killed, started again, and end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from volseg.errors import ParallelError
+from volseg.parallel import launch
+from volseg.parallel.supervision import is_running
+
+SCRIPT = [str(Path(__file__).with_name("job_of_processes.py"))]
+
+
+def written(folder: Path, name: str) -> list[list]:
+    """Return what the processes put down, in any order."""
+    return [json.loads(line) for file in folder.glob(f"{name}.*") for line in file.read_text().splitlines()]
+
+
+def wait_until(holds, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    """Assert that both processes have left their group, and none of its threads was there any more."""
+    threads = written(folder, "threads")
+    assert len(threads) == 2
+    assert not [name for names in threads for name in names if "gloo" in name]
+
+
+def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ParallelError) as told:
+        launch([*SCRIPT, "raise", str(tmp_path)], 2)
+    assert time.monotonic() - begun < 30  # of which most is to import torch
+    assert re.fullmatch(
+        r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(its traceback is above\)", str(told.value)
+    )
+    shown = capfd.readouterr().err
+    assert shown.count("Traceback") == 1
+    assert "gloo" not in shown
+    assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
+
+
+def test_sigkill_is_named(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(
+        ParallelError, match=r"process 1 of 2 \(.*\) was killed by SIGKILL: mostly for a lack of memory"
+    ):
+        launch([*SCRIPT, "kill", str(tmp_path)], 2)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
+
+
+def test_a_collective_that_hangs_is_an_error_that_says_who_is_where(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(ParallelError) as told:
+        launch([*SCRIPT, "hang", str(tmp_path)], 2)
+    assert "nobody has made progress for" in str(told.value)
+    assert re.search(r"process 0 of 2 \(\S+, \S+\): start\n", str(told.value))
+    assert re.search(r"process 1 of 2 \(\S+, \S+\): train, epoch 3, 17\n", str(told.value))
+    shown = capfd.readouterr().err
+    assert "time.sleep(600)" in shown
+    assert "dist.all_reduce(total)" in shown
+    assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
+
+
+def test_processes_are_started_again_and_meet_each_other(tmp_path: Path) -> None:
+    launch([*SCRIPT, "again", str(tmp_path)], 2, max_restarts=3)
+    starts = written(tmp_path, "start")
+    assert sorted(start[2] for start in starts) == [0, 0, 1, 1, 2, 2]
+    assert {start[3] for start in starts} == {2.0}
+    assert_nothing_is_left(tmp_path)
+
+
+LAUNCHERS = {
+    "launch": [sys.executable, "-c", "import sys; from volseg.parallel import launch; launch(sys.argv[1:], 2)"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_nobody_outlives_a_killed_launcher(launcher: list[str], tmp_path: Path) -> None:
+    job = subprocess.Popen([*launcher, *SCRIPT, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(written(tmp_path, "start")) == 2, 60)
+        pids = [pid for pid, *_ in written(tmp_path, "start")]
+        if launcher is LAUNCHERS["launch"]:
+            # Held as a whole for longer than the timeout: nothing has happened.
+            for number, seconds in ((signal.SIGSTOP, 6), (signal.SIGCONT, 3)):
+                for pid in (*pids, job.pid):
+                    os.kill(pid, number)
+                time.sleep(seconds)
+            assert all(map(is_running, pids))
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not any(map(is_running, pids)), 10)
+
+
+def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(tmp_path: Path) -> None:
+    # One of the two reads twice as long as the timeout, while the other waits for it in a collective.
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, *SCRIPT, "read", str(tmp_path)],
+            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+        )
+        for rank in "01"
+    ]
+    assert [task.wait(60) for task in tasks] == [0, 0]
+    assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0, 1]] * 2
+    assert_nothing_is_left(tmp_path)

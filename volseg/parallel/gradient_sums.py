@@ -1,0 +1,319 @@
+"""Gradients summed over replicas, as a part of the backward pass.
+
+A forward pass runs on stand-ins of the parameters. Behind the stand-ins stand nodes of autograd, one for each bucket of
+parameters, that sum the gradients over the replicas; behind those one more, which hands them to the parameters::
+
+    parameters <- edges <- sum of bucket 0 <- sum of bucket 1 <- ... <- tie <- outputs
+                               |  stand-ins      |  stand-ins
+
+The sums wait for each other from the last bucket to the first, and the last one for the outputs. So each replica makes
+the same sums in the same order whatever its graph looks like, and none waits for a sum that another one does not make.
+Beside its gradients, each sum counts the replicas that have one. Where some have and some have not, the sum would
+belong to no network: that is refused, on a GPU as soon as the number has come without anybody waiting for it.
+
+The nodes are recorded with a step as the rest of its backward pass is. On a GPU they run on a stream of their own, so
+that sums hide behind the backward pass of earlier layers.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from volseg.device.first_order import first_order
+from volseg.device.torch_internals import accept_gradients_of_other_streams, get_parameters
+from volseg.errors import ParallelError
+from volseg.parallel.buckets import fill_buckets, flatten, split_like
+from volseg.parallel.fixed_order import sum_in_order
+
+__all__ = ["GradientSums", "Marked"]
+
+
+class Marked(NamedTuple):
+    """Stand-ins of one pass's parameters, and the end of the chain that its outputs are tied to."""
+
+    originals: list[Tensor]
+    stand_ins: list[Tensor]
+    end: Tensor
+
+    @contextmanager
+    def used(self, net: nn.Module) -> Iterator[None]:
+        """Let a network's modules have the stand-ins in here.
+
+        ``torch.func.functional_call`` leaves them behind in a module that has two names (DynUNet's have).
+        """
+        found = {id(original): other for original, other in zip(self.originals, self.stand_ins, strict=True)}
+        held: list[tuple[dict[str, Any], str, Any]] = [
+            (own, name, parameter)
+            for own in map(get_parameters, net.modules())
+            for name, parameter in own.items()
+            if id(parameter) in found
+        ]
+        try:
+            for own, name, parameter in held:
+                own[name] = found[id(parameter)]
+            yield
+        finally:
+            for own, name, parameter in held:
+                own[name] = parameter
+
+    def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of the pass, whose backward pass makes every sum, whatever it uses."""
+        return list(_Tie.apply(self.end, *outputs))
+
+
+class GradientSums:
+    """How gradients are summed over replicas.
+
+    Parameters
+    ----------
+    group
+        The processes that hold the same parameters and compute other samples.
+    device
+        Where the parameters are.
+    average
+        Whether the mean is taken instead.
+    fixed_order
+        Whether the sum is the same bits on any number of processes; see ``fixed_order``.
+    stream
+        Where sums run on a GPU; one of their own by default.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        average: bool = False,
+        fixed_order: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.group, self.device, self.average, self.fixed_order = group, device, average, fixed_order
+        self.count = dist.get_world_size(group)
+        self._stream = torch.cuda.Stream(device) if stream is None and device.type == "cuda" else stream
+        if self._stream is not None:
+            accept_gradients_of_other_streams()
+        self._guard = None if average else _Guard()
+        self._differences: dict[tuple[str, ...], _Differences] = {}
+        self._patterns: dict[Any, Tensor] = {}
+        self._edges: weakref.ref[_Edges] | None = None
+
+    def mark(self, trained: Mapping[str, Tensor]) -> Marked:
+        """Return stand-ins of parameters for one forward pass; names are for messages."""
+        self.look()
+        names, parameters = tuple(trained), list(trained.values())
+        with self._on_stream():
+            edges = self._find_edges(parameters)
+            differences = self._differences.get(names)
+            if differences is None:
+                differences = self._differences[names] = _Differences(names, self.device)
+            end = torch.empty(0, device=self.device)
+            marked: list[Tensor] = []
+            for bucket in fill_buckets(parameters):
+                first = len(marked)
+                work = _Work(self, edges, differences, first, [parameter.detach() for parameter in bucket])
+                end, *stand_ins = _Sum.apply(work, end, *edges.tensors[first : first + len(bucket)])
+                marked += stand_ins
+        return Marked(parameters, marked, end)
+
+    def look(self) -> None:
+        """Refuse what the last steps have found; waits for nothing.
+
+        Raises
+        ------
+        ParallelError
+            If replicas have used different parameters.
+        """
+        for differences in self._differences.values():
+            differences.look()
+
+    def _find_edges(self, parameters: list[Tensor]) -> "_Edges":
+        """Return the edges of passes that are not over, or new ones.
+
+        All passes of one backward pass share them, so that each parameter gets one gradient. They may not outlive it:
+        autograd would keep the streams of then for the parameters.
+        """
+        edges = None if self._edges is None else self._edges()
+        if edges is None or not edges.lead_to(parameters):
+            edges = _Edges(parameters, self._guard)
+            self._edges = weakref.ref(edges)
+        return edges
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # Autograd runs a node's backward on the stream of its forward.
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def read_pattern(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Return a one for each gradient and a zero for each None; kept, as a step must not wait for a copy."""
+        there = tuple(gradient is not None for gradient in gradients)
+        key = there, like.dtype, like.device
+        if key not in self._patterns:
+            self._patterns[key] = torch.tensor(there, dtype=like.dtype).to(like.device)
+        return self._patterns[key]
+
+    def add(self, flat: Tensor) -> Tensor:
+        """Return the sum over the replicas."""
+        if self.fixed_order:
+            return sum_in_order(flat, self.group)
+        dist.all_reduce(flat, group=self.group)
+        return flat
+
+
+class _Edges:
+    """Where the sums of a backward pass come out: the edges to the parameters."""
+
+    def __init__(self, parameters: list[Tensor], guard: "_Guard | None") -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.tensors: tuple[Tensor, ...] = _ToParameters.apply(guard, *parameters)
+        if guard is not None:
+            guard.watch(parameters)
+
+    def lead_to(self, parameters: list[Tensor]) -> bool:
+        known = [reference() for reference in self._parameters]
+        return len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True))
+
+
+class _Guard:
+    """Refuses gradients that come to a parameter past the sums, such as a penalty on the weights themselves."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._expected: dict[int, int] = {}
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """Look at each gradient that a parameter gets."""
+        for parameter in parameters:
+            if self._watched.get(id(parameter)) is not parameter:
+                self._watched[id(parameter)] = parameter
+                parameter.register_hook(_Look(weakref.ref(self), id(parameter)))
+
+    def expect(self, parameters: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Note what the parameters will get."""
+        for key, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._expected[key] = gradient.data_ptr()
+
+    def check(self, key: int, gradient: Tensor) -> None:
+        """Refuse another gradient than was expected."""
+        if self._expected.pop(key, None) != gradient.data_ptr():
+            raise ParallelError(
+                f"a parameter of shape {tuple(gradient.shape)} got a gradient that was not summed over the replicas: "
+                "it was used outside of the forward pass of DataParallel (a penalty on the weights, the network called "
+                "by itself), or in a block checkpointed with use_reentrant=True. Compute it in the network's forward, "
+                "with weight_decay, or with use_reentrant=False"
+            )
+
+
+class _Look:
+    """The hook of one parameter; it does nothing once the sums are gone."""
+
+    def __init__(self, guard: "weakref.ref[_Guard]", key: int) -> None:
+        self._guard, self._key = guard, key
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        guard = self._guard()
+        if guard is not None and gradient is not None:
+            guard.check(self._key, gradient)
+
+
+class _Differences:
+    """Which parameters some replicas have used and others not, as the device notes it."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = names
+        self.found = torch.zeros(len(names), dtype=torch.bool, device=device)
+        self._copy = torch.zeros(len(names), dtype=torch.bool, pin_memory=True) if device.type == "cuda" else self.found
+        self._copied: torch.cuda.Event | None = None
+
+    def look(self) -> None:
+        if self.found.is_cuda:
+            if torch.cuda.is_current_stream_capturing() or (self._copied is not None and not self._copied.query()):
+                return
+            if self._copied is None or not bool(self._copy.any()):
+                self._copy.copy_(self.found, non_blocking=True)
+                self._copied = torch.cuda.current_stream(self.found.device).record_event()
+                return
+        if bool(self._copy.any()):
+            wrong = [name for name, found in zip(self.names, self._copy.tolist(), strict=True) if found]
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ParallelError(
+                f"some replicas used {', '.join(wrong[:5])}{more} in a step, others did not, so that their gradients "
+                "belong to no network; let forward() use the same parameters in all processes, whatever the samples "
+                "are (multiply by zero instead of leaving out)"
+            )
+
+
+class _Work(NamedTuple):
+    """What the sum of one bucket needs to know."""
+
+    sums: GradientSums
+    edges: _Edges
+    differences: _Differences
+    first: int
+    parameters: list[Tensor]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients summed over the replicas; None stays None."""
+        sums, own = self.sums, self.sums.read_pattern(gradients, self.parameters[0])
+        total = sums.add(flatten(gradients, self.parameters, own))
+        found = self.differences.found.narrow(0, self.first, len(own))
+        found.logical_or_(total[-len(own) :] != own * sums.count)
+        if not found.is_cuda:
+            self.differences.look()
+        if sums.average:
+            total = total / sums.count
+        summed = split_like(total[: -len(own)], self.parameters)
+        return [None if given is None else part for given, part in zip(gradients, summed, strict=True)]
+
+
+class _ToParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, guard: _Guard | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.guard, ctx.keys = guard, [id(parameter) for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        # Of a parameter's shape, and without memory: only their gradients matter.
+        return tuple(parameter.new_zeros(()).expand(parameter.shape) for parameter in parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.guard is not None:
+            ctx.guard.expect(ctx.keys, gradients)
+        return None, *gradients
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, before: Tensor, *edges: Tensor) -> tuple[Tensor, ...]:
+        del edges
+        ctx.work = work
+        # A parameter that no replica used keeps the gradient None, as on one device.
+        ctx.set_materialize_grads(False)
+        return before.new_empty(0), *(parameter.view_as(parameter) for parameter in work.parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, end: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        del end
+        return None, None, *ctx.work.add(gradients)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        del end
+        ctx.set_materialize_grads(False)
+        # Copies: views of several outputs of a function may not be changed in place.
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        del ctx
+        return None, *gradients

@@ -1,0 +1,137 @@
+"""Batch norm over the samples of all replicas, for networks that run with torch's own kernels.
+
+One process computes the statistics of its whole batch. So do replicas together: each computes those of its rows, all
+gather them, and each comes to the same ones, bit for bit, as do their running statistics. Backward, each replica's loss
+is a part of the whole loss, to which every sample contributes through the statistics: two sums per channel are summed
+over the replicas.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from volseg.device.first_order import first_order
+from volseg.device.torch_internals import find_saved_tensors_hooks
+from volseg.errors import ParallelError
+from volseg.parallel.replicas import Replicas
+
+__all__ = ["NormsOverReplicas"]
+
+
+class NormsOverReplicas(TorchFunctionMode):
+    """Runs what is called in here with norms over the samples of all replicas.
+
+    Parameters
+    ----------
+    replicas
+        Who has the other samples.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._hooks = find_saved_tensors_hooks(True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func is F.instance_norm:
+            return self._instance_norm(*args, **kwargs)
+        if func is torch.batch_norm and (args[5] if len(args) > 5 else kwargs["training"]):
+            raise ParallelError("torch.batch_norm is called for training; replicas take F.batch_norm, or a BatchNorm")
+        return func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,  # noqa: A002 (torch's name)
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        self._replicas.check_norm(True, running_mean is not None)
+        if find_saved_tensors_hooks(True) is not self._hooks:
+            raise ParallelError(
+                "batch norm stands in a checkpointed block, whose recomputation would know nothing of the other "
+                "replicas; checkpoint by Spatial(checkpoint=...), or leave the norm out of the block"
+            )
+        result, mean, variance, count = _BatchNorm.apply(input, weight, bias, eps, self._replicas)
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean), momentum)
+                # Towards the unbiased variance, count / (count - 1) times the biased one.
+                running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
+        return result
+
+    def _instance_norm(
+        self,
+        input: Tensor,  # noqa: A002 (torch's name)
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        use_input_stats: bool = True,
+        *settings: Any,
+        **named: Any,
+    ) -> Tensor:
+        if use_input_stats:
+            self._replicas.check_norm(False, running_mean is not None)
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, *settings, **named)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, replicas: Replicas
+    ) -> tuple[Tensor, ...]:
+        dims = [0, *range(2, value.ndim)]
+        wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        variance, mean = torch.var_mean(wide, dims, correction=0)
+        number = mean.new_full((1,), value.numel() // value.shape[1])
+        means, variances, numbers = (
+            replicas.gather(torch.cat([mean, variance, number])).split([len(mean), len(mean), 1], 1)
+        )  # fmt: skip
+        count = numbers.sum(0)
+        shares = numbers / count
+        mean = (means * shares).sum(0)
+        variance = ((variances + (means - mean).square()) * shares).sum(0)
+        rstd = (variance + eps).rsqrt()
+        scale = rstd if weight is None else rstd * weight.to(rstd)
+        shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
+        result = torch.addcmul(_over(shift, wide), wide, _over(scale, wide)).to(value.dtype)
+        ctx.save_for_backward(value, weight, mean, rstd, count)
+        ctx.replicas, ctx.bias_type = replicas, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        value, weight, mean, rstd, count = ctx.saved_tensors
+        dims = [0, *range(2, value.ndim)]
+        wide, slope = value.to(mean.dtype), gradient.to(mean.dtype)
+        normal = (wide - _over(mean, wide)) * _over(rstd, wide)
+        total, moment = slope.sum(dims), (slope * normal).sum(dims)
+        # Those of the weights stay the own ones: they are summed with all other gradients.
+        weight_gradient = None if weight is None else moment.to(weight.dtype)
+        bias_gradient = None if ctx.bias_type is None else total.to(ctx.bias_type)
+        total, moment = ctx.replicas.gather(torch.cat([total, moment])).sum(0).split(len(total))
+        slope = slope - _over(total / count, wide) - normal * _over(moment / count, wide)
+        scale = rstd if weight is None else rstd * weight.to(rstd)
+        return (slope * _over(scale, wide)).to(value.dtype), weight_gradient, bias_gradient, None, None
+
+
+def _over(channels: Tensor, like: Tensor) -> Tensor:
+    return channels.reshape(-1, *([1] * (like.ndim - 2)))
