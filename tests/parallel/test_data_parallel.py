@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -237,6 +238,21 @@ def running_instance_norm() -> str | None:
     return expect_refusal("instance norm with running statistics", lambda: model(draw(1)[:1]))
 
 
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Hiding(nn.Conv3d):
+    def forward(self, x: Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+def hidden_outputs() -> str | None:
+    model = wrap(Hiding(1, 1, 1).double())
+    return expect_refusal("the network returns a Output", lambda: model(draw(1)))
+
+
 def averaged_already() -> str | None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "spatial"))
     model = ModelParallel(build(), strategy="spatial", mesh=mesh)
@@ -264,6 +280,7 @@ REFUSED = [
     other_buffers,
     norm_in_checkpoint,
     running_instance_norm,
+    hidden_outputs,
     averaged_already,
     another_mesh,
     norm_of_a_pipeline,

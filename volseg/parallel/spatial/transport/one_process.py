@@ -52,7 +52,7 @@ class LocalDevices(Communicator):
         if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
             return list(slabs)
         if self.fixed_order:
-            return list(_Fetch.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
+            return list(_FetchLocally.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
         return self.move(slabs, axis, dim, size, wanted, unit)
 
     def move(
@@ -124,7 +124,7 @@ class LocalDevices(Communicator):
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Copy a whole value to each device."""
         if self.fixed_order:
-            return list(_Share.apply(self, whole))
+            return list(_ShareLocally.apply(self, whole))
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
@@ -138,7 +138,7 @@ class LocalDevices(Communicator):
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Copy each parameter once to each device; where sums have a fixed order, each shard gets one of its own."""
         if self.fixed_order:
-            shared = _Share.apply(self, *parameters)
+            shared = _ShareLocally.apply(self, *parameters)
             count = len(self.devices)
             return [list(shared[first : first + count]) for first in range(0, len(shared), count)]
         copies: dict[torch.device, list[Tensor]] = {}
@@ -147,7 +147,7 @@ class LocalDevices(Communicator):
         return [[copies[device][index] for device in self.devices] for index in range(len(parameters))]
 
 
-class _Fetch(torch.autograd.Function):
+class _FetchLocally(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: LocalDevices, plan: tuple[Any, ...], *slabs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = communicator, plan
@@ -166,7 +166,7 @@ def _is_part(tensor: Tensor, slabs: Sequence[Tensor]) -> bool:
     return any(tensor.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr() for slab in slabs)
 
 
-class _Share(torch.autograd.Function):
+class _ShareLocally(torch.autograd.Function):
     """Hands each value to every shard; the gradients are added by the tree over the shards, as processes add them."""
 
     @staticmethod
