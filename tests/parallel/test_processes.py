@@ -15,56 +15,7 @@ from volseg.errors import ParallelError
 from volseg.parallel import launch
 from volseg.parallel.supervision import is_running
 
-SCRIPT = """
-import json, os, signal, sys, time
-import torch, torch.distributed as dist
-from volseg.parallel.devices import count_restarts, find_rank
-from volseg.parallel.processes import leave_processes, list_hosts, start_group
-from volseg.parallel.progress import report_progress
-
-mode, folder = sys.argv[1:]
-start_group(timeout=4)
-rank = find_rank()
-
-def put_down(name, value):
-    with open(f"{folder}/{name}.{rank}", "a") as file:
-        file.write(json.dumps(value) + "\\n")
-
-def add():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-put_down("start", [os.getpid(), os.getppid(), count_restarts(), add(), len(list_hosts())])
-if rank == 1:
-    if mode == "raise":
-        raise KeyError("something of ours")
-    if mode == "kill" or (mode == "again" and count_restarts() < 2):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "hang":
-        report_progress("train", 3, 17)
-        time.sleep(600)
-    if mode == "read":
-        for case in range(8):
-            report_progress("read", item=case)
-            time.sleep(1)
-if mode == "stay":
-    while True:
-        report_progress("train")
-        add()
-        time.sleep(0.1)
-add()
-leave_processes()
-names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-put_down("threads", names)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> list[str]:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return [str(path)]
+SCRIPT = [str(Path(__file__).with_name("job_of_processes.py"))]
 
 
 def written(folder: Path, name: str) -> list[list]:
@@ -86,10 +37,10 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert not [name for names in threads for name in names if "gloo" in name]
 
 
-def test_an_error_is_told_first_and_once(script: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     begun = time.monotonic()
     with pytest.raises(ParallelError) as told:
-        launch([*script, "raise", str(tmp_path)], 2)
+        launch([*SCRIPT, "raise", str(tmp_path)], 2)
     assert time.monotonic() - begun < 30  # of which most is to import torch
     assert re.fullmatch(
         r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(its traceback is above\)", str(told.value)
@@ -100,20 +51,20 @@ def test_an_error_is_told_first_and_once(script: list[str], tmp_path: Path, capf
     assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
 
 
-def test_sigkill_is_named(script: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_sigkill_is_named(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(
         ParallelError, match=r"process 1 of 2 \(.*\) was killed by SIGKILL: mostly for a lack of memory"
     ):
-        launch([*script, "kill", str(tmp_path)], 2)
+        launch([*SCRIPT, "kill", str(tmp_path)], 2)
     assert "Traceback" not in capfd.readouterr().err
     assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
 
 
 def test_a_collective_that_hangs_is_an_error_that_says_who_is_where(
-    script: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+    tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(ParallelError) as told:
-        launch([*script, "hang", str(tmp_path)], 2)
+        launch([*SCRIPT, "hang", str(tmp_path)], 2)
     assert "nobody has made progress for" in str(told.value)
     assert re.search(r"process 0 of 2 \(\S+, \S+\): start\n", str(told.value))
     assert re.search(r"process 1 of 2 \(\S+, \S+\): train, epoch 3, 17\n", str(told.value))
@@ -123,8 +74,8 @@ def test_a_collective_that_hangs_is_an_error_that_says_who_is_where(
     assert not [pid for pid, *_ in written(tmp_path, "start") if is_running(pid)]
 
 
-def test_processes_are_started_again_and_meet_each_other(script: list[str], tmp_path: Path) -> None:
-    launch([*script, "again", str(tmp_path)], 2, max_restarts=3)
+def test_processes_are_started_again_and_meet_each_other(tmp_path: Path) -> None:
+    launch([*SCRIPT, "again", str(tmp_path)], 2, max_restarts=3)
     starts = written(tmp_path, "start")
     assert sorted(start[2] for start in starts) == [0, 0, 1, 1, 2, 2]
     assert {start[3] for start in starts} == {2.0}
@@ -138,8 +89,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_nobody_outlives_a_killed_launcher(launcher: list[str], script: list[str], tmp_path: Path) -> None:
-    job = subprocess.Popen([*launcher, *script, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
+def test_nobody_outlives_a_killed_launcher(launcher: list[str], tmp_path: Path) -> None:
+    job = subprocess.Popen([*launcher, *SCRIPT, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: len(written(tmp_path, "start")) == 2, 60)
         pids = [pid for pid, *_ in written(tmp_path, "start")]
@@ -156,17 +107,17 @@ def test_nobody_outlives_a_killed_launcher(launcher: list[str], script: list[str
     wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
-def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(script: list[str], tmp_path: Path) -> None:
+def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(tmp_path: Path) -> None:
     # One of the two reads twice as long as the timeout, while the other waits for it in a collective.
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step["SLURM_STEP_NODELIST"] = "localhost"
     tasks = [
         subprocess.Popen(
-            [sys.executable, *script, "read", str(tmp_path)],
+            [sys.executable, *SCRIPT, "read", str(tmp_path)],
             env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
         )
         for rank in "01"
     ]
     assert [task.wait(60) for task in tasks] == [0, 0]
-    assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0, 2]] * 2
+    assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0, 1]] * 2
     assert_nothing_is_left(tmp_path)

@@ -1,0 +1,64 @@
+"""What the processes of a job do whose start and end is tested: ``job_of_processes.py MODE FOLDER``."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from volseg.parallel.devices import count_restarts, find_rank
+from volseg.parallel.processes import leave_processes, list_hosts, start_group
+from volseg.parallel.progress import report_progress
+
+
+def put_down(folder: str, name: str, value: Any) -> None:
+    """Leave a line for the test in a file of this process."""
+    with Path(folder, f"{name}.{find_rank()}").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def add() -> float:
+    """Return the number of processes, after all have come here."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail(mode: str) -> None:
+    """Do what the last process does in a mode."""
+    if mode == "raise":
+        raise KeyError("something of ours")
+    if mode == "kill" or (mode == "again" and count_restarts() < 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "hang":
+        report_progress("train", 3, 17)
+        time.sleep(600)
+    if mode == "read":
+        for case in range(8):
+            report_progress("read", item=case)
+            time.sleep(1)
+
+
+def main(mode: str, folder: str) -> None:
+    """Meet the others, do what is asked for, and leave."""
+    start_group(timeout=float(os.environ.get("TIMEOUT", "4")))
+    put_down(folder, "start", [os.getpid(), os.getppid(), count_restarts(), add(), len(set(list_hosts()))])
+    if find_rank() == dist.get_world_size() - 1:
+        fail(mode)
+    while mode == "stay":
+        report_progress("train")
+        add()
+        time.sleep(0.1)
+    add()
+    leave_processes()
+    tasks = os.listdir("/proc/self/task")
+    put_down(folder, "threads", [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
