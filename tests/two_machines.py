@@ -62,7 +62,7 @@ class Machines:
 
     def start(self, number: int, command: Sequence[str], **options: object) -> subprocess.Popen:
         """Start a command on a machine; with it end all processes that it has started there."""
-        inside = f"hostname machine{number + 1} && exec \"$@\""
+        inside = f'hostname machine{number + 1} && exec "$@"'
         return subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.names[number]),

@@ -89,7 +89,9 @@ def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: tor
     try:
         with own_random_numbers([device]):
             _rehearse(config, plan, task, device)
-    except torch.OutOfMemoryError:
+    except RuntimeError as fault:  # that of torch, cuDNN or Triton
+        if "out of memory" not in str(fault).lower():
+            raise
         fits = False
     torch.cuda.empty_cache()
     return not largest_over_processes(int(not fits), device)
