@@ -13,6 +13,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective
+from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
@@ -90,7 +91,7 @@ def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: tor
         with own_random_numbers([device]):
             _rehearse(config, plan, task, device)
     except RuntimeError as fault:  # that of torch, cuDNN or Triton
-        if "out of memory" not in str(fault).lower():
+        if not is_out_of_memory(fault):
             raise
         fits = False
     torch.cuda.empty_cache()
