@@ -34,7 +34,7 @@ def test_every_error_is_documented_in_the_tree_and_is_a_builtin_too(name):
     kind = getattr(errors, name)
     assert name in errors.__doc__
     assert issubclass(kind, errors.VolsegError)
-    builtin = (ValueError, KeyError, RuntimeError, ArithmeticError)
+    builtin = (ValueError, KeyError, RuntimeError, ArithmeticError, MemoryError)
     assert kind is errors.VolsegError or issubclass(kind, builtin)
 
 

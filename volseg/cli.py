@@ -21,6 +21,7 @@ import typer
 from volseg.errors import VolsegError
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import end_at_exit, end_with_launcher
+from volseg.monitoring.console import BesideBars, close_bars
 from volseg.version import __version__
 
 __all__ = ["app", "main"]
@@ -44,7 +45,12 @@ ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 """Exit statuses."""
 
-INTERRUPTED_WORDS = "volseg: interrupted; a training that had begun is saved, go on with it by --resume"
+WAYS_ON = {
+    "train": "a training that had begun is saved, go on with it by --resume",
+    "cross-validate": "a training that had begun is saved, go on with it by --resume",
+    "predict": "the label maps that are written are whole, go on with the others by --resume",
+}
+"""What to do by verb, after an interruption or a refusal of the system; the other verbs are begun again."""
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
 Checkpoint = Annotated[
@@ -152,11 +158,15 @@ def predict(
         Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
     ] = None,
     checkpoint: Checkpoint = "latest",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
+    ] = False,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's own grid."""
     from volseg import experiment  # imports torch: not for --help
 
-    for path in experiment.predict(experiment.RunFolder(run), images, output, checkpoint=checkpoint).values():
+    folder = experiment.RunFolder(run)
+    for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
         typer.echo(path)
 
 
@@ -282,22 +292,34 @@ def main() -> None:
     launch = find_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[BesideBars()])
     if launch is not None:
         _run_launched(launch)
     try:
         with _leaving_nothing_half_done():
             app()
     except VolsegError as fault:
-        typer.secho(f"volseg: {fault}", fg=typer.colors.RED, err=True)
+        _say(f"volseg: {fault}", typer.colors.RED)
         sys.exit(1)
     except OSError as fault:  # a full disk, a folder that may not be written
-        typer.secho(f"volseg: {_describe_refusal(fault)}", fg=typer.colors.RED, err=True)
+        _say(f"volseg: {_describe_refusal(fault)}", typer.colors.RED)
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
         if end.code in INTERRUPTED:
-            typer.secho(INTERRUPTED_WORDS, err=True)
+            _say(f"volseg: interrupted; {_find_way_on()}")
         raise
+
+
+def _say(words: str, colour: str | None = None) -> None:
+    """Print the last words of the process, on a line of their own."""
+    close_bars()
+    typer.secho(words, fg=colour, err=True)
+
+
+def _find_way_on() -> str:
+    """Return how what the command line asked for is gone on with."""
+    verb = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    return WAYS_ON.get(verb, "run the same command again")
 
 
 def _run_launched(launch: Launch) -> NoReturn:
@@ -308,7 +330,7 @@ def _run_launched(launch: Launch) -> NoReturn:
         status = 0
     except SystemExit as end:
         if end.code in INTERRUPTED and launch.rank == 0:
-            typer.secho(INTERRUPTED_WORDS, err=True)
+            _say(f"volseg: interrupted; {_find_way_on()}")
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as fault:
         from volseg.parallel.failures import end_after  # imports torch: not for --help
@@ -327,4 +349,4 @@ def _run_launched(launch: Launch) -> NoReturn:
 
 def _describe_refusal(fault: OSError) -> str:
     where = "" if fault.filename is None else f"{fault.filename}: "
-    return f"{where}{fault.strerror or fault}; free space, or name another folder; a training goes on by --resume"
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; {_find_way_on()}"

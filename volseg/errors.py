@@ -11,6 +11,7 @@
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
     ├── NonFiniteLossError (ArithmeticError) training diverged
     ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are no numbers
+    ├── OutOfMemoryError (MemoryError)      a batch or a volume that the device cannot hold
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
         ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
         ├── PartitionError (ValueError)     a module that cannot be cut as asked
@@ -28,6 +29,7 @@ __all__ = [
     "GridError",
     "NonFiniteLossError",
     "NonFinitePredictionError",
+    "OutOfMemoryError",
     "ParallelError",
     "PartitionError",
     "PlacementError",
@@ -75,6 +77,10 @@ class NonFiniteLossError(VolsegError, ArithmeticError):
 
 class NonFinitePredictionError(VolsegError, ArithmeticError):
     """A model gave probabilities that are not finite numbers."""
+
+
+class OutOfMemoryError(VolsegError, MemoryError):
+    """A batch or a volume that the device cannot hold."""
 
 
 class ParallelError(VolsegError, RuntimeError):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.device.torch_internals import DropoutNd
 from volseg.models.vnet import VNet
-from volseg.parallel import DataParallel, FastKernels, ModelParallel, RoundSums, Spatial, join_mesh
+from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 
 TOLERANCE = 1e-9
 """Of float64, relative to the largest value: sums in another order."""
@@ -108,6 +108,10 @@ def wrap(net: nn.Module, data: int, spatial: int, replicas: int, kernels: str, f
         model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), mesh=mesh.spatial_group)
     elif kernels.startswith("slabs"):
         model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), devices=["cpu"] * int(kernels[-1]))
+    elif kernels.startswith("pipeline"):
+        model = ModelParallel(
+            net, strategy=Pipeline(split_size=1, record="recorded" in kernels), devices=["cpu", "cpu:1"]
+        )
     return DataParallel(model, mesh.replicas(replicas, fixed_order=fixed))
 
 

@@ -45,6 +45,12 @@ def test_two_shards(name: str) -> None:
     check(2, name, 1, 2, batch=2)
 
 
+@pytest.mark.parametrize("kernels", ["pipeline", "pipeline recorded"])
+@pytest.mark.parametrize("name", ["dynunet", "group norm"])
+def test_a_pipeline_in_each_process(name: str, kernels: str) -> None:
+    check(2, name, 2, batch=5, kernels=kernels)
+
+
 @pytest.mark.parametrize("name", ["dynunet", "group norm", "habits"])
 def test_four_replicas_in_rounds(name: str) -> None:
     check(2, name, 2, batch=7, replicas=4)

@@ -127,7 +127,7 @@ def latest(folder):
 
 
 def test_a_deterministic_run_moves_from_two_processes_to_one_and_back(config_file, tmp_path):
-    overrides = [*DETERMINISTIC, "parallel.data=2", "training.epochs=2", "training.iterations=4"]
+    overrides = [*DETERMINISTIC, "parallel.data=2", "training.epochs=2", "training.iterations=4", "network.dropout=0.2"]
     in_group(2, run, config_file, [*overrides, f"output={tmp_path / 'whole'}"])
     moved = [*overrides, f"output={tmp_path / 'moved'}"]
     in_group(2, run, config_file, moved, (0, 2))

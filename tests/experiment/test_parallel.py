@@ -60,7 +60,7 @@ def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     [
         (2, [], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
         (2, ["parallel.spatial=2"], "each step's batch of 2, every volume cut into 2 slabs"),
-        (2, ["parallel={strategy: spatial, devices: 1}"], "each step's batch of 2, every volume cut into 2 slabs"),
+        (2, ["parallel.strategy=spatial"], "each step's batch of 2, every volume cut into 2 slabs"),
         (None, ["parallel.data=2"], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
     ],
     ids=["dealt", "cut", "cut by its old name", "started by the config"],

@@ -10,8 +10,10 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+import yaml
 from monai.data import MetaTensor
 
+from volseg import experiment
 from volseg.data import check_cases, inspect_cases, load_task, make_task, summarise_remarks
 from volseg.data.preparing import prepare_sound
 from volseg.errors import DataError, GridError
@@ -140,3 +142,45 @@ def test_the_same_image_in_training_and_validation_is_refused_or_left_out_of_tra
     assert [case["case"] for case in prepared.training] == names[1:4]
     assert [case["case"] for case in prepared.validation] == names[4:]
     assert [problem.case for problem in prepared.problems] == names[:1]
+
+
+def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
+    """A case that turned bad between two sittings was left out with one line in the log, and other batches trained."""
+    root = make_task(tmp_path / "Task00_Made", num_cases=6, num_test=0)
+    values = {
+        "name": "tiny",
+        "data": {"root": str(root), "skip_bad": True},
+        "output": str(tmp_path / "run"),
+        "split": {"num_folds": 3},
+        "patch": {"size": [16, 16, 16]},
+        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
+        "optimizer": {"name": "SGD", "lr": 0.01},
+        "training": {"epochs": 1, "iterations": 1},
+    }
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(values))
+    begun = experiment.train(experiment.load_config(config))
+    trained = begun.folder.split().training
+    file = root / "imagesTr" / f"{trained[0]}.nii.gz"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:99])
+    longer = experiment.load_config(config, ["training.epochs=2"])
+    with pytest.raises(DataError, match=rf"other cases than it was begun with: {trained[0]} turned bad\. Restore"):
+        experiment.train(longer, resume=True)
+    file.write_bytes(sound)
+    assert len(experiment.train(longer, resume=True).history) == 2
+
+    other = experiment.load_config(config, [f"output={tmp_path / 'other'}"])
+    file.write_bytes(sound[:99])
+    experiment.train(other)
+    again = experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=2"])
+    file.write_bytes(sound)
+    with pytest.raises(DataError, match=rf"{trained[0]} were bad and are sound now"):
+        experiment.train(again, resume=True)
+    file.write_bytes(sound[:99])
+    assert len(experiment.train(again, resume=True).history) == 2
+    (tmp_path / "other" / "left_out.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"left_out\.json cannot be read as JSON"):
+        experiment.train(
+            experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=3"]), resume=True
+        )

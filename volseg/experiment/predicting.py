@@ -1,27 +1,42 @@
 """Label maps for new images, from a run folder."""
 
+import errno
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from volseg.data.cases import Case
-from volseg.data.checks import check_cases, require_sound
+from volseg.data.checks import inspect_cases, require_sound, summarise_remarks
 from volseg.data.names import find_doubled
 from volseg.data.preparing import prepare
 from volseg.data.readers import SUFFIXES, stem
-from volseg.errors import DataError
+from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import build_predictor, preprocessing_of
+from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.trained import load_trained
-from volseg.monitoring.progress import count_up, progress
+from volseg.experiment.trained import CHECKPOINTS, load_trained
+from volseg.files import replacing
+from volseg.monitoring.progress import count_up
+from volseg.transforms.preprocessing import Preprocessing
 from volseg.workflow.validation import Testing
 
 __all__ = ["find_images", "predict"]
 
+logger = logging.getLogger(__name__)
+
 
 def predict(
-    folder: RunFolder, images: Sequence[Path], output: Path | None = None, *, checkpoint: str = "latest"
+    folder: RunFolder,
+    images: Sequence[Path],
+    output: Path | None = None,
+    *,
+    checkpoint: str = "latest",
+    resume: bool = False,
 ) -> dict[str, Path]:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
@@ -35,36 +50,87 @@ def predict(
         Folder for the label maps; ``predictions`` in the run folder by default.
     checkpoint : str
         ``latest`` (the end of the training, as nnU-Net does) or ``best``.
+    resume : bool
+        Go on with a prediction that was interrupted: label maps that it left whole are not made again.
 
     Returns
     -------
     dict
-        Case id to the file written.
+        Case id to the file of its label map, written now or before.
 
     Raises
     ------
     DataError
         For images that cannot be used, all of them at once, before the first is predicted.
+    ConfigError
+        If the label maps cannot be written, or those to go on with were made otherwise.
+    OutOfMemoryError
+        If a volume does not fit its device.
     """
     output = folder.predictions if output is None else output
     cases = find_images(images)
     _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
-    # Hence each file is read twice: what waits for its turn need not fit into memory, as a training's cases do.
-    with count_up(len(cases), "checking") as count:
-        require_sound(check_cases(cases, trained.task, progress=count), "mend them, or leave them out")
+    _require_writable(cases, output)
     config = trained.config
-    testing = Testing(
-        build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
-        _prepare_each(cases, preprocessing_of(config)),
-        output,
-        batch_size=config.inference.batch,
-        show=partial(progress, title="predicting", total=len(cases)),
-    )
-    return testing()
+    record = PredictionRecord(output, folder.checkpoints / CHECKPOINTS[checkpoint], config)
+    done = record.find_done(cases) if resume else {}
+    waiting = [case for case in cases if case["case"] not in done]
+    # Hence each file is read twice: what waits for its turn need not fit into memory, as a training's cases do.
+    with count_up(len(waiting), "checking") as count:
+        found = inspect_cases(waiting, trained.task, progress=count)
+    for line in summarise_remarks(found.remarks):
+        logger.warning("look at %s", line)
+    require_sound(found.problems, "mend them, or leave them out")
+    if not resume:
+        record.begin()
+    with explaining_memory(config), count_up(len(cases), "predicting", done=len(done)) as count:
+
+        def recorded(predicted: Iterable[tuple[Case, Tensor]]) -> Iterator[tuple[Case, Tensor]]:
+            for case, label_map in predicted:
+                yield case, label_map  # whoever asks for the next one has written this one
+                record.add({"case": case["case"], "image": paths[case["case"]]})
+                count()
+
+        paths = {case["case"]: case["image"] for case in waiting}
+        testing = Testing(
+            build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
+            _prepare_each(waiting, preprocessing_of(config)),
+            output,
+            batch_size=config.inference.batch,
+            show=recorded,
+        )
+        try:
+            written = testing()
+        except OSError as fault:
+            raise ConfigError(
+                f"label maps cannot be written to {output} ({fault.strerror or fault}); free space, then go on by "
+                "--resume, or name another folder by --output"
+            ) from fault
+    return {case["case"]: done.get(case["case"]) or written[case["case"]] for case in cases}
 
 
-def _prepare_each(cases: Sequence[Case], preprocessing: partial[Case]) -> Iterator[Case]:
+class _Tried(Exception):  # noqa: N818  (no error: it leaves a block that would keep what was written)
+    pass
+
+
+def _require_writable(cases: Sequence[Case], output: Path) -> None:
+    """Raise unless a label map of the longest name can be written, before hours of work."""
+    longest = max(cases, key=lambda case: len(os.fsencode(case["case"])))["case"]
+    try:
+        with suppress(_Tried), replacing(output / f"{longest}.nii.gz") as partial:
+            partial.touch()
+            raise _Tried
+    except OSError as fault:
+        remedy = (
+            f"rename {longest[:40]}..., of {len(longest)} characters, to a shorter name"
+            if fault.errno == errno.ENAMETOOLONG
+            else "name another folder by --output"
+        )
+        raise ConfigError(f"label maps cannot be written to {output} ({fault.strerror or fault}); {remedy}") from fault
+
+
+def _prepare_each(cases: Sequence[Case], preprocessing: Preprocessing) -> Iterator[Case]:
     return (prepare(case, preprocessing) for case in cases)
 
 
@@ -97,6 +163,8 @@ def _list_images(path: Path) -> list[Path]:
         raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} is neither a file nor a folder; name image files, DICOM folders or a folder of files")
     # macOS leaves "._name" beside each file of an archive.
     inside = sorted(
         p for p in path.iterdir() if p.name.lower().endswith(tuple(SUFFIXES)) and not p.name.startswith(".")

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from volseg.config.schema import ExperimentConfig
@@ -105,9 +106,9 @@ class Member:
     def _remove_token(self) -> None:
         """Take the token away, when all have looked for it."""
 
-    def begin(self, chosen: ChosenCases) -> None:
-        """Describe the new run."""
-        del chosen
+    def begin(self, chosen: ChosenCases, left_out: Sequence[str]) -> None:
+        """Describe the new run; ``left_out`` are the chosen cases that cannot be used."""
+        del chosen, left_out
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
@@ -157,12 +158,12 @@ class Leader(Member):
     def _remove_token(self) -> None:
         (self.folder.path / SEEN).unlink(missing_ok=True)
 
-    def begin(self, chosen: ChosenCases) -> None:
+    def begin(self, chosen: ChosenCases, left_out: Sequence[str]) -> None:
         """Make the run folder and describe the run in it."""
         if not self._is_locked:
             self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
-        self.folder.begin(self.config, chosen.task, chosen.split, environment())
+        self.folder.begin(self.config, chosen.task, chosen.split, environment(), left_out)
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""

@@ -7,6 +7,7 @@
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
         split.json               the cases of this run, in nnU-Net's form
+        left_out.json            those of them that were bad
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
@@ -17,7 +18,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
 from volseg.data.msd import read_labels, read_modalities
+from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.files import remove_partials, replacing
@@ -46,6 +48,9 @@ trained; not what. A name that ends with a dot stands for a whole section. The c
 
 LENGTH = ("training.epochs", "training.patience")
 """What may differ besides when a run goes on by itself; a longer fold would be another experiment."""
+
+LEFT_OUT = "left_out.json"
+"""Ids of the cases of the split that were bad when the run was begun."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
@@ -87,9 +92,17 @@ class RunFolder:
         """Folder of predictions of cases without a label."""
         return self.path / "predictions"
 
-    def begin(self, config: ExperimentConfig, task: Task, split: Split, environment: Mapping[str, Any]) -> None:
-        """Describe a new run."""
+    def begin(
+        self,
+        config: ExperimentConfig,
+        task: Task,
+        split: Split,
+        environment: Mapping[str, Any],
+        left_out: Sequence[str] = (),
+    ) -> None:
+        """Describe a new run; ``left_out`` are cases of the split that could not be used."""
         self.require_free()
+        self.write_json(LEFT_OUT, sorted(left_out))
         self.write_json("environment.json", environment)
         described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
         self.write_json("task.json", described)
@@ -180,6 +193,29 @@ class RunFolder:
                 f"the cases are no longer those of {self.path / 'split.json'}: {len(moved)} came, went or changed "
                 f"between training and validation, first {moved[0]!r}. Restore the data set, or start a new run with "
                 "another --output: what was trained on must not validate"
+            )
+
+    def require_same_cases(self, left_out: Iterable[str]) -> None:
+        """Raise unless the cases that cannot be used now are those that could not when the run was begun.
+
+        A run of an older volseg did not write them down; it goes on with what there is.
+
+        Raises
+        ------
+        DataError
+            Names the cases that turned bad, and those that were mended.
+        """
+        file = self.path / LEFT_OUT
+        if not file.exists():
+            return
+        begun = read_json(file)
+        if not isinstance(begun, list) or not all(isinstance(name, str) for name in begun):
+            raise DataError(f"{file} should hold the ids of cases; restore it from a copy")
+        changes = {"turned bad": set(left_out) - set(begun), "were bad and are sound now": set(begun) - set(left_out)}
+        if said := [f"{list_some(sorted(names))} {what}" for what, names in changes.items() if names]:
+            raise DataError(
+                f"{self.path} would go on with other cases than it was begun with: {'; '.join(said)}. Restore these "
+                "files as they were, or start a new run with another --output"
             )
 
     def require_same(self, config: ExperimentConfig, *, of: str = "run") -> None:

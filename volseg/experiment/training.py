@@ -12,6 +12,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_model, build_training, check_components, choose_device
 from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
@@ -50,10 +51,12 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
         Before anything is trained, if the config cannot be run, a case is bad, or another process trains in the folder.
     NonFiniteLossError
         If the training diverges.
+    OutOfMemoryError
+        If a batch or a volume does not fit its device.
     """
     started = time.perf_counter()
     check_components(config)
-    with deterministic(config.training.deterministic), ExitStack() as held:
+    with deterministic(config.training.deterministic), explaining_memory(config), ExitStack() as held:
         held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
         run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
@@ -79,6 +82,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     folder, device = role.folder, choose_device(role.config)
     resume = role.claim(resume)
     chosen = choose_cases(role.config)
+    require_plausible_sizes(role.config, chosen.task, device)
     config, mesh = settle_mesh(role.config, chosen.task, device)
     role.settle(config)
     seed_everything(config.seed)
@@ -90,6 +94,9 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     held_out = replace(prepared, training=())
+    left_out = sorted({problem.case for problem in prepared.problems})
+    if resume:
+        folder.require_same_cases(left_out)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
     training = build_training(
@@ -105,7 +112,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen)
+        role.begin(chosen, left_out)
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 

@@ -1,13 +1,16 @@
 """Validate a run again: its validation cases, any of its checkpoints."""
 
+from collections.abc import Sequence
 from functools import partial
 
+from volseg.data.cases import Case
 from volseg.data.msd import load_task
 from volseg.data.preparing import prepare_all
 from volseg.errors import DataError
 from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
+from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.trained import load_trained
+from volseg.experiment.trained import Trained, load_trained
 from volseg.monitoring.progress import progress
 from volseg.workflow.validation import Validated, Validation
 
@@ -23,6 +26,8 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
     ------
     DataError
         If the run has no validation cases, or a case is gone.
+    OutOfMemoryError
+        If a volume does not fit its device.
     """
     trained = load_trained(folder, checkpoint)
     config, names = trained.config, set(folder.split().validation)
@@ -38,6 +43,12 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
     cases = [case for case in load_task(config.data.root, require_files=False).training if case["case"] in names]
     if gone := sorted(names - {case["case"] for case in cases}):
         raise DataError(f"{config.data.root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
+    with explaining_memory(config):
+        return _validate(trained, cases, checkpoint)
+
+
+def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Validated:
+    config, folder = trained.config, trained.folder
     prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
     validation = Validation(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),

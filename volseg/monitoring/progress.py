@@ -1,13 +1,12 @@
 """One bar for a whole training, and one for any list of cases being worked on."""
 
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from volseg.monitoring.console import open_bar
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
@@ -15,52 +14,17 @@ from volseg.workflow.training import Training
 __all__ = ["Progress", "count_up", "progress"]
 
 Item = TypeVar("Item")
-logger = logging.getLogger(__name__)
-
-
-class _Stream:
-    """Where bars are drawn: standard error, and nowhere from the moment on in which that cannot be written.
-
-    A full disk under a log, or a terminal that is gone, is no reason to end a training.
-    """
-
-    def __init__(self) -> None:
-        self._stream = sys.stderr  # None where a process was started without one
-        self._is_lost = self._stream is None
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(lambda: self._stream.flush())
-
-    def _attempt(self, act: Callable[[], object]) -> None:
-        if self._is_lost:
-            return
-        try:
-            act()
-        except (OSError, ValueError) as fault:  # a closed file is a ValueError
-            self._is_lost = True
-            logger.warning("progress is no longer shown: %s", fault)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _bar(**options: Any) -> "tqdm[Any]":
-    return tqdm(**options, file=_Stream(), dynamic_ncols=True)
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
     """Yield ``items`` while a bar called ``title`` counts them."""
-    yield from _bar(iterable=items, desc=title, total=total, unit="case", leave=True)
+    yield from open_bar(items, desc=title, total=total, unit="case", leave=True)
 
 
 @contextmanager
-def count_up(total: int, title: str) -> Iterator[Callable[[], object]]:
-    """Give a function to call after each of ``total`` cases, for work whose loop lies elsewhere."""
-    with _bar(total=total, desc=title, unit="case") as bar:
+def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
+    """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
+    with open_bar(total=total, initial=done, desc=title, unit="case") as bar:
         yield bar.update
 
 
@@ -79,7 +43,7 @@ class Progress(Hook):
             return
         done = training.epoch * training.num_batches + training.position
         total = training.epochs * training.num_batches
-        self._bar = _bar(total=total, initial=done, desc="training", unit="batch")
+        self._bar = open_bar(total=total, initial=done, desc="training", unit="batch")
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Count the batch."""

@@ -65,7 +65,7 @@ class TensorBoard(Hook):
         if record.score is not None:
             for example in getattr(training.validation, "examples", ()):
                 picture = overlay(example.image, example.label, example.prediction)
-                summaries.append(image(f"val/{example.case}", picture))
+                summaries.append(image(f"val/{example.case}", picture, dataformats="CHW"))
         self._attempt(lambda: self._write(summaries, record.epoch))
 
     def on_training_end(self, training: Training) -> None:

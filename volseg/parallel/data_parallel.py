@@ -26,6 +26,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_not_lazy
 from volseg.parallel.norms import NormsOverReplicas
+from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
@@ -164,9 +165,10 @@ class _Replicated:
     def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._net, self._call = replicas, net, model
         self.inner = _find_strategy(model, replicas)
-        self.home = self.inner.step_devices[0]
+        devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
+        self.home = devices[0]
         _check_synchronized(net, replicas)
-        self._devices = list(dict.fromkeys(self.inner.step_devices))
+        self._devices = list(dict.fromkeys(devices))
         self._replica = replicas.own[0]
         self._num_checked = 0
         self._draws = False
@@ -196,7 +198,8 @@ class _Replicated:
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs) if isinstance(self._call, ModelParallel) else self.inner(*args, **kwargs)
+        has_own_call = isinstance(self.inner, SpatialStrategy)  # FastKernels does more than its strategy
+        return self._call(*args, **kwargs) if has_own_call else self.inner(*args, **kwargs)
 
     @contextmanager
     def as_replica(self, replica: int) -> Iterator[None]:
@@ -301,6 +304,7 @@ class _Replicated:
         """Replay in here: with a seed of its own for every step and replica."""
         if self._sums is not None:
             self._sums.look()
+        self._passes, self._pass_seeds = 0, []
         with self._randomness(), self.inner.replaying(generators):
             yield
 
@@ -369,22 +373,24 @@ class _Whole:
         return nullcontext()
 
 
-def _find_strategy(model: nn.Module, replicas: Replicas) -> "SpatialStrategy | _Whole":
+def _find_strategy(model: nn.Module, replicas: Replicas) -> "SpatialStrategy | _Whole | Piped":
     if not isinstance(model, ModelParallel):
         return _Whole(model, replicas)
     strategy: Strategy = model.strategy
     if isinstance(strategy, SpatialStrategy):
         return strategy
     assert isinstance(strategy, PipelineStrategy)
-    raise ParallelError("replicas of a pipeline are made by torch's DistributedDataParallel around ModelParallel")
+    return Piped(model, strategy, replicas)
 
 
-def _sum_gradients(strategy: "SpatialStrategy | _Whole", replicas: Replicas) -> GradientSums | None:
+def _sum_gradients(strategy: "SpatialStrategy | _Whole | Piped", replicas: Replicas) -> GradientSums | None:
     """Let the strategy sum its gradients over processes; None where there is one."""
     if replicas.group is None:
         return None
     if isinstance(strategy, SpatialStrategy):
         return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
+    if isinstance(strategy, Piped):
+        return None  # it does so by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
 

@@ -394,7 +394,7 @@ class Training:
             steps_done=self.schedule.steps_done,
             scaler=self.step.scaler.state_dict(),
             average=self.average.state_dict() if self.average else None,
-            random=random_state(),
+            random=random_state(self.network),
             epoch=self.epoch,
             position=self.position,
             losses=tuple(self._losses.losses),
@@ -436,4 +436,4 @@ class Training:
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         with taking_over("random"):
-            restore_random_state(state.random)
+            restore_random_state(state.random, self.network)

@@ -1,0 +1,165 @@
+"""A training that is stopped at any point, by a real signal, ends bit for bit where the uninterrupted one ends.
+
+Its checkpoints are written by the real thread, as often as it can: after every batch.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from volseg.workflow import Checkpoints, Hook, load_checkpoint
+from volseg.workflow.checkpoints import LATEST
+from volseg.workflow.interrupts import stop_if_requested
+
+OPTIONS = {"average_decay": 0.9, "schedule": lambda progress: 1 - progress, "clip": 1.0, "precision": "fp32"}
+
+
+class Drawing:
+    """A validation of four cases that draws random numbers, as one with dropout at test time does."""
+
+    examples = ()
+
+    def __init__(self, signal_at=None):
+        self.signal_at, self.calls = signal_at, 0
+
+    def __call__(self):
+        self.score, self.scores = 0.0, {}
+        for _ in range(4):
+            stop_if_requested()
+            self.score += float(torch.rand(()))
+            self.calls += 1
+            if self.calls == self.signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self
+
+
+class SignalAt(Hook):
+    def __init__(self, event, epoch=0, position=0):
+        self.event, self.at = event, (epoch, position)
+
+    def _look(self, event, training):
+        if (event, training.epoch, training.position) == (self.event, *self.at):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_training_begin(self, training):
+        self._look("on_training_begin", training)
+
+    def on_epoch_begin(self, training):
+        self._look("on_epoch_begin", training)
+
+    def on_batch_begin(self, training, batch):
+        self._look("on_batch_begin", training)
+
+    def on_batch_end(self, training, fields):
+        self._look("on_batch_end", training)
+
+    def on_best(self, training, record):
+        self._look("on_best", training)
+
+    def on_epoch_end(self, training, record):
+        self._look("on_epoch_end", training)
+
+
+def assert_equal(one, other, place="state"):
+    assert type(one) is type(other), place
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), place
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for name in one:
+            assert_equal(one[name], other[name], f"{place}.{name}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), place
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{place}.{number}")
+    else:
+        assert one == other, place
+
+
+def content(path):
+    """Return everything in a checkpoint but the times."""
+    state = load_checkpoint(path).as_checkpoint()
+    for record in (*state["history"], *([state["best"]] if state["best"] else [])):
+        record.pop("seconds"), record.pop("seconds_waited")
+    del state["seconds"]
+    return state
+
+
+@pytest.fixture
+def stopped_and_whole(make_training, tmp_path):
+    """Run a training to a point, go on to its end, and return what both that and one without a stop leave."""
+
+    def run(point, *, signal_in_validation=None, progress, **options):
+        options = {**OPTIONS, **options}
+        whole, cut = tmp_path / "whole", tmp_path / "cut"
+        make_training(validation=Drawing(), hooks=[Checkpoints(whole)], **options).run()
+        hooks = [Checkpoints(cut, every_minutes=0), *([point] if point else [])]
+        with pytest.raises(SystemExit) as ended:
+            make_training(validation=Drawing(signal_in_validation), hooks=hooks, **options).run()
+        assert ended.value.code == 143
+        state = load_checkpoint(cut / LATEST)
+        assert state.progress == progress
+        resumed = make_training(seed=99, validation=Drawing(), hooks=[Checkpoints(cut, every_minutes=0)], **options)
+        resumed.load_state_dict(state)
+        resumed.run()
+        assert_equal(content(cut / LATEST), content(whole / LATEST))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "progress"),
+    [
+        ("on_training_begin", (0, 0), (0, 1)),
+        ("on_batch_begin", (0, 0), (0, 1)),
+        ("on_batch_end", (0, 4), (0, 4)),
+        ("on_batch_end", (1, 6), (1, 6)),
+        ("on_epoch_end", (1, 0), (1, 1)),
+        ("on_epoch_begin", (2, 0), (2, 1)),
+        ("on_batch_end", (2, 6), (2, 6)),
+    ],
+)
+def test_between_batches(stopped_and_whole, event, at, progress):
+    stopped_and_whole(SignalAt(event, *at), progress=progress)
+
+
+@pytest.mark.parametrize(("call", "progress"), [(1, (0, 6)), (2, (0, 6)), (7, (1, 6)), (11, (2, 6))])
+def test_in_a_validation_whose_numbers_are_drawn_again(stopped_and_whole, call, progress):
+    """They were drawn on: a validation that was stopped left torch's generator where it had come to."""
+    stopped_and_whole(None, signal_in_validation=call, progress=progress)
+
+
+@pytest.mark.parametrize(("position", "written"), [(1, 4), (3, 4), (4, 4), (5, 6)])
+def test_between_batches_that_share_a_step_it_waits_for_the_step(stopped_and_whole, position, written):
+    stopped_and_whole(SignalAt("on_batch_end", 1, position), progress=(1, written), accumulate=4)
+
+
+def test_without_an_average_and_with_validations_now_and_then(stopped_and_whole):
+    stopped_and_whole(SignalAt("on_batch_end", 0, 6), progress=(0, 6), average_decay=None, validate_every=2)
+
+
+class Killed(Exception):  # noqa: N818
+    """Stands for SIGKILL after what is on the disk is on the disk."""
+
+
+@pytest.mark.parametrize(("epoch", "position"), [(0, 1), (0, 5), (1, 3), (2, 6)])
+def test_a_checkpoint_of_any_time_is_gone_on_from(make_training, tmp_path, epoch, position):
+    """Whichever batch the thread had come to when the process was lost."""
+
+    class Lost(Hook):
+        def on_batch_end(self, training, fields):
+            if (training.epoch, training.position) == (epoch, position):
+                raise Killed
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    make_training(hooks=[Checkpoints(whole)], **OPTIONS).run()
+    with pytest.raises(Killed):
+        make_training(hooks=[Checkpoints(cut, every_minutes=0), Lost()], **OPTIONS).run()
+    state = load_checkpoint(cut / LATEST)
+    assert (0, 0) < state.progress <= (epoch, position)
+    resumed = make_training(seed=99, hooks=[Checkpoints(cut)], **OPTIONS)
+    resumed.load_state_dict(state)
+    resumed.run()
+    assert_equal(content(cut / LATEST), content(whole / LATEST))

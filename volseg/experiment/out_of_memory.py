@@ -1,0 +1,93 @@
+"""What does not fit into memory: told before it is tried where sizes alone tell it, else in words that help."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
+from volseg.experiment.building import choose_device
+from volseg.memory import total_bytes
+from volseg.parallel.devices import count_launched
+
+__all__ = ["explaining_memory", "require_plausible_sizes"]
+
+SAYS_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Storage size calculation overflowed",
+)
+"""In messages of torch's allocators and libraries, whose exceptions have no class of their own on a CPU."""
+
+FLOAT_BYTES = 4
+
+
+@contextmanager
+def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
+    """Turn an allocator's refusal within the block into one error that says what was tried and what takes less.
+
+    Raises
+    ------
+    OutOfMemoryError
+        With the sizes of the config, and the remedies in the order in which they cost least.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:
+        if isinstance(fault, VolsegError) or not _is_out_of_memory(fault):
+            raise
+        raise OutOfMemoryError(_describe(config, choose_device(config), fault)) from fault
+
+
+def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.device) -> None:
+    """Raise where a batch or a window alone, as a network's input and output, exceeds the memory of all devices.
+
+    Raises
+    ------
+    ConfigError
+        Before a case is read, with the size and the memory.
+    """
+    devices = config.parallel.devices
+    several = devices if isinstance(devices, int) else len(devices or ()) or torch.cuda.device_count() or 1
+    memory = _memory_of(device) * (max(count_launched(), several) if device.type == "cuda" else 1)
+    channels = task.num_channels + task.num_classes
+    batch = math.prod(config.patch.size) * config.patch.batch * channels * FLOAT_BYTES
+    window = math.prod(config.inference.window or (0,)) * channels * FLOAT_BYTES
+    for key, needed, value in (
+        ("patch", batch, f"size {list(config.patch.size)} and batch {config.patch.batch}"),
+        ("inference.window", window, str(list(config.inference.window or ()))),
+    ):
+        if needed > memory:
+            raise ConfigError(
+                f"{key}: {value} takes {needed / 2**30:.0f} GiB for a network's input and output alone, and there are "
+                f"{memory / 2**30:.0f} GiB; choose a smaller one"
+            )
+
+
+def _is_out_of_memory(fault: BaseException) -> bool:
+    return isinstance(fault, MemoryError | torch.OutOfMemoryError) or any(text in str(fault) for text in SAYS_MEMORY)
+
+
+def _describe(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:
+    window = config.inference.window
+    checkpoint = "" if config.parallel.checkpoint == "all" else ", parallel.checkpoint: all (recomputes activations)"
+    reason = str(fault).partition("\n")[0].rstrip(".") or type(fault).__name__
+    return (
+        f"out of memory on {device}, which has {_memory_of(device) / 2**30:.1f} GiB ({reason}). Tried: patch.size "
+        f"{list(config.patch.size)}, patch.batch {config.patch.batch}, inference.window "
+        f"{'the whole volume' if window is None else list(window)}, inference.batch {config.inference.batch}. Take a "
+        "smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs that "
+        f"share a volume (parallel.spatial){checkpoint}"
+    )
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return total_bytes()

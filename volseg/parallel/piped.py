@@ -1,0 +1,136 @@
+"""Replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` adds up.
+
+The stages of a pipeline are recorded with the parameters themselves, so no stand-ins can be put in their place (see
+``gradient_sums``); torch's hooks behind the parameters serve. It averages, which is right for gradients of several
+backward passes too; each gradient is multiplied by the number of replicas before, so that the mean is the sum.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from volseg.device.torch_internals import NormBase
+from volseg.errors import ParallelError
+from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.pipeline.strategy import PipelineStrategy
+from volseg.parallel.replicas import Replicas
+
+__all__ = ["Piped"]
+
+
+class Piped:
+    """The strategy of one replica that is a pipeline.
+
+    Parameters
+    ----------
+    model
+        The pipeline's `ModelParallel`.
+    strategy
+        Its strategy.
+    replicas
+        Who computes the others.
+    """
+
+    is_shared = False
+    is_recordable = False
+    group: None = None
+
+    def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
+        processes = replicas.num_processes
+        if replicas.fixed_order and processes & (processes - 1):
+            raise ParallelError(
+                f"sums over {processes} pipelines keep no fixed order; take a power of two, or fixed_order=False"
+            )
+        self._model, self._strategy, self._replicas = model, strategy, replicas
+        self._wrapped: DistributedDataParallel | None = None
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Of the stages."""
+        return self._strategy.devices
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether stages are replayed by now."""
+        return self._strategy.is_replaying
+
+    @property
+    def partition(self) -> Any:
+        """Which device runs which layers."""
+        return self._strategy.partition
+
+    @property
+    def step_devices(self) -> Any:
+        """Devices that a whole step works on; raises, as a pipeline records its stages."""
+        return self._strategy.step_devices
+
+    @property
+    def volumes(self) -> Any:
+        """How volumes are cut; raises, as a pipeline cuts none."""
+        return self._strategy.volumes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline; its backward pass sums the gradients."""
+        if self._replicas.count > 1 and self._strategy.net.training:
+            _check_norms(self._strategy.net)
+        if self._replicas.group is None or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        if self._wrapped is None:
+            self._strategy.plan(*args, **kwargs)  # parameters lie where they stay
+            self._wrapped = self._wrap(self._replicas.group)
+        return self._wrapped(*args, **kwargs)
+
+    def _wrap(self, group: dist.ProcessGroup) -> DistributedDataParallel:
+        wrapped = DistributedDataParallel(
+            self._model, process_group=group, broadcast_buffers=False, find_unused_parameters=True
+        )
+        if self._replicas.fixed_order:
+            wrapped.register_comm_hook(group, _average_in_order)
+        times = _Times(weakref.ref(self), self._replicas.num_processes)
+        for parameter in self._strategy.net.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(times)
+        return wrapped
+
+    def prepare_recording(self) -> list[torch.Generator]:
+        """Make ready for a CUDA graph of a step; never asked, as a pipeline records its stages."""
+        return []
+
+    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
+        """Replay in here: nothing to do."""
+        assert not generators
+        return nullcontext()
+
+
+class _Times:
+    """Multiplies a parameter's gradient, as long as the replicas are there."""
+
+    def __init__(self, owner: "weakref.ref[Piped]", factor: int) -> None:
+        self._owner, self._factor = owner, factor
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return gradient if gradient is None or self._owner() is None else gradient * self._factor
+
+
+def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(sum_in_order(buffer, group) / dist.get_world_size(group))
+    return done
+
+
+def _check_norms(net: nn.Module) -> None:
+    """Refuse norms whose statistics a pipeline takes of its micro-batches, and which whole batches would need."""
+    for name, module in net.named_modules():
+        by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+        if isinstance(module, NormBase) and module.training and (module.track_running_stats or not by_sample):
+            raise ParallelError(
+                f"{name} is a {type(module).__name__}, which takes the statistics of a whole batch, and each replica "
+                "of this pipeline sees micro-batches of its own rows; use instance or group norm, or data x spatial"
+            )
