@@ -50,7 +50,7 @@ def test_a_killed_process_is_started_again_and_the_job_goes_on(config_file, tmp_
     assert [record.epoch for record in history] == list(range(8))
 
 
-def test_an_error_of_the_config_is_told_once_and_without_gloo(config_file):
+def test_an_error_is_told_once_and_without_gloo(config_file):
     job = start("train", str(config_file), "--gpus", "2", "--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30")
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 1
@@ -80,7 +80,6 @@ def test_nobody_outlives_a_killed_launcher(command, config_file, tmp_path):
             120,
         )
         pids = children(job)
-        assert len(pids) == 2
     finally:
         job.kill()
         job.wait()

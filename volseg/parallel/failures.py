@@ -75,7 +75,7 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
     if cause.is_own:
         _say(f"volseg: {cause.message}")
     else:
-        met = f"; here: {_shorten(also)}" if also else ""
+        met = f"; here: {_shorten(also)}" if also and also not in cause.message else ""
         _say(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
     if stack:
         _say(f"{name_own_place()} is here:\n{stack}")
