@@ -38,6 +38,7 @@ class Machines:
 
     def __init__(self) -> None:
         self.names = [f"volseg{os.getpid()}-{number}" for number in (1, 2)]
+        self.started: list[subprocess.Popen] = []
 
     def connect(self) -> None:
         """Make both and the cable."""
@@ -56,14 +57,17 @@ class Machines:
             _ip("netns", "exec", name, "ip", "link", "set", "cable", "down")
 
     def remove(self) -> None:
-        """Undo what `connect` has made."""
+        """End what runs on them, and undo what `connect` has made."""
+        for process in self.started:  # a launcher may wait for one that it cannot reach any more
+            process.kill()
+            process.communicate()
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def start(self, number: int, command: Sequence[str], **options: object) -> subprocess.Popen:
         """Start a command on a machine; with it end all processes that it has started there."""
         inside = f'hostname machine{number + 1} && exec "$@"'
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.names[number]),
                 *("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"),
@@ -72,6 +76,8 @@ class Machines:
             env={**os.environ, "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"},
             **options,  # type: ignore[call-overload]
         )
+        self.started.append(process)
+        return process
 
     def torchrun(
         self, command: Sequence[str], *, per_machine: int = 1, max_restarts: int = 0, **options: object
@@ -106,12 +112,12 @@ def _ip(*command: str) -> None:
 def main(command: Sequence[str]) -> int:
     """Run a command on both machines; return the worse of their exit statuses."""
     if reason := why_not():
-        print(reason, file=sys.stderr)
+        sys.stderr.write(f"{reason}\n")
         return 1
     begun = time.perf_counter()
     with on_two_machines() as machines:
         statuses = [process.wait() for process in machines.torchrun(command)]
-    print(f"exit statuses {statuses} after {time.perf_counter() - begun:.0f} s")
+    sys.stdout.write(f"exit statuses {statuses} after {time.perf_counter() - begun:.0f} s\n")
     return max(map(abs, statuses))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from volseg.data.checks import check_cases
 from volseg.data.msd import load_task
-from volseg.data.preparing import prepare_all, prepare_sound
+from volseg.data.preparing import prepare, prepare_all, prepare_sound
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
@@ -86,3 +86,20 @@ def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task)
     truncate(task.training[3]["image"])
     with pytest.raises(DataError, match=r"^1 case\(s\) cannot be used"):
         prepare_sound(task.training, (), task, nowhere)
+
+
+def test_bits_do_not_depend_on_the_number_of_cores(task):
+    """One process took sixteen threads for a mean, each of two took one: they trained on images that differed."""
+    preprocessing = build_preprocessing([{"name": "Spacing", "spacing": [0.4, 0.4, 0.4]}, {"name": "ZScore"}])
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            prepared = prepare_sound(task.training[:1], task.training[1:2], task, preprocessing, workers=2)
+            found.append([*prepared.training, *prepared.validation, prepare(task.training[2], preprocessing)])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one["image"], other["image"])

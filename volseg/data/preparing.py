@@ -18,7 +18,7 @@ from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, rema
 from volseg.data.readers import Read
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
-from volseg.data.threads import map_in_threads
+from volseg.data.threads import compute_in_one_thread, map_in_threads
 from volseg.parallel.together import Rounds, describe_error, exchange, run_together, told_error
 
 __all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound", "prepare_together"]
@@ -342,7 +342,8 @@ def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = 
 
 
 def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool) -> Case:
-    prepared = preprocessing(read)
+    with compute_in_one_thread():
+        prepared = preprocessing(read)
     if keep_reference and "label" in read:
         prepared["reference"] = read["label"]
         prepared["reference_file"] = Path(paths["label"])

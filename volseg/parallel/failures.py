@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from volseg.errors import VolsegError
+from volseg.errors import ParallelError, VolsegError
 from volseg.launched import OWN_LAUNCHER, find_launch
 from volseg.lifetime import end_now
 from volseg.parallel.devices import name_own_place
-from volseg.parallel.supervision import Cause, Supervision
+from volseg.parallel.supervision import ENDED_SILENTLY, Cause, Supervision
 
 __all__ = ["describe", "end_after", "end_by", "is_peer_gone", "read_cause"]
 
@@ -39,6 +39,11 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     if supervision is not None and is_peer_gone(fault):
         # Somebody else failed first; supervision ends this process as soon as it knows who.
         time.sleep(SECONDS_FOR_THE_CAUSE)
+        if gone := supervision.list_silent(SECONDS_FOR_THE_CAUSE / 2):
+            fault = ParallelError(
+                f"{' and '.join(gone)} gives no sign of life any more and its connections broke; {ENDED_SILENTLY} "
+                f"({_shorten(str(fault))})"
+            )
     said = describe(fault)
     message = f"{name_own_place()}: {said}"
     cause = Cause(message=message, is_own=True) if supervision is None else supervision.fail(message)
@@ -70,7 +75,7 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
     if cause.is_own:
         _say(f"volseg: {cause.message}")
     else:
-        met = f"; here: {_shorten(also)}" if also else ""
+        met = f"; here: {_shorten(also)}" if also and also not in cause.message else ""
         _say(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
     if stack:
         _say(f"{name_own_place()} is here:\n{stack}")
@@ -101,7 +106,7 @@ def write_cause(message: str, callstack: str = "") -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
     with open(file, "w", encoding="utf-8") as written:
         json.dump({"message": {"message": message, "extraInfo": extra}}, written)
 
@@ -120,7 +125,7 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
     if isinstance(told, dict):
         return str(told["message"])
     if failure.exitcode == -signal.SIGKILL:
-        return f"{place} was killed by SIGKILL: mostly for a lack of memory (the system's log tells)"
+        return f"{place} was killed by SIGKILL: {ENDED_SILENTLY}"
     if failure.exitcode < 0:
         return f"{place} was ended by {failure.signal_name()}; its own output above says more"
     return f"{place} failed with exit code {failure.exitcode}; its own output above says why"

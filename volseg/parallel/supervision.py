@@ -40,6 +40,10 @@ LEAST_SECONDS = 20.0
 SECONDS_TO_LEAVE = 30.0
 """For a checkpoint after a signal, which may come when the launcher, and with it the store, has gone."""
 
+ENDED_SILENTLY = (
+    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
+)
+
 NUM_FRAMES = 12
 """Of the main thread that are shown of a process that hangs."""
 
@@ -114,6 +118,12 @@ class Supervision:
         with self._lock:
             return self._decide(message)
 
+    def list_silent(self, seconds: float) -> list[str]:
+        """Return where the processes are of which nothing was heard for so long."""
+        with self._lock:
+            heard = {rank: alive for rank, (alive, _) in self._seen.items() if rank != self.rank}
+            return [self.members[rank]["where"] for rank, alive in heard.items() if self._watched - alive > seconds]
+
     def leave(self) -> None:
         """Tell the others that this process ends well, and need not be missed."""
         with self._lock:
@@ -183,8 +193,7 @@ class Supervision:
             silent = self._watched - self._seen.get(rank, (0.0, 0.0))[0]
             if self._is_dead(member):
                 return self._decide(
-                    f"{member['where']} is gone without a word, last seen at {self._step_of(rank)}; what ends "
-                    "a process so is mostly SIGKILL, and that mostly a lack of memory (the system's log tells)"
+                    f"{member['where']} is gone without a word, last seen at {self._step_of(rank)}; {ENDED_SILENTLY}"
                 ), False
             if silent > self.longest_silence:
                 return self._decide(

@@ -3,13 +3,14 @@
 import os
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from volseg.data.threads import compute_in_one_thread
 from volseg.errors import ConfigError
 from volseg.parallel import ModelParallel
 from volseg.parallel.devices import list_gpus
@@ -29,7 +30,8 @@ def seed_everything(seed: int) -> None:
 def deterministic(wanted: bool) -> Iterator[None]:
     """Let only kernels run that give the same bits each time, if that is ``wanted``; torch refuses the others by name.
 
-    Must begin before the process first uses cuBLAS, which reads the size of its workspace once.
+    Must begin before the process first uses cuBLAS, which reads the size of its workspace once. Without a GPU everything
+    is computed by one thread: on how many cores a process may run would decide the order of sums.
 
     Raises
     ------
@@ -48,7 +50,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     cudnn.deterministic, cudnn.benchmark = True, False
     fills.fill_uninitialized_memory = False  # a pass over every new tensor, to tell what reads before it writes
     try:
-        yield
+        with nullcontext() if list_gpus() else compute_in_one_thread():
+            yield
     except RuntimeError as fault:
         if "have a deterministic" not in str(fault) and "not deterministic" not in str(fault):
             raise

@@ -1,0 +1,82 @@
+"""How the processes of a training end: one that is killed, one that fails, a launcher that is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from volseg.parallel.supervision import is_running
+from volseg.workflow import load_checkpoint
+
+ENDLESS = ["--set", "training.epochs=100000"]
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "volseg", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    )
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_until(holds, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def test_a_killed_process_is_started_again_and_the_job_goes_on(config_file, tmp_path):
+    mesh = ["--set", "parallel.spatial=2", "--set", "training.epochs=8", "--set", "training.checkpoint_minutes=0.001"]
+    job = start("train", str(config_file), *mesh, "--gpus", "2", "--max-restarts", "1")
+    try:
+        wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest.pt").exists(), 120)
+        killed = children(job)[-1]
+        os.kill(killed, signal.SIGKILL)
+        told, errors = job.communicate(timeout=200)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 0, errors
+    assert "| mean " in told
+    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    assert [record.epoch for record in history] == list(range(8))
+
+
+def test_an_error_is_told_once_and_without_gloo(config_file):
+    job = start("train", str(config_file), "--gpus", "2", "--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30")
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 1
+    assert "Traceback" not in errors
+    assert "gloo" not in errors
+    last = errors.rstrip().splitlines()[-1]
+    assert re.match(r"volseg: process [01] of 2 \(\S+, cpu\): the loss is not finite in epoch 0", last), last
+    assert errors.count("the loss is not finite") <= 2  # by the other process, in a line, if it lives to say so
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train", "--gpus", "2", "--set", "parallel.spatial=2"], ["cross-validate", "--folds", "0", "1", "--gpus", "2"]],
+    ids=["train", "cross-validate"],
+)
+def test_nobody_outlives_a_killed_launcher(command, config_file, tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "-m", "volseg", command[0], str(config_file), *command[1:], *ENDLESS],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        runs = 1 if command[0] == "train" else 2
+        wait_until(lambda: len(list(tmp_path.rglob("config.yaml"))) == runs and len(children(job)) == 2, 120)
+        pids = children(job)
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not any(map(is_running, pids)), 30)

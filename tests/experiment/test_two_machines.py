@@ -1,0 +1,78 @@
+"""What one machine trains, two train together: the same weights; and what happens there when one is lost."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from two_machines import Machines, on_two_machines, why_not
+
+from volseg.experiment import train
+from volseg.workflow import load_checkpoint
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+JOB = str(Path(__file__).parents[1] / "parallel" / "job_of_processes.py")
+
+
+@pytest.fixture
+def machines():
+    with on_two_machines() as made:
+        yield made
+
+
+def latest(folder):
+    return load_checkpoint(folder / "checkpoints" / "latest.pt")
+
+
+def outputs(jobs, seconds):
+    """Wait for the launchers; return what each wrote to its error stream."""
+    end = time.monotonic() + seconds
+    return [job.communicate(timeout=end - time.monotonic())[1] for job in jobs]
+
+
+def assert_same_weights(machines: Machines, mesh: str, per_machine: int, configured, config_file, tmp_path) -> None:
+    plain = latest(train(configured(f"output={tmp_path / 'plain'}")).folder.path)
+    command = ["-m", "volseg", "train", str(config_file), "--set", f"parallel={mesh}"]
+    jobs = machines.torchrun(command, per_machine=per_machine, stderr=subprocess.PIPE, encoding="utf-8")
+    shown = outputs(jobs, 300)
+    assert [job.returncode for job in jobs] == [0, 0], shown
+    both = latest(tmp_path / "run")
+    # float32: sums over shards add up in another order, and six optimizer steps carry that on.
+    torch.testing.assert_close(both.model, plain.model, rtol=1e-3, atol=1e-5)
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_two_machines_cut_volumes(machines, configured, config_file, tmp_path):
+    assert_same_weights(machines, "{spatial: 2}", 1, configured, config_file, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_machines_deal_batches_and_cut_volumes(machines, configured, config_file, tmp_path):
+    assert_same_weights(machines, "{data: 2, spatial: 2}", 2, configured, config_file, tmp_path)
+
+
+def test_both_launchers_start_again_what_one_has_lost(machines, tmp_path):
+    # The launcher of the first machine joins again without counting an attempt, in a store that knows the dead.
+    jobs = machines.torchrun([JOB, "again", str(tmp_path)], max_restarts=2, stderr=subprocess.PIPE, encoding="utf-8")
+    shown = outputs(jobs, 200)
+    assert [job.returncode for job in jobs] == [0, 0], shown
+    lines = [line for file in tmp_path.glob("start.*") for line in file.read_text().splitlines()]
+    assert sorted(json.loads(line)[2:] for line in lines) == [[count, 2.0, 2] for count in (0, 0, 1, 1, 2, 2)]
+
+
+def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
+    # Of a cable that is cut no connection tells; only signs of life do, a fifth of the timeout, at least 20 s.
+    monkeypatch.setitem(os.environ, "TIMEOUT", "10")
+    jobs = machines.torchrun([JOB, "stay", str(tmp_path)], stderr=subprocess.PIPE, encoding="utf-8")
+    end = time.monotonic() + 100
+    while len(list(tmp_path.glob("start.*"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    machines.cut()
+    (told,) = outputs(jobs[:1], 90)
+    assert jobs[0].returncode == 1
+    assert "process 1 of 2 (machine2, cpu) gives no sign of life for" in told
