@@ -7,8 +7,9 @@ import torch
 
 from volseg.data.checks import check_cases
 from volseg.data.msd import load_task
-from volseg.data.preparing import prepare, prepare_all, prepare_sound
+from volseg.data.preparing import _preprocess, prepare_all, prepare_sound
 from volseg.data.synthetic import make_task
+from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -88,18 +89,30 @@ def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task)
         prepare_sound(task.training, (), task, nowhere)
 
 
-def test_bits_do_not_depend_on_the_number_of_cores(task):
+def test_bits_do_not_depend_on_the_number_of_cores():
     """One process took sixteen threads for a mean, each of two took one: they trained on images that differed."""
-    preprocessing = build_preprocessing([{"name": "Spacing", "spacing": [0.4, 0.4, 0.4]}, {"name": "ZScore"}])
+    generator = torch.Generator().manual_seed(0)
+    volumes = [torch.randn(1, 35, 51, 35, generator=generator) * 37 + 120 for _ in range(8)]
     before = torch.get_num_threads()
-    found = []
+
+    def means(threads, preprocess):
+        torch.set_num_threads(threads)
+        found = list(map_in_threads(lambda volume: volume.mean(), volumes, workers=2))
+        found += [prepare_alone({"image": volume}, preprocess)["image"] for volume in volumes]
+        assert torch.get_num_threads() == threads
+        return torch.stack(found)
+
+    def prepare_alone(case, preprocess):
+        return _preprocess(case, case, preprocess, keep_reference=False)
+
+    def normalise(case):
+        return {"image": case["image"].mean()}
+
     try:
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            prepared = prepare_sound(task.training[:1], task.training[1:2], task, preprocessing, workers=2)
-            found.append([*prepared.training, *prepared.validation, prepare(task.training[2], preprocessing)])
-            assert torch.get_num_threads() == threads
+        torch.set_num_threads(4)
+        plain = torch.stack([volume.mean() for volume in volumes])
+        found = [means(threads, normalise) for threads in (1, 4)]
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one["image"], other["image"])
+    assert torch.equal(*found)
+    assert not torch.equal(plain, found[0][:8]), "torch sums in one order by itself: nothing was tested"

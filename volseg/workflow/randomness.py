@@ -30,8 +30,8 @@ def seed_everything(seed: int) -> None:
 def deterministic(wanted: bool) -> Iterator[None]:
     """Let only kernels run that give the same bits each time, if that is ``wanted``; torch refuses the others by name.
 
-    Must begin before the process first uses cuBLAS, which reads the size of its workspace once. Without a GPU everything
-    is computed by one thread: on how many cores a process may run would decide the order of sums.
+    Must begin before the process first uses cuBLAS, which reads the size of its workspace once. Without a GPU one
+    thread computes everything: else the number of a process's cores would decide the order of sums.
 
     Raises
     ------
