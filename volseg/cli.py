@@ -91,10 +91,12 @@ def train(
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     loaded = experiment.load_config(config, overrides)
-    if restart and (report := experiment.finished_report(loaded)) is not None:
-        if experiment.is_main_process():
+    # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
+    if restart and not is_launched():
+        report = experiment.RunFolder(loaded.folder).finished_report(loaded)
+        if report is not None:
             typer.echo(report)
-        return
+            return
     resume = resume or restart
     if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)

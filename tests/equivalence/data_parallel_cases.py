@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from volseg.device.torch_internals import DropoutNd
 from volseg.models.vnet import VNet
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
+from volseg.parallel.fixed_order import fold
 
 TOLERANCE = 1e-9
 """Of float64, relative to the largest value: sums in another order."""
@@ -131,7 +132,7 @@ def take_step(model: DataParallel, batch: Tensor) -> tuple[list[Tensor], Tensor]
         losses.append(loss.detach())
     sums.put_back()
     joined = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    return joined, model.replicas.sum_values(torch.stack(losses).sum())
+    return joined, fold([model.replicas.sum_values(loss) for loss in losses], torch.add)
 
 
 def measure(actual: Tensor | None, expected: Tensor | None, least: float = 1e-30) -> float:
@@ -191,3 +192,56 @@ def copy_and_compare(data: int) -> bool:
     other = copy.deepcopy(model)
     volume = torch.randn(1, 1, 8, 8, 8)
     return torch.equal(other(volume), model(volume)) and other.replicas is model.replicas
+
+
+class Dropping(nn.Module):
+    """Dropout of channels and of voxels, on fine levels and on one too coarse to cut, between norms and joins."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.InstanceNorm3d) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv3d(1, 6, 3, padding=1), norm(6), nn.LeakyReLU(), nn.Dropout3d(0.3))
+        self.down = nn.Sequential(nn.Conv3d(6, 8, 3, stride=2, padding=1), norm(8), nn.LeakyReLU(), nn.Dropout(0.3))
+        self.coarse = nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Conv3d(8, 8, 1), nn.Dropout(0.3), nn.Sigmoid())
+        self.up = nn.ConvTranspose3d(8, 6, 2, stride=2)
+        self.last = nn.Sequential(nn.Conv3d(12, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv3d(6, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        deep = self.down(x)
+        deep = deep * self.coarse(deep)
+        return self.last(torch.cat([x, self.up(deep)], 1))
+
+
+BITS = {
+    "dynunet": Case(build_dynunet, (1, 16, 8, 8)),
+    "dropping": Case(Dropping, (1, 12, 8, 8)),
+    "habits": Case(Habits, (1, 12, 7, 6)),
+}
+
+
+def train_bits(
+    name: str, data: int, spatial: int, replicas: int, shards: int, steps: int = 3, fixed: bool = True
+) -> dict[str, Tensor]:
+    """Return what a training in float32 comes to: weights, gradients, losses."""
+    case = BITS[name]
+    torch.manual_seed(7)
+    net = case.build()
+    kernels = f"slabs {shards}" if spatial == 1 and shards > 1 else "torch"
+    model = wrap(net, data, spatial, replicas, kernels, fixed=fixed)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    numbers = torch.Generator().manual_seed(3)
+    found: dict[str, Tensor] = {}
+    for step in range(steps):
+        whole = torch.randn(max(replicas, 2) + 1, *case.shape, generator=numbers)
+        _, loss = take_step(model, whole)
+        found[f"loss {step}"] = loss
+        found |= {f"gradient {step} {key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def list_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """Return the names of what is not the same to the last bit."""
+    assert first.keys() == second.keys()
+    return [key for key in first if not torch.equal(first[key], second[key])]

@@ -313,6 +313,15 @@ def test_without_gpus_processes_share_the_cpu(quick):
     assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
 
 
+def test_a_fold_on_several_gpus_starts_its_own_processes(quick):
+    config = quick("parallel.data=2")
+    crossed = cross_validate(config, folds=[0])
+    assert [fold.number for fold in crossed.folds] == [0]
+    assert "2 replicas of the network" in (config.folder / "fold_0.log").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"trains each fold on one GPU, .* on 2 GPU\(s\); leave out --gpus"):
+        choose_gpus(config, 2)
+
+
 def test_numbers_after_config_without_folds_are_refused(config_file):
     result = CliRunner().invoke(app, ["cross-validate", str(config_file), "0", "1"])
     assert result.exit_code == 2

@@ -3,16 +3,20 @@
 import contextlib
 import os
 import signal
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 from in_group import in_group
 
-from volseg.experiment import load_config, train
+from volseg.errors import ConfigError
+from volseg.experiment import building, load_config, settling, train
 from volseg.experiment.building import build_model, build_training, choose_device
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.reading import choose_reading
 from volseg.experiment.settling import join_processes, settle_mesh
+from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
@@ -88,6 +92,7 @@ MESHES = [
     (4, ["parallel.data=4"]),
     (4, ["parallel={data: 2, spatial: 2}"]),
     (2, ["parallel.data=2", "training.accumulate=2", "training.clip=0.1"]),
+    (2, ["parallel={data: 2, pipeline: 2}"]),
 ]
 
 
@@ -155,6 +160,67 @@ def test_a_run_goes_on_on_another_mesh(config_file, tmp_path):
         torch.testing.assert_close(mine.losses, theirs.losses, rtol=1e-3, atol=1e-5)
 
 
+def build_where_measurements_differ(config_file):
+    """Build a model whose layout one process measures as faster in channels last."""
+    config = load_config(config_file, ["parallel.data=2"])
+    join_processes(config)
+    device, chosen = choose_device(config), choose_cases(config)
+    config, mesh = settle_mesh(config, chosen.task, device)
+    layouts = [torch.contiguous_format, torch.channels_last_3d]
+    with mock.patch.object(building, "faster_layout", return_value=layouts[mesh.mesh.replica]):
+        model = build_model(config, chosen.task, device, mesh=mesh)
+    return [parameter.stride() for parameter in model.parameters()]
+
+
+def test_replicas_lie_alike_in_memory_whatever_each_measured(config_file):
+    first, second = in_group(2, build_where_measurements_differ, config_file)
+    assert first == second
+
+
+def settle_on_devices_with_memory(config_file, overrides, full=()):
+    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
+    config = load_config(config_file, overrides)
+    join_processes(config)
+    task, said = choose_cases(config).task, []
+    with ExitStack() as held:
+        held.enter_context(mock.patch.object(settling, "_has_memory_of_its_own", return_value=True))
+        held.enter_context(mock.patch.object(settling.logger, "info", lambda form, text: said.append(form % text)))
+        if find_rank() in full:
+            fault = torch.OutOfMemoryError("CUDA out of memory")
+            held.enter_context(mock.patch.object(settling, "_rehearse", side_effect=fault))
+        seed_everything(1)
+        settled, mesh = settle_mesh(config, task, torch.device("cpu"))
+        drawn = float(torch.rand(()))
+    return settled.parallel.data, settled.parallel.spatial, mesh.plan.data, said, drawn
+
+
+def test_samples_are_dealt_where_every_device_can_train_on_them(config_file):
+    torch.manual_seed(1)
+    drawn = float(torch.rand(()))
+    leader, other = in_group(2, settle_on_devices_with_memory, config_file, [])
+    words = "2 replicas of the network, each step's batch of 2 dealt 1 + 1: a sample fits a GPU"
+    assert leader == (2, 1, 2, [f"{words} (parallel.spatial: N cuts it)"], drawn)
+    assert other == (2, 1, 2, [], drawn)
+
+
+@pytest.mark.parametrize("full", [(0,), (1,), (0, 1)])
+def test_volumes_are_cut_where_one_device_runs_out_of_memory(config_file, full):
+    leader, other = in_group(2, settle_on_devices_with_memory, config_file, [], full)
+    words = "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training step on"
+    assert leader[:3] == other[:3] == (1, 2, 1)
+    assert leader[3] == [f"{words} its whole samples"]
+
+
+def test_what_is_asked_for_is_not_tried(config_file):
+    leader, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], (0, 1))
+    assert leader[:3] == (2, 1, 2)
+
+
+def test_a_slab_is_tried_where_replicas_do_not_use_all_processes(config_file):
+    leader, *_ = in_group(4, settle_on_devices_with_memory, config_file, [])
+    assert leader[:3] == (2, 2, 2)
+
+
 def diverge(config_file, overrides):
     try:
         run(config_file, overrides)
@@ -170,3 +236,22 @@ def test_a_loss_that_is_not_finite_ends_all_processes_and_names_the_cases_of_the
     kind, words = told[0]
     assert kind == "NonFiniteLossError"
     assert words.partition("; cases: ")[2].partition(".")[0].count(",") == 1  # a batch of two, a case in each process
+
+
+def try_to_run(config_file, overrides, resume):
+    try:
+        run(config_file, overrides, resume=resume)
+    except ConfigError as refused:
+        return str(refused)
+    return None
+
+
+def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
+    overrides = ["training.deterministic=true", "training.epochs=1"]
+    assert in_group(2, try_to_run, config_file, overrides, False) == [None, None]
+    kept = load_config(tmp_path / "run" / "config.yaml").parallel
+    assert (kept.data, kept.spatial) == (2, 1)
+    refused = try_to_run(config_file, [*overrides, "training.epochs=2"], True)
+    assert "was begun with parallel.data: 2, parallel.spatial: 1 and training.deterministic: true" in refused
+    assert "got 1 and 1; set both to what they were (fewer processes may compute them)" in refused
+    assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None

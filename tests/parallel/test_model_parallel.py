@@ -142,7 +142,8 @@ def test_strategies_say_what_a_training_loop_asks():
     net = nn.Conv3d(1, 2, 3, padding=1)
     cases = (
         (ModelParallel(net, strategy="spatial", devices=["cpu"]), (False, True)),
-        (ModelParallel(net, strategy="spatial", devices=["cpu", "cpu"]), (False, False)),
+        (ModelParallel(net, strategy="spatial", devices=["cpu", "cpu"]), (False, True)),
+        (ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]), (False, False)),
         (ModelParallel(net, split_size=1, devices=["cpu"]), (False, False)),
     )
     for model, expected in cases:

@@ -179,6 +179,29 @@ def assert_same_training(first, second):
     )
 
 
+def look_together():
+    """Return when each looks again, one process at 0.1 s a batch and one at 0.5 s, and what a signal of one becomes."""
+    model = network(())
+    training = Training(
+        Named(model, ["image"], ["logits"]),
+        Named(loss, ["logits", "label"], ["loss"]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Batches(),
+        epochs=1,
+    )
+    training._interval.most = 32  # as on a GPU
+    first = training._must_stop((0.1, 0.5)[dist.get_rank()])
+    batches = training._interval.batches
+    if dist.get_rank() == 1:
+        training._interruption.take(signal.SIGHUP)
+    return first, batches, training._must_stop(0.1), training._interruption.signal
+
+
+def test_processes_look_after_equally_many_batches_by_the_time_of_the_slowest():
+    """Else one would wait in a collective while the others train on."""
+    assert in_group(2, look_together) == [(False, 4, True, signal.SIGHUP)] * 2
+
+
 def test_the_group_leaves_the_validation_together():
     assert_ended_together(*in_group(2, interrupted))
 

@@ -7,9 +7,11 @@ A header can be right while the voxels are not, so files are read to their end; 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from monai.data import MetaTensor
 from torch import Tensor
@@ -249,10 +251,9 @@ def require_sound(
 
 
 def _find_grid_faults(volume: MetaTensor) -> Iterable[str]:
-    grid = Grid.of(volume)
-    spacing = grid.affine[:3, :3].norm(dim=0).tolist()
-    extent = [side * count for side, count in zip(spacing, grid.shape, strict=True)]
-    if not (min(spacing) >= FINEST_SPACING and max(spacing) <= COARSEST_SPACING and max(extent) < LARGEST_EXTENT):
+    spacing = np.linalg.norm(volume.affine.numpy()[:3, :3], axis=0)
+    extent = spacing * volume.shape[1:]
+    if not (spacing.min() >= FINEST_SPACING and spacing.max() <= COARSEST_SPACING and extent.max() < LARGEST_EXTENT):
         yield (
             f"has voxels of {_list_lengths(spacing)} mm and an extent of {_list_lengths(extent)} mm; needed: sides of "
             f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; mend the "
@@ -260,33 +261,32 @@ def _find_grid_faults(volume: MetaTensor) -> Iterable[str]:
         )
 
 
-def _list_lengths(lengths: Sequence[float]) -> str:
+def _list_lengths(lengths: Iterable[float]) -> str:
     return " x ".join(f"{length:.4g}" for length in lengths)
 
 
 def _remark_on_grid(volume: MetaTensor, case: str) -> Iterator[Remark]:
-    grid = Grid.of(volume)
-    if 1 in grid.shape:
-        yield Remark("the volume is a single slice; is a volume missing?", case, f"{grid.shape} voxels")
-    if (qform := volume.meta.get("qform_affine")) is None:
+    shape, sform = tuple(volume.shape[1:]), volume.affine.numpy()
+    if 1 in shape:
+        yield Remark("the volume is a single slice; is a volume missing?", case, f"{shape} voxels")
+    qform = np.asarray(volume.meta.get("qform_affine", sform))
+    if not np.isfinite(qform).all():  # damaged; nothing here goes by it
         return
-    try:
-        other = Grid(grid.shape, torch.as_tensor(qform, dtype=torch.float64))
-        apart = grid.distance(other) / float(grid.affine[:3, :3].norm(dim=0).min())
-        mirrored = bool(grid.affine[:3, :3].det() * other.affine[:3, :3].det() < 0)
-    except ValueError:  # a damaged qform, which nothing here goes by
+    corners = np.array([(*corner, 1) for corner in product(*((0, side - 1) for side in shape))]).T
+    distance = np.linalg.norm(((sform - qform) @ corners)[:3], axis=0).max()
+    apart = distance / np.linalg.norm(sform[:3, :3], axis=0).min()
+    if apart <= MISPLACED_VOXELS:
         return
-    if mirrored:
+    if np.linalg.det(sform[:3, :3]) * np.linalg.det(qform[:3, :3]) < 0:
         kind = "sform and qform mirror each other (left-right); one of them swaps the sides, and the sform is taken"
-        yield Remark(kind, case, f"up to {apart:.3g} voxels apart")
-    elif apart > MISPLACED_VOXELS:
+    else:
         kind = "sform and qform disagree; the sform is taken, other programs may go by the qform"
-        yield Remark(kind, case, f"up to {apart:.3g} voxels apart")
+    yield Remark(kind, case, f"up to {apart:.3g} voxels apart")
 
 
 def _digest(image: MetaTensor) -> str:
     voxels = image.as_tensor().contiguous().numpy()
-    digest = blake2b(repr(voxels.shape).encode(), digest_size=16)
+    digest = sha256(repr(voxels.shape).encode())
     digest.update(voxels)
     return digest.hexdigest()
 

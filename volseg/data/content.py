@@ -25,7 +25,7 @@ DEFLATE_RATIO = 1032
 ALWAYS_FITS = 1 << 26
 """Bytes for which nobody asks the system how many are free: asking takes as long as reading a small volume."""
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Bytes read or decompressed at a time."""
 
 Packing = Literal["plain", "gzip", "zlib"]

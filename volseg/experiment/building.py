@@ -38,6 +38,7 @@ from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
+from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.schedules import SCHEDULES
 from volseg.workflow.training import Score, Training
 
@@ -164,7 +165,11 @@ def _place_on_one(
         rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
         config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
     fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
-    return fast or _laid_out(network.to(device), config, task)
+    # Gradients are summed as they lie in memory: what each process found must not differ.
+    agree = mesh is not None and mesh.replicas is not None
+    if agree and largest_over_processes(int(fast is None), device):
+        fast = None
+    return fast or _laid_out(network.to(device), config, task, agree=agree)
 
 
 def _place_on_several(
@@ -202,8 +207,8 @@ def _require_window(network: FitGrid, config: ExperimentConfig) -> None:
         )
 
 
-def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Module:
-    """Return the network in the memory layout that the config asks for."""
+def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree: bool) -> nn.Module:
+    """Return the network in the memory layout that the config asks for, in all processes the same if they ``agree``."""
     layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
     wanted = config.training.memory_format
     if wanted == "auto" and config.training.deterministic:  # what is measured may differ next time
@@ -211,8 +216,9 @@ def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task) -> nn.Mo
     if wanted == "auto":
         device = next(network.parameters()).device
         shape = (config.patch.batch, task.num_channels, *config.patch.size)
-        faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
-        return network
+        faster = faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
+        slower_somewhere = agree and largest_over_processes(int(faster is torch.contiguous_format), device)
+        wanted = "contiguous" if slower_somewhere or faster is torch.contiguous_format else "channels_last"
     return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
 
 

@@ -13,7 +13,7 @@ from volseg.experiment.building import choose_device
 from volseg.memory import total_bytes
 from volseg.parallel.devices import count_launched
 
-__all__ = ["explaining_memory", "require_plausible_sizes"]
+__all__ = ["explaining_memory", "is_out_of_memory", "require_plausible_sizes"]
 
 SAYS_MEMORY = (
     "out of memory",
@@ -40,7 +40,7 @@ def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as fault:
-        if isinstance(fault, VolsegError) or not _is_out_of_memory(fault):
+        if isinstance(fault, VolsegError) or not is_out_of_memory(fault):
             raise
         raise OutOfMemoryError(_describe(config, choose_device(config), fault)) from fault
 
@@ -70,7 +70,8 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
             )
 
 
-def _is_out_of_memory(fault: BaseException) -> bool:
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Tell whether an allocator of torch or of one of its libraries raised it."""
     return isinstance(fault, MemoryError | torch.OutOfMemoryError) or any(text in str(fault) for text in SAYS_MEMORY)
 
 

@@ -106,7 +106,7 @@ class Member:
     def _remove_token(self) -> None:
         """Take the token away, when all have looked for it."""
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str]) -> None:
+    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
         """Describe the new run; ``left_out`` are the chosen cases that cannot be used."""
         del chosen, left_out
         self._require_shared_folder()
@@ -158,7 +158,7 @@ class Leader(Member):
     def _remove_token(self) -> None:
         (self.folder.path / SEEN).unlink(missing_ok=True)
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str]) -> None:
+    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
         """Make the run folder and describe the run in it."""
         if not self._is_locked:
             self._held.enter_context(only_process_in(self.folder.path))

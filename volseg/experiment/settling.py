@@ -13,6 +13,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective
+from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
@@ -56,8 +57,8 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     """
     count = count_processes()
     plan, reason = config.mesh(count), None
-    if plan.is_open and plan.data > 1:
-        reason = "a sample fits a GPU (parallel.spatial: N cuts it)" if device.type == "cuda" else None
+    if plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
+        reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
         if not _can_train(config, plan, task, device):
             plan = config.mesh(count, fits=False)
             reason = "a GPU has no memory for a training step on its whole samples"
@@ -79,15 +80,19 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     )
 
 
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> bool:
     """Tell whether every process has the memory for a training step on its own part of a batch."""
-    if device.type == "cpu":
-        return True
     fits = True
     try:
         with own_random_numbers([device]):
             _rehearse(config, plan, task, device)
-    except torch.OutOfMemoryError:
+    except RuntimeError as fault:  # that of torch, cuDNN or Triton
+        if not is_out_of_memory(fault):
+            raise
         fits = False
     torch.cuda.empty_cache()
     return not largest_over_processes(int(not fits), device)
@@ -105,7 +110,7 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     patch = config.patch.model_copy(update={"batch": rows, "size": sides})
     config = config.model_copy(update={"parallel": ParallelConfig(), "patch": patch})
     network = build_model(config, task, device)
-    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=True)
+    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=device.type == "cuda")
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
     image = torch.randn(rows, task.num_channels, *sides, device=device)
     label = torch.randint(task.num_classes, (rows, 1, *sides), dtype=torch.uint8, device=device)
@@ -116,4 +121,5 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     optimizer.step()
     if average is not None:
         average.update()
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -338,6 +338,7 @@ class _Whole:
             with marked.used(self.net):
                 result = self.net(*args, **kwargs)
         leaves, structure = tree_flatten(result)
+        marked.check_outputs(leaves)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
             leaves[place] = tensor

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.device.first_order import first_order
+from volseg.device.graph import describe_plain
 from volseg.device.torch_internals import accept_gradients_of_other_streams, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, flatten, split_like
@@ -60,6 +61,16 @@ class Marked(NamedTuple):
         finally:
             for own, name, parameter in held:
                 own[name] = parameter
+
+    @staticmethod
+    def check_outputs(leaves: Sequence[Any]) -> None:
+        """Refuse a result in which tensors could hide, to which nothing would be tied."""
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and describe_plain(leaf) is None:
+                raise ParallelError(
+                    f"the network returns a {type(leaf).__name__}, whose tensors the sums of replicas cannot be tied "
+                    "to; return tensors, in tuples, lists or dicts"
+                )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of the pass, whose backward pass makes every sum, whatever it uses."""

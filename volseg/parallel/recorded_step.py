@@ -22,6 +22,7 @@ from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.recorded import RecordedState
 
 __all__ = ["RecordedStep"]
@@ -162,10 +163,11 @@ def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
 
 
 def _find_group(model: nn.Module) -> Any:
-    """Return the strategy of a model that several processes run together, or several replicas on one."""
+    """Return the strategy of a model whose recordings need more than the model: agreement, and seeds."""
     if isinstance(model, DataParallel):
         return model.strategy
-    return model.strategy.volumes if isinstance(model, ModelParallel) and model.strategy.is_shared else None
+    is_spatial = isinstance(model, ModelParallel) and isinstance(model.strategy, SpatialStrategy)
+    return model.strategy if is_spatial else None
 
 
 def _find_gpu(model: nn.Module) -> torch.device:

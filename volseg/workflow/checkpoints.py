@@ -162,6 +162,7 @@ class Checkpoints(Hook):
         if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
             self._take(training, LATEST)
         self._finish()
+        self._copies = HostCopies()  # frees the memory of the old ones
 
     @property
     def _is_due(self) -> bool:

@@ -127,7 +127,7 @@ class TrainingStep:
     def _compute_shares(self, model: DataParallel, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
         """Compute one's own replicas, one after the other; return the losses of the whole batch."""
         assert self.batch_size is not None
-        shares = list(model.replicas.shares(self.batch_size))
+        shares = model.replicas.shares(self.batch_size)
         _require_rows(tensors, shares[-1].rows.stop, self.batch_size)
         rounds = []
         sums = RoundSums(model.parameters(), len(shares)) if len(shares) > 1 else None

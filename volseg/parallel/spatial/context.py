@@ -52,8 +52,9 @@ class Context:
         Whether volumes of the network are meant to lie in memory with channels last.
     frugal
         Whether memory matters more than time: set where blocks are recomputed.
-    graph_generator
-        Random numbers that differ between processes, while a CUDA graph is recorded.
+    graph_generators
+        A source of random numbers for each slab of this process, while a CUDA graph is recorded; None where all draw
+        from the device's own.
     has_replicas
         Whether gradients are averaged or summed with processes that train on other volumes.
     replicas
@@ -77,7 +78,7 @@ class Context:
         self.room = 0
         self.channels_last = False
         self.frugal = False
-        self.graph_generator: torch.Generator | None = None
+        self.graph_generators: list[torch.Generator] | None = None
         self.has_replicas = False
         self.replicas: Replicas | None = None
         self.parameters = Parameters(communicator)

@@ -152,9 +152,9 @@ class SpatialStrategy:
         self._checked = False
         self._checked_weights = not self._groups
         # Shards that are one device's as well as several processes' draw alike in both cases.
-        draws_alike = self.group is not None or options.fixed_order
+        self._draws_alike = self.group is not None or options.fixed_order
         shards = [] if self.group is None else [self.group]
-        self.seeds = CommonSeeds(shards, self.communicator.home) if draws_alike else None
+        self.seeds = CommonSeeds(shards, self.communicator.home) if self._draws_alike else None
         wanted = options.channels_last
         self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
@@ -207,7 +207,7 @@ class SpatialStrategy:
     @property
     def is_recordable(self) -> bool:
         """Whether a process runs the network on one device, so that a whole step can be one CUDA graph there."""
-        return self._one_device
+        return len(set(self.communicator.devices)) == 1
 
     @property
     def is_replaying(self) -> bool:
@@ -256,20 +256,20 @@ class SpatialStrategy:
 
         Whole channels and levels too coarse to cut draw alike everywhere, voxels differently: a generator each.
         """
-        self.context.graph_generator = None
-        if not self.is_shared:
+        self.context.graph_generators = None
+        if not self._draws_alike:
             return []
-        self.context.graph_generator = torch.Generator(self.communicator.home)
+        self.context.graph_generators = [torch.Generator(device) for device in self.communicator.devices]
         if isinstance(self.communicator, ProcessGroupShards) and self.communicator.plane_mailbox:
             self.communicator.plane_mailbox.settle()
-        return [self.context.graph_generator]
+        return self.context.graph_generators
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
         with self.same_randomness():
-            for generator in generators:
-                generator.manual_seed(mix(torch.initial_seed(), 1 + self.communicator.indices[0]))
+            for generator, index in zip(generators, self.communicator.indices, strict=bool(generators)):
+                generator.manual_seed(mix(torch.initial_seed(), 1 + index))
             yield
 
     @property
@@ -373,6 +373,7 @@ def _is_trained(parameter: Tensor) -> bool:
 def _tie(result: Any, marked: Marked) -> Any:
     """Return a pass's result, whose backward pass sums every gradient."""
     leaves, structure = tree_flatten(result)
+    marked.check_outputs(leaves)
     pieces = [_list_pieces(leaf) for leaf in leaves]
     tied = iter(marked.tie([piece for own in pieces for piece in own]))
     results = []

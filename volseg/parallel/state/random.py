@@ -141,7 +141,7 @@ class CommonSeeds:
 
     def _take_first(self, own: Tensor) -> Tensor:
         """Return the first process's value."""
-        value = own.to(self._device)
+        value = own.to(self._device, copy=True)
         for group in self._groups:
             dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
         return value.cpu()

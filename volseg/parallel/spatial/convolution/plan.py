@@ -74,7 +74,13 @@ def plan_convolution(
     (size,) = volume.sizes
     if communicator.num_shards == 1:
         return ConvolutionPlan(whole, None, outputs, context.channels_last, context.frugal)
-    if not isinstance(communicator, ProcessGroupShards) or volume.dims != (DIM,) or volume.ndim != 5:
+    # In a fixed order the halo's gradient is added where it belongs, as between slabs of one process.
+    if (
+        communicator.fixed_order
+        or not isinstance(communicator, ProcessGroupShards)
+        or volume.dims != (DIM,)
+        or volume.ndim != 5
+    ):
         return None
     planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):

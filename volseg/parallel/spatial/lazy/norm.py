@@ -164,8 +164,10 @@ class WaitingNorm(Waiting):
         # The backward pass, where there will be one, reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
         self.unchanged = Unchanged(read)
-        cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and self.context.communicator.num_shards > 1
-        self.room = self.context.room if cut_along_depth and len(slabs) == 1 else 0
+        communicator = self.context.communicator
+        cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and communicator.num_shards > 1
+        is_direct = len(slabs) == 1 and not communicator.fixed_order
+        self.room = self.context.room if cut_along_depth and is_direct else 0
 
     def activate(self, activation: Activation) -> "WaitingNorm | None":
         """Return this with an activation behind, or None where there is one already."""

@@ -33,7 +33,8 @@ def draw_seed(volume: ShardedVolume) -> int:
 def generators(volume: ShardedVolume) -> list[torch.Generator | None]:
     """Return a generator for each slab, to draw differently on each."""
     if _is_recording(volume):
-        return [volume.context.graph_generator for _ in volume.slabs]
+        own = volume.context.graph_generators
+        return [None] * len(volume.slabs) if own is None else [*own]
     seed = draw_seed(volume)
     seeds = [mix(seed, index) for index in volume.context.communicator.indices]
     return [torch.Generator(slab.device).manual_seed(own) for slab, own in zip(volume.slabs, seeds, strict=True)]

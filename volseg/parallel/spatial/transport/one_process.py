@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.device.first_order import first_order
 from volseg.errors import ParallelError
+from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 
@@ -48,6 +51,15 @@ class LocalDevices(Communicator):
         owned = spans(size, self.grid[axis], unit)
         if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
             return list(slabs)
+        if self.fixed_order:
+            return list(_FetchLocally.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
+        return self.move(slabs, axis, dim, size, wanted, unit)
+
+    def move(
+        self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
+        """Copy planes between devices, whatever comes; arguments as those of ``fetch``."""
+        owned = spans(size, self.grid[axis], unit)
         moves = transfers(size, wanted, unit)
         held = dict(zip(self.coordinates, slabs, strict=True))
         fetched = []
@@ -62,6 +74,38 @@ class LocalDevices(Communicator):
                 pieces = [slab.narrow(dim, 0, 0)]
             fetched.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
         return fetched
+
+    def give_back(
+        self, gradients: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
+    ) -> list[Tensor]:
+        """Return every plane to its owner and add what comes back, one's own first, then by who wanted it.
+
+        Parameters
+        ----------
+        gradients
+            Of what ``fetch`` returned.
+        axis, dim, size, wanted, unit
+            As those of ``fetch``.
+        """
+        owned = spans(size, self.grid[axis], unit)
+        moves = transfers(size, wanted, unit)
+        held = dict(zip(self.coordinates, gradients, strict=True))
+        totals = []
+        for coordinates, device in zip(self.coordinates, self.devices, strict=True):
+            here = coordinates[axis]
+            shape = list(held[coordinates].shape)
+            shape[dim] = owned[here][1] - owned[here][0]
+            total = held[coordinates].new_zeros(shape)
+            for move in sorted((m for m in moves if m.source == here), key=lambda m: m.target != here):
+                arrived = held[(*coordinates[:axis], move.target, *coordinates[axis + 1 :])]
+                planes = arrived.narrow(dim, move.start - wanted[move.target][0], move.stop - move.start)
+                own = total.narrow(dim, move.start - owned[here][0], move.stop - move.start)
+                if move.target == here:
+                    own.copy_(planes)
+                else:
+                    own.add_(planes.to(device, non_blocking=True))
+            totals.append(total)
+        return totals
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
         """Stack the shards' values on the home device; one shard's is not copied."""
@@ -79,6 +123,8 @@ class LocalDevices(Communicator):
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Copy a whole value to each device."""
+        if self.fixed_order:
+            return list(_ShareLocally.apply(self, whole))
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
@@ -90,8 +136,60 @@ class LocalDevices(Communicator):
         ]
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Copy each parameter once to each device."""
+        """Copy each parameter once to each device; where sums have a fixed order, each shard gets one of its own."""
+        if self.fixed_order:
+            shared = _ShareLocally.apply(self, *parameters)
+            count = len(self.devices)
+            return [list(shared[first : first + count]) for first in range(0, len(shared), count)]
         copies: dict[torch.device, list[Tensor]] = {}
         for device in dict.fromkeys(self.devices):
             copies[device] = [parameter.to(device, non_blocking=True) for parameter in parameters]
         return [[copies[device][index] for device in self.devices] for index in range(len(parameters))]
+
+
+class _FetchLocally(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, communicator: LocalDevices, plan: tuple[Any, ...], *slabs: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = communicator, plan
+        # Copies: views of several outputs of a function may not be changed in place.
+        moved = communicator.move(slabs, *plan)
+        return tuple(new.clone() if _is_part(new, slabs) else new for new in moved)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        communicator, plan = ctx.plan
+        return None, None, *communicator.give_back(gradients, *plan)
+
+
+def _is_part(tensor: Tensor, slabs: Sequence[Tensor]) -> bool:
+    return any(tensor.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr() for slab in slabs)
+
+
+class _ShareLocally(torch.autograd.Function):
+    """Hands each value to every shard; the gradients are added by the tree over the shards, as processes add them."""
+
+    @staticmethod
+    def forward(ctx: Any, communicator: LocalDevices, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = len(communicator.devices)
+        ctx.set_materialize_grads(False)
+        ctx.homes = [value.device for value in values]
+        return tuple(
+            value.view_as(value) if value.device == device else value.to(device, non_blocking=True)
+            for value in values
+            for device in communicator.devices
+        )
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals: list[Tensor | None] = []
+        for number, home in enumerate(ctx.homes):
+            own = gradients[number * ctx.count : (number + 1) * ctx.count]
+            like = next((gradient for gradient in own if gradient is not None), None)
+            if like is None:  # no shard has used it
+                totals.append(None)
+                continue
+            filled = [torch.zeros_like(like) if gradient is None else gradient for gradient in own]
+            totals.append(fold([gradient.to(home, non_blocking=True) for gradient in filled], torch.add))
+        return None, *totals

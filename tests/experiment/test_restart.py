@@ -1,0 +1,244 @@
+"""A run that is started again: by the same command, after whatever ended it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from volseg import Checkpoints, Hook
+from volseg.cli import app
+from volseg.errors import CheckpointError, ConfigError
+from volseg.experiment import RunFolder, predict, train, validate
+from volseg.experiment.folder_lock import LOCK
+from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
+from volseg.workflow import load_checkpoint
+
+
+class Fails(Hook):
+    def __init__(self, epoch, position):
+        self.at = (epoch, position)
+
+    def on_batch_end(self, training, fields):
+        next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+        if (training.epoch, training.position) == self.at:
+            raise InterruptedError
+
+
+def lose(config, epoch, position):
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[Fails(epoch, position)])
+
+
+def damage(path):
+    """Flip a bit in each of 400 bytes: fewer may all lie between two parts, where nothing is stored."""
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) // 2, len(content) // 2 + 400):
+        content[place] ^= 1
+    path.unlink()  # another name of the file stays as it is
+    path.write_bytes(content)
+
+
+def finished_report(config):
+    return RunFolder(config.folder).finished_report(config)
+
+
+def run(config_file, *more):
+    return CliRunner().invoke(app, ["train", str(config_file), *more], catch_exceptions=False)
+
+
+@pytest.fixture
+def half(configured):
+    """Return the folder of a run that was lost in its second epoch, with three checkpoints."""
+    lose(configured("training.checkpoint_minutes=0"), 1, 2)
+    folder = RunFolder(configured().folder)
+    assert {path.name for path in folder.checkpoints.iterdir()} == {"latest.pt", "previous.pt", "best.pt"}
+    return folder
+
+
+def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configured):
+    folder = RunFolder(configured().folder)
+    assert run(config_file, "--restart", "--set", "training.epochs=1").exit_code == 0
+    assert len(load_checkpoint(folder.checkpoints / "latest.pt").history) == 1
+    assert run(config_file, "--restart").exit_code == 0  # longer: there is something left to train
+    assert len(load_checkpoint(folder.checkpoints / "latest.pt").history) == 2
+    before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
+    third = run(config_file, "--restart")
+    assert third.exit_code == 0
+    assert third.output.strip() == folder.report_file.read_text(encoding="utf-8").strip()
+    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
+    with pytest.raises(ConfigError, match=r"begun with another config: optimizer\.lr"):
+        run(config_file, "--restart", "--set", "optimizer.lr=0.5")
+
+
+def test_restart_begins_anew_where_a_run_was_lost_before_its_first_checkpoint(config_file, configured):
+    lose(configured(), 0, 1)
+    assert not list((configured().folder / "checkpoints").glob("*.pt"))
+    assert run(config_file, "--restart").exit_code == 0
+    assert finished_report(configured()) is not None
+
+
+@pytest.mark.parametrize("written", [[], ["environment.json"], ["environment.json", "task.json", "split.json"]])
+def test_restart_begins_where_a_run_was_killed_while_it_was_described(config_file, configured, written):
+    folder = configured().folder
+    folder.mkdir()
+    for name in written:
+        (folder / name).write_text("{}")
+    for partial in (".config.yaml.1234.partial", LOCK):
+        (folder / partial).write_text("half")
+    assert run(config_file, "--restart").exit_code == 0
+    assert not list(folder.glob(".*.partial"))
+
+
+def test_a_report_of_fewer_epochs_is_not_one_of_the_run(configured):
+    """A kill between the longer config and the removal of the report made it look so."""
+    train(configured())
+    assert finished_report(configured()) is not None
+    assert finished_report(configured("training.epochs=3")) is None
+    lose_at = Fails(2, 1)
+    with pytest.raises(InterruptedError):
+        train(configured("training.epochs=3"), resume=True, hooks=[lose_at])
+    assert finished_report(configured("training.epochs=3")) is None
+
+
+def test_what_a_killed_process_was_writing_is_removed_when_the_folder_is_locked(configured, half):
+    """Each was as large as a checkpoint and stayed for ever."""
+    left = [half.checkpoints / ".latest.pt.4321.partial", half.path / ".report.md.4321.partial"]
+    kept = half.checkpoints / ".somebody's"
+    for path in (*left, kept):
+        path.write_bytes(b"half")
+    train(configured(), resume=True)
+    assert not any(path.exists() for path in left)
+    assert kept.exists()
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(configured, half, caplog):
+    """One bit of ``latest.pt``, which was loaded without a word."""
+    whole = train(configured(f"output={half.path.parent / 'whole'}"))
+    latest, previous = (load_checkpoint(half.checkpoints / name).progress for name in ("latest.pt", "previous.pt"))
+    assert previous < latest
+    expected = max(previous, load_checkpoint(half.checkpoints / "best.pt").progress)
+    damage(half.checkpoints / "latest.pt")
+    with caplog.at_level("WARNING"):
+        resumed = train(configured(), resume=True)
+    assert "latest.pt is damaged" in caplog.text
+    assert f"after epoch {expected[0]} and batch {expected[1]}" in caplog.text
+    assert [record.losses for record in resumed.history] == [record.losses for record in whole.history]
+
+
+def test_without_a_sound_checkpoint_nothing_begins_by_itself(configured, half):
+    for path in half.checkpoints.iterdir():
+        damage(path)
+    with pytest.raises(CheckpointError, match=r"nothing to go on from: .*latest\.pt is damaged.*best.*previous"):
+        train(configured(), resume=True)
+    assert len(list(half.checkpoints.iterdir())) == 3
+
+
+def test_other_weights_than_those_asked_for_are_named_and_never_taken(configured, half, task):
+    damage(half.checkpoints / "latest.pt")
+    names = r"latest\.pt is damaged .*can be used: best\.pt, of epoch 1 and batch 0, by --checkpoint best; or previous"
+    for use in (lambda: predict(half, [task / "imagesTs"]), lambda: validate(half)):
+        with pytest.raises(CheckpointError, match=names):
+            use()
+    assert not half.predictions.exists()
+    assert validate(half, checkpoint="previous").score >= 0
+    assert (half.path / "validation_previous" / "summary.json").exists()
+
+
+class Windows(Hook):
+    """Send SIGTERM in the second window of the second validation, and count the windows."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_training_begin(self, training):
+        def predicted(network, volumes, logits):
+            self.seen += not network.training
+            if training.epoch == 1 and not network.training and not self.sent:
+                self.sent = self.seen
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        self.sent = 0
+        training.network.register_forward_hook(predicted)
+
+
+def test_sigterm_is_heeded_between_the_windows_of_one_volume(configured):
+    """It was looked at between cases only, of which one may take minutes."""
+    hook = Windows()
+    config = configured("inference.window=[16, 16, 16]")
+    with pytest.raises(SystemExit) as ended:
+        train(config, hooks=[hook])
+    assert ended.value.code == 143
+    assert hook.seen == hook.sent
+    assert load_checkpoint(config.folder / "checkpoints" / "latest.pt").progress == (1, 3)
+
+
+def started(config_file, *more, **environment):
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "training.iterations=100000", *more]
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8", env={**os.environ, **environment}
+    )
+
+
+def wait_for_batches(folder, process):
+    while not (folder / "checkpoints" / "latest.pt").exists() and process.poll() is None:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_each_signal_saves_and_ends_within_seconds_with_its_status(config_file, configured, number, status):
+    """SIGHUP, of an ssh connection that drops, ended a training unsaved."""
+    folder = configured().folder
+    with started(config_file, "--set", "training.checkpoint_minutes=0") as process:
+        wait_for_batches(folder, process)
+        process.send_signal(number)
+        sent = time.monotonic()
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == status, said
+    assert time.monotonic() - sent < 20  # the promise; it takes milliseconds on an idle machine
+    assert "go on with it by --resume" in said
+    assert not (folder / LOCK).exists()
+    assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
+
+
+def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(config_file, configured):
+    notice = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            self.answer(200, "token")
+
+        def do_GET(self):
+            self.answer(*((200, json.dumps({"action": "stop", "time": "soon"})) if notice.is_set() else (404, "")))
+
+        def answer(self, status, text):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    endpoint = {ENDPOINT_VARIABLE: f"http://127.0.0.1:{server.server_port}"}
+    folder = configured().folder
+    settings = ["--set", "training.spot=aws", "--set", "training.checkpoint_minutes=0"]
+    with started(config_file, *settings, **endpoint) as process:
+        wait_for_batches(folder, process)
+        notice.set()
+        sent = time.monotonic()
+        said = process.communicate(timeout=60)[1]
+    server.shutdown()
+    server.server_close()
+    assert process.returncode == 143, said
+    assert time.monotonic() - sent < 25  # 5 s until it is asked, and the 20 s of any signal
+    assert "this machine will be taken away (stop at soon): saving, and out" in said
+    assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
