@@ -96,9 +96,18 @@ MESHES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def trained_alone():
+    """Return what one process came to, by the terms of its training."""
+    return {}
+
+
 @pytest.mark.parametrize(("processes", "overrides"), MESHES, ids=lambda value: str(value))
-def test_processes_train_as_one_in_float64(processes, overrides, config_file):
-    alone = train_in_double(config_file, [*TERMS, *(text for text in overrides if "parallel" not in text)])
+def test_processes_train_as_one_in_float64(processes, overrides, config_file, trained_alone):
+    terms = (*TERMS, *(text for text in overrides if "parallel" not in text))
+    if terms not in trained_alone:
+        trained_alone[terms] = train_in_double(config_file, terms)
+    alone = trained_alone[terms]
     together = in_group(processes, train_in_double, config_file, [*TERMS, *overrides])
     for one in together:
         # Sums over voxels and samples in another order: some units in the last of 16 digits, over three steps.

@@ -80,9 +80,8 @@ class Member:
         """
         if not is_distributed():
             return
-        device = choose_device(self.config)
-        sees = self._sees(largest_over_processes(self._leave_token(), device))
-        blind = gather_over_processes([] if sees else [socket.gethostname()], device)
+        sees = self._sees(largest_over_processes(self._leave_token(), choose_device(self.config)))
+        blind = gather_over_processes([] if sees else [socket.gethostname()])
         self._remove_token()
         if blind:
             raise ConfigError(

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from volseg.errors import ParallelError
@@ -28,6 +27,7 @@ from volseg.parallel.norms import check_synchronized
 from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
+from volseg.parallel.processes import agree
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.strategy import SpatialStrategy
@@ -279,10 +279,7 @@ class _Replicated:
 
     def agree(self, yes: bool) -> bool:
         """Ask all processes that run a step together."""
-        vote = torch.tensor([int(yes)], device=self.home)
-        for group in self._groups:
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-        return bool(vote.item())
+        return agree(yes, self._groups, self.home)
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Make ready for a CUDA graph of a step.

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from volseg.parallel.supervision import Supervision, name_machine
 
 __all__ = [
     "TIMEOUT",
+    "agree",
     "find_message_group",
     "find_supervision",
     "leave_processes",
-    "list_hosts",
     "make_group",
     "make_groups",
     "start_group",
@@ -89,7 +88,7 @@ def start_group(timeout: float = TIMEOUT) -> None:
         torch.cuda.set_device(device)
     store = open_store(launch, timeout, serve=True)
     _joined.serves = launch.rank == 0 and not launch.has_store
-    about = {"where": name_own_place(), "host": socket.gethostname(), "machine": name_machine(), "pid": os.getpid()}
+    about = {"where": name_own_place(), "machine": name_machine(), "pid": os.getpid()}
     meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
     _joined.meeting, _joined.has_met = meeting, True
     note_restarts(meeting.restarts)
@@ -154,10 +153,12 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _message_groups[group]
 
 
-def list_hosts() -> list[str]:
-    """Return the machine of each process, by rank; of this one alone where no group was started."""
-    members = () if _joined.meeting is None else _joined.meeting.members
-    return [member["host"] for member in members] or [socket.gethostname()]
+def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Tell whether all processes of a group say yes, then all of the next one: all of a mesh, by its dims in turn."""
+    vote = torch.tensor([int(yes)], device=device)
+    for group in groups:
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())
 
 
 def leave_processes() -> None:

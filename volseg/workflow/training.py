@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -333,7 +332,7 @@ class Training:
         self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
     ) -> EpochLosses:
         """Return the losses of the current epoch, those of the batches that are done among them."""
-        gather = partial(gather_over_processes, device=self.device) if self.step.replicated is not None else tuple
+        gather = gather_over_processes if self.step.replicated is not None else tuple
         return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
 
     def _look_at_losses(self) -> None:

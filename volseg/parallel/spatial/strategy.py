@@ -14,7 +14,7 @@ from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_u
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, Marked
-from volseg.parallel.processes import find_message_group
+from volseg.parallel.processes import agree, find_message_group
 from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
@@ -212,10 +212,7 @@ class SpatialStrategy:
 
     def agree(self, yes: bool) -> bool:
         """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
-        vote = torch.tensor([int(yes)], device=self.communicator.home)
-        for group in self._groups:
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-        return bool(vote.item())
+        return agree(yes, self._groups, self.communicator.home)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
