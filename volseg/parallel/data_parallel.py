@@ -96,6 +96,7 @@ class DataParallel(ModelParallel):
             raise ParallelError("the model is a DataParallel already; wrap its network once")
         check_not_lazy(model)
         net = model.module if isinstance(model, ModelParallel) else model
+        _check_not_nested(net)
         self.replicas = replicas
         self.chosen, self.why = (model.chosen, model.why) if isinstance(model, ModelParallel) else ("none", "")
         self._tries = False
@@ -115,15 +116,20 @@ class DataParallel(ModelParallel):
         """
         return self.strategy.as_replica(replica)
 
-    def check_alike(self) -> None:
+    def check_alike(self, shards: bool = True) -> None:
         """Compare the networks of all replicas; called by all processes together.
+
+        Parameters
+        ----------
+        shards
+            Whether those of processes that share a volume are compared too.
 
         Raises
         ------
         ParallelError
             Naming the parameters and buffers that differ.
         """
-        self.strategy.check_alike()
+        self.strategy.check_alike(shards)
 
     def train(self, mode: bool = True) -> "DataParallel":
         """Set the mode of the network and of the wrappers."""
@@ -198,8 +204,12 @@ class _Replicated:
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        has_own_call = isinstance(self.inner, SpatialStrategy)  # FastKernels does more than its strategy
-        return self._call(*args, **kwargs) if has_own_call else self.inner(*args, **kwargs)
+        if not isinstance(self.inner, SpatialStrategy):
+            return self.inner(*args, **kwargs)
+        # Each replica validates volumes of its own, as many as it has: a norm there asks nobody.
+        is_alone = not (self._net.training or torch.is_grad_enabled())
+        with self.inner.context.without_replicas() if is_alone else nullcontext():
+            return self._call(*args, **kwargs)  # FastKernels does more than its strategy
 
     @contextmanager
     def as_replica(self, replica: int) -> Iterator[None]:
@@ -213,10 +223,11 @@ class _Replicated:
         finally:
             self._replica = before
 
-    def check_alike(self) -> None:
-        """Refuse replicas that differ."""
-        if self._groups:
-            check_alike(self._net, self._groups, self.home)
+    def check_alike(self, shards: bool = True) -> None:
+        """Refuse replicas that differ, and with ``shards`` also processes of one volume."""
+        replicas = [] if self.replicas.group is None else [self.replicas.group]
+        if groups := self._groups if shards else replicas:
+            check_alike(self._net, groups, self.home)
         if self._sums is not None:
             self._sums.look()
 
@@ -331,10 +342,9 @@ class _Whole:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network; the backward pass of what it returns sums the gradients."""
         with NormsOverReplicas(self.replicas) if self._shares_norms else nullcontext():
-            trained = {name: parameter for name, parameter in self.net.named_parameters() if parameter.requires_grad}
-            if self.sums is None or not trained or not torch.is_grad_enabled():
+            marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
+            if marked is None:
                 return self.net(*args, **kwargs)
-            marked = self.sums.mark(trained)
             with marked.used(self.net):
                 result = self.net(*args, **kwargs)
         leaves, structure = tree_flatten(result)
@@ -346,7 +356,8 @@ class _Whole:
 
     @property
     def _shares_norms(self) -> bool:
-        return self.replicas.count > 1 and self.net.training
+        # A network that is evaluated may hold a norm that is trained: by its mode, or by what its forward says.
+        return self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
 
     @property
     def partition(self) -> str:
@@ -394,6 +405,15 @@ def _sum_gradients(strategy: "SpatialStrategy | _Whole | Piped", replicas: Repli
         return None  # it does so by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
+
+
+def _check_not_nested(net: nn.Module) -> None:
+    """Refuse wrappers inside of the network, whose gradients would be summed twice."""
+    for name, module in net.named_modules():
+        if isinstance(module, ModelParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ParallelError(
+                f"{name or 'the network'} is a {type(module).__name__}; wrap the whole network once, and nothing in it"
+            )
 
 
 def _check_synchronized(net: nn.Module, replicas: Replicas) -> None:
