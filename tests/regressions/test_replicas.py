@@ -12,7 +12,7 @@ from in_group import assert_all_well, in_group
 from torch import Tensor, nn
 
 from volseg.errors import DataError, ParallelError
-from volseg.parallel import DataParallel, FastKernels, ModelParallel, Spatial, join_mesh
+from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 from volseg.workflow import EpochRecord, Hook, Named, Training
 from volseg.workflow.spatial_group import FollowedModel, GroupValidation
 
@@ -137,6 +137,27 @@ def wrap_in_a_wrapped_one() -> str | None:
     return expect_refusal("0 is a DataParallel", lambda: wrap(outer))
 
 
+def unfreeze_in_a_pipeline() -> str | None:
+    """What was frozen when the pipeline first ran was never summed."""
+    net = build()
+    net.get_submodule("0").requires_grad_(False)
+    pipeline = ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"])
+    model = DataParallel(pipeline, join_mesh(2).replicas())
+    take_step(model, draw())
+    net.get_submodule("0").requires_grad_(True)
+    return expect_refusal("0.weight is trained now", lambda: take_step(model, draw()))
+
+
+def replace_in_a_pipeline() -> str | None:
+    net = build()
+    model = DataParallel(
+        ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"]), join_mesh(2).replicas()
+    )
+    take_step(model, draw())
+    net[1] = nn.Conv3d(4, 3, 1).double()  # type: ignore[index]
+    return expect_refusal("1.weight is trained now", lambda: take_step(model, draw()))
+
+
 # Statistics of a batch were those of a replica's rows where the network was in evaluation mode, or torch's own
 # functions were called.
 
@@ -188,7 +209,7 @@ def validate_as_many_as_there_are() -> str | None:
 
 DIFFER = [wrap_another_layout, change_layout_later, train_channels_last, freeze_in_one_process]
 DIFFER += [freeze_another_one_in_each_process, replace_by_a_frozen_one, tie_in_one_process, wrap_in_a_wrapped_one]
-DIFFER += [norm_of_torch, validate_as_many_as_there_are]
+DIFFER += [unfreeze_in_a_pipeline, replace_in_a_pipeline, norm_of_torch, validate_as_many_as_there_are]
 
 
 @pytest.mark.parametrize("story", DIFFER)
@@ -200,6 +221,29 @@ def test_replicas_that_differ(story: Callable[[], str | None]) -> None:
 @pytest.mark.parametrize("way", ["module", "functional"])
 def test_a_norm_that_is_trained_in_evaluation_takes_the_whole_batch(way: str, fast: bool) -> None:
     assert_all_well(in_group(2, norm_trained_in_evaluation, way, fast))
+
+
+def test_a_sum_of_too_few_or_too_many_rounds_is_refused() -> None:
+    """The gradients of two rounds of four were taken for the whole."""
+    parameter = nn.Parameter(torch.zeros(()))
+    sums = RoundSums([parameter], 2)
+    (2 * parameter).backward()
+    sums.push()
+    with pytest.raises(ParallelError, match="1 were pushed"):
+        sums.put_back()
+    sums.push()
+    with pytest.raises(ParallelError, match="one more"):
+        sums.push()
+
+
+def test_a_parameter_that_is_listed_twice_is_added_once() -> None:
+    parameter = nn.Parameter(torch.zeros(()))
+    sums = RoundSums([parameter, parameter], 2)
+    for factor in (1.0, 2.0):
+        (factor * parameter).backward()
+        sums.push()
+    sums.put_back()
+    assert parameter.grad == 3.0
 
 
 class Batches:

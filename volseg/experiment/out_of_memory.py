@@ -11,7 +11,7 @@ from volseg.data.cases import Task
 from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
 from volseg.experiment.building import choose_device
 from volseg.memory import total_bytes
-from volseg.parallel.devices import count_launched
+from volseg.parallel.devices import count_gpus, count_launched
 
 __all__ = ["explaining_memory", "is_out_of_memory", "require_plausible_sizes"]
 
@@ -54,7 +54,7 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
         Before a case is read, with the size and the memory.
     """
     devices = config.parallel.devices
-    several = devices if isinstance(devices, int) else len(devices or ()) or torch.cuda.device_count() or 1
+    several = devices if isinstance(devices, int) else len(devices or ()) or count_gpus() or 1
     memory = _memory_of(device) * (max(count_launched(), several) if device.type == "cuda" else 1)
     channels = task.num_channels + task.num_classes
     batch = math.prod(config.patch.size) * config.patch.batch * channels * FLOAT_BYTES
