@@ -259,6 +259,31 @@ class Batches:
             yield {"image": draw(2)[[dist.get_rank()]], "case": ["a"]}
 
 
+def give_other_settings() -> str | None:
+    """They waited for each other for ever, or weighed their losses by parts of different batches."""
+    mesh = join_mesh(2)
+    said = expect_refusal("one count", lambda: DataParallel(build(), mesh.replicas(4 if is_second() else 2)))
+    said = said or expect_refusal(
+        "one fixed_order", lambda: DataParallel(build(), mesh.replicas(fixed_order=is_second()))
+    )
+    model = wrap(build())
+    batches = Batches()
+    batches.batch_size = 3 if is_second() else 2
+    return said or expect_refusal("one batch_size", lambda: train(model, batches))
+
+
+def train(model: DataParallel, batches: Batches, *hooks: Hook) -> None:
+    Training(
+        Named(model, ["image"], ["logits"]),
+        Named(lambda logits: logits.square().mean(), ["logits"], ["loss"]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches,
+        epochs=2,
+        precision="fp32",
+        hooks=hooks,
+    ).run()
+
+
 class ChangeInOneProcess(Hook):
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         if is_second():
@@ -267,16 +292,11 @@ class ChangeInOneProcess(Hook):
 
 def change_a_value_in_one_process() -> str | None:
     model = wrap(build())
-    training = Training(
-        Named(model, ["image"], ["logits"]),
-        Named(lambda logits: logits.square().mean(), ["logits"], ["loss"]),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        Batches(),
-        epochs=2,
-        precision="fp32",
-        hooks=[ChangeInOneProcess()],
-    )
-    return expect_refusal("0.bias", training.run)
+    return expect_refusal("0.bias", lambda: train(model, Batches(), ChangeInOneProcess()))
+
+
+def test_replicas_of_other_settings_are_refused() -> None:
+    assert_all_well(in_group(2, give_other_settings))
 
 
 def test_replicas_are_compared_in_each_epoch() -> None:

@@ -84,6 +84,7 @@ class DataParallel(ModelParallel):
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self._wrap(model, replicas)
         strategy = self.strategy
+        replicas.require_alike(strategy.home, count=replicas.count, fixed_order=replicas.fixed_order)
         if replicas.group is not None:
             replicate(self.module, [replicas.group], strategy.home)
         if strategy.seeds is not None:

@@ -49,7 +49,7 @@ class Piped:
             )
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._wrapped: DistributedDataParallel | None = None
-        self._summed: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -90,9 +90,8 @@ class Piped:
 
     def _require_summed(self) -> None:
         """Refuse to train what `DistributedDataParallel` does not know: it looks at the parameters once."""
-        known = set(map(id, self._summed))
         trained = [(name, p) for name, p in self._strategy.net.named_parameters() if p.requires_grad]
-        if unknown := [name for name, parameter in trained if id(parameter) not in known]:
+        if unknown := [name for name, parameter in trained if self._summed.get(id(parameter)) is not parameter]:
             raise ParallelError(
                 f"{unknown[0]} is trained now, and was frozen or another parameter when the replicas of this pipeline "
                 "first ran, so that its gradient would not be summed; wrap the network anew: "
@@ -109,7 +108,7 @@ class Piped:
         for parameter in self._strategy.net.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(times)
-                self._summed.add(parameter)
+                self._summed[id(parameter)] = parameter
         return wrapped
 
     def prepare_recording(self) -> list[torch.Generator]:

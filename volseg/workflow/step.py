@@ -106,7 +106,9 @@ class TrainingStep:
         They are compared before the first steps too, and once in an epoch, as each comparison waits for the device.
         Replicas alone: what several shards compute alike may round differently on a GPU.
         """
-        if self.replicated is not None:
+        if self.replicated is not None and self.batch_size is not None:
+            device = next(self.replicated.parameters()).device
+            self.replicated.replicas.require_alike(device, batch_size=self.batch_size)
             self.replicated.check_alike(shards=False)
 
     def release(self) -> None:
