@@ -14,7 +14,7 @@ batch norm whose batch lies in parts that are computed one after the other, buff
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class DataParallel(ModelParallel):
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self._wrap(model, replicas)
         strategy = self.strategy
+        replicas.require_alike(strategy.home, count=replicas.count, fixed_order=replicas.fixed_order)
         if replicas.group is not None:
             replicate(self.module, [replicas.group], strategy.home)
         if strategy.seeds is not None:
@@ -96,6 +97,7 @@ class DataParallel(ModelParallel):
             raise ParallelError("the model is a DataParallel already; wrap its network once")
         check_not_lazy(model)
         net = model.module if isinstance(model, ModelParallel) else model
+        _check_not_nested(net)
         self.replicas = replicas
         self.chosen, self.why = (model.chosen, model.why) if isinstance(model, ModelParallel) else ("none", "")
         self._tries = False
@@ -115,15 +117,20 @@ class DataParallel(ModelParallel):
         """
         return self.strategy.as_replica(replica)
 
-    def check_alike(self) -> None:
+    def check_alike(self, shards: bool = True) -> None:
         """Compare the networks of all replicas; called by all processes together.
+
+        Parameters
+        ----------
+        shards
+            Whether those of processes that share a volume are compared too.
 
         Raises
         ------
         ParallelError
             Naming the parameters and buffers that differ.
         """
-        self.strategy.check_alike()
+        self.strategy.check_alike(shards)
 
     def train(self, mode: bool = True) -> "DataParallel":
         """Set the mode of the network and of the wrappers."""
@@ -198,8 +205,12 @@ class _Replicated:
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        has_own_call = isinstance(self.inner, SpatialStrategy)  # FastKernels does more than its strategy
-        return self._call(*args, **kwargs) if has_own_call else self.inner(*args, **kwargs)
+        if not isinstance(self.inner, SpatialStrategy):
+            return self.inner(*args, **kwargs)
+        # Each replica validates volumes of its own, as many as it has: a norm there asks nobody.
+        is_alone = not (self._net.training or torch.is_grad_enabled())
+        with self.inner.context.without_replicas() if is_alone else nullcontext():
+            return self._call(*args, **kwargs)  # FastKernels does more than its strategy
 
     @contextmanager
     def as_replica(self, replica: int) -> Iterator[None]:
@@ -213,10 +224,11 @@ class _Replicated:
         finally:
             self._replica = before
 
-    def check_alike(self) -> None:
-        """Refuse replicas that differ."""
-        if self._groups:
-            check_alike(self._net, self._groups, self.home)
+    def check_alike(self, shards: bool = True) -> None:
+        """Refuse replicas that differ, and with ``shards`` also processes of one volume."""
+        replicas = [] if self.replicas.group is None else [self.replicas.group]
+        if groups := self._groups if shards else replicas:
+            check_alike(self._net, groups, self.home)
         if self._sums is not None:
             self._sums.look()
 
@@ -334,3 +346,12 @@ def _is_recording(device: torch.device) -> bool:
 
 def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:
     return DataParallel(model, Replicas(count, None, fixed_order))
+
+
+def _check_not_nested(net: nn.Module) -> None:
+    """Refuse wrappers inside of the network, whose gradients would be summed twice."""
+    for name, module in net.named_modules():
+        if isinstance(module, ModelParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ParallelError(
+                f"{name or 'the network'} is a {type(module).__name__}; wrap the whole network once, and nothing in it"
+            )

@@ -23,6 +23,12 @@ from volseg.parallel.replicas import Replicas
 __all__ = ["NormsOverReplicas", "check_synchronized"]
 
 
+_PAST_FUNCTIONAL = frozenset(
+    {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
+) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
+"""What `F.batch_norm` comes to: called by itself, each replica would take the statistics of its own samples."""
+
+
 class NormsOverReplicas(TorchFunctionMode):
     """Runs what is called in here with norms over the samples of all replicas.
 
@@ -45,8 +51,9 @@ class NormsOverReplicas(TorchFunctionMode):
             return self._batch_norm(*args, **kwargs)
         if func is F.instance_norm:
             return self._instance_norm(*args, **kwargs)
-        if func is torch.batch_norm and (args[5] if len(args) > 5 else kwargs["training"]):
-            raise ParallelError("torch.batch_norm is called for training; replicas take F.batch_norm, or a BatchNorm")
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _PAST_FUNCTIONAL and (args[5] if len(args) > 5 else kwargs.get("training", True)):
+            raise ParallelError(f"torch's {name} is called for training; replicas take F.batch_norm, or a BatchNorm")
         return func(*args, **kwargs)
 
     def _batch_norm(

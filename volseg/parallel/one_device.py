@@ -38,10 +38,9 @@ class OneDevice:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network; the backward pass of what it returns sums the gradients."""
         with NormsOverReplicas(self.replicas) if self._shares_norms else nullcontext():
-            trained = {name: parameter for name, parameter in self.net.named_parameters() if parameter.requires_grad}
-            if self.sums is None or not trained or not torch.is_grad_enabled():
+            marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
+            if marked is None:
                 return self.net(*args, **kwargs)
-            marked = self.sums.mark(trained)
             with marked.used(self.net):
                 result = self.net(*args, **kwargs)
         leaves, structure = tree_flatten(result)
@@ -53,7 +52,8 @@ class OneDevice:
 
     @property
     def _shares_norms(self) -> bool:
-        return self.replicas.count > 1 and self.net.training
+        # A network that is evaluated may hold a norm that is trained: by its mode, or by what its forward says.
+        return self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
 
     @property
     def partition(self) -> str:

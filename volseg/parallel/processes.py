@@ -15,7 +15,14 @@ import torch.distributed as dist
 from volseg.errors import ParallelError
 from volseg.launched import Launch, find_launch
 from volseg.lifetime import end_with_launcher
-from volseg.parallel.devices import find_own_device, find_rank, has_process_group, name_own_place, note_restarts
+from volseg.parallel.devices import (
+    find_own_device,
+    find_rank,
+    has_process_group,
+    name_own_place,
+    note_restarts,
+    stay_on_cpu,
+)
 from volseg.parallel.failures import end_after, end_by
 from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
 from volseg.parallel.progress import report_progress
@@ -59,7 +66,7 @@ _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 """A gloo group of the same processes for each group that is another."""
 
 
-def start_group(timeout: float = TIMEOUT) -> None:
+def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     """Join the other processes of this job in torch's default process group, unless that was done.
 
     NCCL where there are GPUs, else gloo. A job of several processes is watched from then on: see ``supervision``.
@@ -68,6 +75,8 @@ def start_group(timeout: float = TIMEOUT) -> None:
     ----------
     timeout
         Seconds for all processes to come, and later without progress of any of them, after which the job is ended.
+    on_cpu
+        Whether the processes compute on the CPU, and so exchange by gloo, where there are GPUs too.
 
     Raises
     ------
@@ -83,6 +92,7 @@ def start_group(timeout: float = TIMEOUT) -> None:
             "of several tasks"
         )
     end_with_launcher()
+    stay_on_cpu(on_cpu)
     device = find_own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

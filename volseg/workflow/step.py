@@ -100,6 +100,17 @@ class TrainingStep:
         assert gathered == 1, "a recorded step is whole"
         return {name: loss.clone() for name, loss in self.recorded(tensors).items()}  # the next replay overwrites them
 
+    def check_replicas(self) -> None:
+        """Refuse replicas whose networks came to differ, by a state that one loaded or a buffer that one changed.
+
+        They are compared before the first steps too, and once in an epoch, as each comparison waits for the device.
+        Replicas alone: what several shards compute alike may round differently on a GPU.
+        """
+        if self.replicated is not None and self.batch_size is not None:
+            device = next(self.replicated.parameters()).device
+            self.replicated.replicas.require_alike(device, batch_size=self.batch_size)
+            self.replicated.check_alike(shards=False)
+
     def release(self) -> None:
         """Free the recording, if there is one."""
         if self.recorded is not None:

@@ -233,6 +233,7 @@ class Training:
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
         self.model.train()
+        self.step.check_replicas()
         self._stopping.interval.begin()
         begin = time.perf_counter()
         batches = remaining_batches(self.batches, self.epoch, self.position)

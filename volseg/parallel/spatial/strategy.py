@@ -13,7 +13,7 @@ import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator tabl
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
-from volseg.parallel.gradient_sums import GradientSums, Marked
+from volseg.parallel.gradient_sums import GradientSums, is_trained
 from volseg.parallel.processes import agree, find_message_group
 from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
@@ -169,13 +169,11 @@ class SpatialStrategy:
         cut = [self.cut(leaf) for leaf in leaves]
         args, kwargs = tree_unflatten(cut, structure)
         inputs = CutInput.among(leaves, cut)
-        named = {name: parameter for name, parameter in self.net.named_parameters() if _is_trained(parameter)}
-        trained: list[Tensor] = list(named.values())
-        marked: Marked | None = None
+        trained: list[Tensor] = [parameter for parameter in self.net.parameters() if is_trained(parameter)]
+        marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
         stand_ins: AbstractContextManager[None] = nullcontext()
-        if self.sums is not None and trained and torch.is_grad_enabled():
-            marked = self.sums.mark(named)
-            trained, stand_ins = marked.stand_ins, marked.used(self.net)
+        if marked is not None:
+            trained, stand_ins = marked.trained, marked.used(self.net)
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(trained)
@@ -335,11 +333,6 @@ class SpatialStrategy:
             planes = ", ".join(f"{start}-{stop} %" for start, stop in owned)
             lines.append(f"shard {self.communicator.indices[index]} on {device}: {planes} of the volume")
         return "\n".join(lines)
-
-
-def _is_trained(parameter: Tensor) -> bool:
-    """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
-    return parameter.requires_grad and not parameter.is_inference()
 
 
 def _count_room(net: nn.Module) -> int:
