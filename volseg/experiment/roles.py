@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from volseg.config.schema import ExperimentConfig
@@ -105,6 +105,9 @@ class Member:
     def _remove_token(self) -> None:
         """Take the token away, when all have looked for it."""
 
+    def require_folder(self) -> None:
+        """Raise if the run folder is no longer the one that this job locked."""
+
     def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
         """Describe the new run; ``left_out`` are the chosen cases that cannot be used."""
         del chosen, left_out
@@ -134,10 +137,15 @@ class Leader(Member):
     def __init__(self, config: ExperimentConfig, held: ExitStack) -> None:
         super().__init__(config)
         self._held = held
-        self._is_locked = self.folder.path.is_dir()
-        if self._is_locked:
-            held.enter_context(only_process_in(self.folder.path))
+        self._require_lock: Callable[[], None] | None = None
+        if self.folder.path.is_dir():
+            self._require_lock = held.enter_context(only_process_in(self.folder.path))
             self.folder.remove_partials()
+
+    def require_folder(self) -> None:
+        """Raise if the run folder is no longer the one that this job locked."""
+        if self._require_lock is not None:
+            self._require_lock()
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint; else its folder is free."""
@@ -159,8 +167,8 @@ class Leader(Member):
 
     def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
         """Make the run folder and describe the run in it."""
-        if not self._is_locked:
-            self._held.enter_context(only_process_in(self.folder.path))
+        if self._require_lock is None:
+            self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
         self.folder.begin(self.config, chosen.task, chosen.split, environment(), left_out)
 
@@ -176,4 +184,5 @@ class Leader(Member):
 
     def report(self, outcome: Outcome) -> None:
         """Write the report."""
+        self.require_folder()
         self.folder.write_text("report.md", training_report(outcome, self.config))

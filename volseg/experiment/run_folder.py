@@ -178,6 +178,24 @@ class RunFolder:
             return None
         return self.report_file.read_text(encoding="utf-8")
 
+    def require_same_task(self, task: Task) -> None:
+        """Raise unless channels and labels mean what they meant when the run was begun, if that is known still.
+
+        Raises
+        ------
+        DataError
+            Says what they were, and are.
+        """
+        if not (self.path / "task.json").exists():
+            return
+        begun = self.task()
+        pairs = {"channels": (begun.modalities, task.modalities), "labels": (begun.labels, task.labels)}
+        if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
+            raise DataError(
+                f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
+                "dataset.json, or start a new run with another --output"
+            )
+
     def require_same_split(self, split: Split) -> None:
         """Raise unless ``split`` is the one with which the run was begun.
 

@@ -16,7 +16,6 @@ from volseg.experiment.out_of_memory import explaining_memory, require_plausible
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
@@ -87,6 +86,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     role.settle(config)
     seed_everything(config.seed)
     if resume:
+        folder.require_same_task(chosen.task)
         folder.require_same_split(chosen.split)
         folder.require_same_mesh(config)
     model = build_model(config, chosen.task, device, mesh=mesh)
@@ -104,7 +104,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, folder), *hooks],
+        hooks=[*_own_hooks(config, role), *hooks],
     )
     if resume:
         state = folder.newest_checkpoint()
@@ -128,6 +128,7 @@ def _finish(run: _Run, started: float) -> Outcome:
     """Validate as the config asks for, and report."""
     role, config, chosen = run.role, run.role.config, run.chosen
     final = None
+    role.require_folder()
     if chosen.validation:
         validation = run.reading.make_validation(
             run.model,
@@ -152,12 +153,13 @@ def _finish(run: _Run, started: float) -> Outcome:
     return outcome
 
 
-def _own_hooks(config: ExperimentConfig, folder: RunFolder) -> list[Hook]:
-    settings = config.training
+def _own_hooks(config: ExperimentConfig, role: Member) -> list[Hook]:
+    settings, folder = config.training, role.folder
     checkpoints = Checkpoints(
         folder.checkpoints,
         every_minutes=settings.checkpoint_minutes,
         metadata=lambda: {"config": config.model_dump(mode="json")},
+        require_folder=role.require_folder,
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []

@@ -8,6 +8,8 @@ from weakref import WeakSet
 
 from tqdm import tqdm
 
+from volseg.lifetime import call_before_last_words
+
 __all__ = ["BesideBars", "close_bars", "open_bar"]
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,9 @@ def close_bars() -> None:
     """End the line of every open bar, before the last words of a process."""
     for bar in list(_open):
         bar.close()
+
+
+call_before_last_words(close_bars)
 
 
 class BesideBars(logging.StreamHandler):
