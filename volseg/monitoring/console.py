@@ -47,6 +47,12 @@ class _Stream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._stream  # so that tqdm sees that lines and bars share a terminal
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
+
 
 def open_bar(*args: Any, **settings: Any) -> tqdm:
     """Return a bar that `close_bars` closes too, where an error leaves it open."""
