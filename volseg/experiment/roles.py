@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from volseg.config.schema import ExperimentConfig
@@ -108,9 +108,9 @@ class Member:
     def require_folder(self) -> None:
         """Raise if the run folder is no longer the one that this job locked."""
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
-        """Describe the new run; ``left_out`` are the chosen cases that cannot be used."""
-        del chosen, left_out
+    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
+        """Describe the new run; see `PreparedCases.fingerprints`."""
+        del chosen, fingerprints
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
@@ -165,12 +165,12 @@ class Leader(Member):
     def _remove_token(self) -> None:
         (self.folder.path / SEEN).unlink(missing_ok=True)
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
+    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
         """Make the run folder and describe the run in it."""
         if self._require_lock is None:
             self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
-        self.folder.begin(self.config, chosen.task, chosen.split, environment(), left_out)
+        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints)
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""

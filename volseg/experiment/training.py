@@ -94,9 +94,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     held_out = replace(prepared, training=())
-    left_out = sorted({problem.case for problem in prepared.problems})
     if resume:
-        folder.require_same_cases(left_out)
+        folder.require_same_cases(prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
     training = build_training(
@@ -112,7 +111,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen, left_out)
+        role.begin(chosen, held_out.fingerprints)
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 
