@@ -131,7 +131,7 @@ def test_a_placed_model_is_not_moved() -> None:
         ({"strategy": "spatial", "on_unsupported": "hope"}, "'raise' or 'gather', got 'hope'"),
         ({"strategy": "spatial", "devices": ["cpu"] * 2, "axes": "Q"}, "D, H, W"),
         ({"strategy": "spatial", "devices": ["cpu"] * 3, "grid": (2, 2)}, "needs 4 devices, got 3"),
-        ({"strategy": "spatial", "devices": ["cpu"], "mesh": "four"}, "DeviceMesh, got str"),
+        ({"strategy": "spatial", "devices": ["cpu"], "mesh": "four"}, "DeviceMesh, or a group, got str"),
         ({"strategy": "spatial", "devices": ["cpu"] * 2, "checkpoint": "some"}, "got 'some'"),
     ],
 )
