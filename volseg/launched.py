@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
+__all__ = ["OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
+
+OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
+"""Variable in which our own launcher tells how often it has started the processes before."""
 
 OWN_LAUNCHER = "VOLSEG_LAUNCHER"
 """Variable in which ``volseg.parallel.launch`` tells its process id, and a cross-validation its own to its folds."""
@@ -66,7 +69,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
             port=int(port) if port else None,
             has_store=known.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             run=known.get("TORCHELASTIC_RUN_ID", ""),
-            restarts=int(known.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restarts=int(known.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(known.get(OWN_ATTEMPTS, "0")),
         )
     needed = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     if any(name not in known for name in needed) or int(known["SLURM_STEP_NUM_TASKS"]) < 2:

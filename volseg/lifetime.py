@@ -9,14 +9,17 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
 
-__all__ = ["end_at_exit", "end_now", "end_with_launcher"]
+__all__ = ["call_before_last_words", "end_at_exit", "end_now", "end_with_launcher", "say_last"]
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
+
+_before_last_words: list[Callable[[], object]] = []
 
 
 def end_with_launcher() -> None:
@@ -43,6 +46,19 @@ def _is_there(process: int) -> bool:
     except PermissionError:  # somebody else's, who has its number now
         return False
     return True
+
+
+def call_before_last_words(close: Callable[[], object]) -> None:
+    """Have ``close`` called before `say_last` writes: it ends a line that is still open."""
+    _before_last_words.append(close)
+
+
+def say_last(message: str) -> None:
+    """Write why this process ends, on lines of its own."""
+    for close in _before_last_words:
+        close()
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
 
 
 def end_now(status: int) -> NoReturn:

@@ -89,16 +89,26 @@ TERMS = (
 MESHES = [
     (2, ["parallel.data=2"]),
     (2, ["parallel.spatial=2"]),
-    (4, ["parallel.data=4"]),
-    (4, ["parallel={data: 2, spatial: 2}"]),
     (2, ["parallel.data=2", "training.accumulate=2", "training.clip=0.1"]),
     (2, ["parallel={data: 2, pipeline: 2}"]),
+    (4, ["parallel.data=4"]),
+    (4, ["parallel={data: 2, spatial: 2}"]),
 ]
+"""Those of as many processes beside each other, here and in the tests below: another number starts them all anew."""
+
+
+@pytest.fixture(scope="module")
+def trained_alone():
+    """Return what one process came to, by the terms of its training."""
+    return {}
 
 
 @pytest.mark.parametrize(("processes", "overrides"), MESHES, ids=lambda value: str(value))
-def test_processes_train_as_one_in_float64(processes, overrides, config_file):
-    alone = train_in_double(config_file, [*TERMS, *(text for text in overrides if "parallel" not in text)])
+def test_processes_train_as_one_in_float64(processes, overrides, config_file, trained_alone):
+    terms = (*TERMS, *(text for text in overrides if "parallel" not in text))
+    if terms not in trained_alone:
+        trained_alone[terms] = train_in_double(config_file, terms)
+    alone = trained_alone[terms]
     together = in_group(processes, train_in_double, config_file, [*TERMS, *overrides])
     for one in together:
         # Sums over voxels and samples in another order: some units in the last of 16 digits, over three steps.
@@ -107,28 +117,59 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file):
         assert one["scores"] == alone["scores"]
 
 
+def latest(folder):
+    return load_checkpoint(folder / "checkpoints" / "latest.pt")
+
+
+def settle_on_devices_with_memory(config_file, overrides, full=()):
+    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
+    config = load_config(config_file, overrides)
+    join_processes(config)
+    task, said = choose_cases(config).task, []
+    with ExitStack() as held:
+        held.enter_context(mock.patch.object(settling, "_has_memory_of_its_own", return_value=True))
+        held.enter_context(mock.patch.object(settling.logger, "info", lambda form, text: said.append(form % text)))
+        if find_rank() in full:
+            fault = torch.OutOfMemoryError("CUDA out of memory")
+            held.enter_context(mock.patch.object(settling, "_rehearse", side_effect=fault))
+        seed_everything(1)
+        settled, mesh = settle_mesh(config, task, torch.device("cpu"))
+        drawn = float(torch.rand(()))
+    return settled.parallel.data, settled.parallel.spatial, mesh.plan.data, said, drawn
+
+
+def test_a_slab_is_tried_where_replicas_do_not_use_all_processes(config_file):
+    leader, *_ = in_group(4, settle_on_devices_with_memory, config_file, [])
+    assert leader[:3] == (2, 2, 2)
+
+
 DETERMINISTIC = ("training.deterministic=true", "patch.batch=4", "training.epochs=1")
 
 
-@pytest.mark.parametrize("mesh", ["parallel.data=4", "parallel={data: 2, spatial: 2}", "parallel.spatial=2"])
-def test_any_number_of_processes_gives_the_same_bits(mesh, config_file, tmp_path):
-    def weights(processes):
-        folder = tmp_path / str(processes)
-        overrides = [*DETERMINISTIC, mesh, f"output={folder}"]
-        if processes == 1:
-            run(config_file, overrides)
-        else:
-            in_group(processes, run, config_file, overrides)
-        return load_checkpoint(folder / "checkpoints" / "latest.pt").model
-
-    alone = weights(1)
-    for processes in (2,) if mesh == "parallel.spatial=2" else (2, 4):
-        together = weights(processes)
-        assert all(torch.equal(together[name], tensor) for name, tensor in alone.items()), processes
+@pytest.fixture(scope="module")
+def weights_alone():
+    """Return the weights that one process came to, by its mesh."""
+    return {}
 
 
-def latest(folder):
-    return load_checkpoint(folder / "checkpoints" / "latest.pt")
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [
+        (4, "parallel.data=4"),
+        (4, "parallel={data: 2, spatial: 2}"),
+        (2, "parallel={data: 2, spatial: 2}"),
+        (2, "parallel.data=4"),
+        (2, "parallel.spatial=2"),
+    ],
+)
+def test_any_number_of_processes_gives_the_same_bits(processes, mesh, config_file, tmp_path, weights_alone):
+    overrides = [*DETERMINISTIC, mesh]
+    if mesh not in weights_alone:
+        run(config_file, [*overrides, f"output={tmp_path / 'alone'}"])
+        weights_alone[mesh] = latest(tmp_path / "alone").model
+    in_group(processes, run, config_file, [*overrides, f"output={tmp_path / 'together'}"])
+    together = latest(tmp_path / "together").model
+    assert all(torch.equal(together[name], tensor) for name, tensor in weights_alone[mesh].items())
 
 
 def test_a_deterministic_run_moves_from_two_processes_to_one_and_back(config_file, tmp_path):
@@ -177,23 +218,6 @@ def test_replicas_lie_alike_in_memory_whatever_each_measured(config_file):
     assert first == second
 
 
-def settle_on_devices_with_memory(config_file, overrides, full=()):
-    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
-    config = load_config(config_file, overrides)
-    join_processes(config)
-    task, said = choose_cases(config).task, []
-    with ExitStack() as held:
-        held.enter_context(mock.patch.object(settling, "_has_memory_of_its_own", return_value=True))
-        held.enter_context(mock.patch.object(settling.logger, "info", lambda form, text: said.append(form % text)))
-        if find_rank() in full:
-            fault = torch.OutOfMemoryError("CUDA out of memory")
-            held.enter_context(mock.patch.object(settling, "_rehearse", side_effect=fault))
-        seed_everything(1)
-        settled, mesh = settle_mesh(config, task, torch.device("cpu"))
-        drawn = float(torch.rand(()))
-    return settled.parallel.data, settled.parallel.spatial, mesh.plan.data, said, drawn
-
-
 def test_samples_are_dealt_where_every_device_can_train_on_them(config_file):
     torch.manual_seed(1)
     drawn = float(torch.rand(()))
@@ -214,11 +238,6 @@ def test_volumes_are_cut_where_one_device_runs_out_of_memory(config_file, full):
 def test_what_is_asked_for_is_not_tried(config_file):
     leader, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], (0, 1))
     assert leader[:3] == (2, 1, 2)
-
-
-def test_a_slab_is_tried_where_replicas_do_not_use_all_processes(config_file):
-    leader, *_ = in_group(4, settle_on_devices_with_memory, config_file, [])
-    assert leader[:3] == (2, 2, 2)
 
 
 def diverge(config_file, overrides):

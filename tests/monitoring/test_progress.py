@@ -1,10 +1,15 @@
 """Bars on streams that cannot be written; the stream is that of a process, so each is one."""
 
+import io
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
+
+from volseg.lifetime import say_last
+from volseg.monitoring.console import BesideBars, open_bar
 
 BARS = """
 import logging, sys
@@ -60,3 +65,15 @@ def test_a_bar_is_drawn_on_standard_error(tmp_path):
     assert "training: 100%" in said
     assert "6/6" in said
     assert "three: 100%" in said
+
+
+def test_a_line_of_the_log_stands_by_itself_beside_an_open_bar(monkeypatch):
+    """It stood behind the bar: tqdm clears those that share the line's stream, and took ours for another one."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    handler = BesideBars()
+    with open_bar(total=3, desc="counted"):
+        handler.emit(logging.makeLogRecord({"msg": "a line"}))
+        assert shown.getvalue().split("\n")[0].rpartition("\r")[2] == "a line"
+        say_last("the last words")
+    assert "\nthe last words\n" in shown.getvalue()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from volseg.parallel.devices import count_restarts, find_rank
-from volseg.parallel.processes import leave_processes, list_hosts, start_group
+from volseg.parallel.processes import leave_processes, start_group
 from volseg.parallel.progress import report_progress
 
 
@@ -47,7 +47,7 @@ def fail(mode: str) -> None:
 def main(mode: str, folder: str) -> None:
     """Meet the others, do what is asked for, and leave."""
     start_group(timeout=float(os.environ.get("TIMEOUT", "4")))
-    put_down(folder, "start", [os.getpid(), os.getppid(), count_restarts(), add(), len(set(list_hosts()))])
+    put_down(folder, "start", [os.getpid(), os.getppid(), count_restarts(), add()])
     if find_rank() == dist.get_world_size() - 1:
         fail(mode)
     while mode == "stay":

@@ -61,6 +61,19 @@ def test_a_launched_process_has_the_gpu_of_its_local_rank(monkeypatch, gpus):
     assert devices.find_own_device() == torch.device("cpu")
 
 
+def test_processes_that_stay_on_the_cpu_take_no_gpu(monkeypatch, gpus):
+    """Their group was one of GPUs, and refused their tensors."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(devices, "_on_cpu", False)
+    gpus(4)
+    devices.stay_on_cpu(True)
+    assert devices.find_own_device() == torch.device("cpu")
+    assert "cpu" in devices.name_own_place()
+    devices.stay_on_cpu(False)
+    assert devices.find_own_device() == torch.device("cuda:1")
+
+
 def test_named_devices(gpus):
     gpus(3)
     assert devices.name_devices(None) == [torch.device("cuda", index) for index in range(3)]

@@ -168,6 +168,23 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
     with pytest.raises(DataError, match=rf"other cases than it was begun with: {trained[0]} turned bad\. Restore"):
         experiment.train(longer, resume=True)
     file.write_bytes(sound)
+    stored = nibabel.load(file)
+    image = np.asarray(stored.dataobj)[::-1].copy()  # other voxels, under the same name
+    nibabel.save(nibabel.Nifti1Image(image, stored.affine, stored.header), file)
+    with pytest.raises(
+        DataError, match=rf"other cases than it was begun with: {trained[0]} hold other voxels\. Restore"
+    ):
+        experiment.train(longer, resume=True)
+    file.write_bytes(sound)
+    label = root / "labelsTr" / file.name
+    drawn = label.read_bytes()
+    map_ = nibabel.load(label)
+    voxels = np.asarray(map_.dataobj).copy()
+    voxels[tuple(np.argwhere(voxels > 0)[0])] = 0
+    nibabel.save(nibabel.Nifti1Image(voxels, map_.affine, map_.header), label)
+    with pytest.raises(DataError, match=rf"{trained[0]} hold other voxels"):
+        experiment.train(longer, resume=True)
+    label.write_bytes(drawn)
     assert len(experiment.train(longer, resume=True).history) == 2
 
     other = experiment.load_config(config, [f"output={tmp_path / 'other'}"])
@@ -179,8 +196,8 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
         experiment.train(again, resume=True)
     file.write_bytes(sound[:99])
     assert len(experiment.train(again, resume=True).history) == 2
-    (tmp_path / "other" / "left_out.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"left_out\.json cannot be read as JSON"):
+    (tmp_path / "other" / "cases.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"cases\.json cannot be read as JSON"):
         experiment.train(
             experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=3"]), resume=True
         )

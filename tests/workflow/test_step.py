@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from monai.losses import DiceCELoss
 from torch import nn
 
 from volseg.errors import BatchFieldError, ConfigError
@@ -28,11 +29,11 @@ class Batches:
         return iter(self.batches)
 
 
-def loss(logits, label):
+def cross_entropy(logits, label):
     return nn.functional.cross_entropy(logits, label[:, 0])
 
 
-def train(network, batches, **options):
+def train(network, batches, loss=cross_entropy, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
     named = Named(loss, ["logits", "label"], ["loss"])
     training = Training(Named(network, ["image"], ["logits"]), named, optimizer, batches, epochs=2, **options)
@@ -66,3 +67,11 @@ def test_a_batch_must_hold_the_rows_of_the_own_replicas(network):
 def test_batches_must_say_how_many_samples_the_whole_batch_has(network):
     with pytest.raises(ConfigError, match="2 replicas share each batch, and the batches do not say how large that is"):
         train(DataParallel(network, join_mesh().replicas(2)), list(Batches()))
+
+
+@pytest.mark.parametrize("options", [{"batch": True}, {"weight": torch.tensor([1.0, 9.0]).double()}], ids=str)
+def test_a_loss_that_is_no_mean_over_samples_is_refused_without_a_config_too(options, network):
+    """Each replica's Dice over its own samples is another loss than the Dice over the batch."""
+    mixed = DiceCELoss(softmax=True, to_onehot_y=True, **options)
+    with pytest.raises(ConfigError, match="is no mean over the samples of a batch"):
+        train(DataParallel(network, join_mesh().replicas(2)), Batches(), loss=mixed)

@@ -189,12 +189,12 @@ def look_together():
         Batches(),
         epochs=1,
     )
-    training._interval.most = 32  # as on a GPU
-    first = training._must_stop((0.1, 0.5)[dist.get_rank()])
-    batches = training._interval.batches
+    training._stopping.interval.most = 32  # as on a GPU
+    first = training._stopping.agree((0.1, 0.5)[dist.get_rank()])
+    batches = training._stopping.interval.batches
     if dist.get_rank() == 1:
-        training._interruption.take(signal.SIGHUP)
-    return first, batches, training._must_stop(0.1), training._interruption.signal
+        training._stopping._interruption.take(signal.SIGHUP)
+    return first, batches, training._stopping.agree(0.1), training._stopping._interruption.signal
 
 
 def test_processes_look_after_equally_many_batches_by_the_time_of_the_slowest():

@@ -16,7 +16,7 @@ from volseg.files import replacing
 __all__ = ["differences", "dump_config", "load_config", "override", "path_override"]
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Read a YAML config and apply overrides such as ``training.epochs=5``.
 
     Raises
@@ -25,7 +25,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as fault:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
     except UnicodeDecodeError as fault:

@@ -1,6 +1,7 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from volseg.device.graph import RecordedFunction
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
 
-__all__ = ["AugmentedBatches", "EpochBatches"]
+__all__ = ["AugmentedBatches", "EpochBatches", "remaining_batches"]
 
 
 class EpochBatches(Protocol):
@@ -24,6 +25,15 @@ class EpochBatches(Protocol):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Make the epoch's batches from batch ``start`` on."""
+
+
+def remaining_batches(batches: Iterable[Batch] | EpochBatches, number: int, start: int) -> Iterator[Batch]:
+    """Return the epoch's batches from batch ``start`` on; those of a plain iterable are drawn again and dropped."""
+    epoch = getattr(batches, "epoch", None)
+    if epoch is not None:
+        return iter(epoch(number, start=start))
+    assert isinstance(batches, Iterable)
+    return itertools.islice(iter(batches), start, None)
 
 
 class AugmentedBatches:

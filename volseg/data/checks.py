@@ -5,7 +5,7 @@ A header can be right while the voxels are not, so files are read to their end; 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -80,6 +80,8 @@ class CheckedCase:
     remarks: tuple[Remark, ...] = ()
     digest: str | None = None
     """Of the image's voxels, whatever the file's name and format; None without an image."""
+    fingerprint: str = ""
+    """Changes with any voxel of image and label, and with the place of either in the patient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,8 @@ def read_case(case: Case, task: Task) -> CheckedCase:
         case={**case, **volumes},
         problems=tuple(found),
         remarks=tuple(dict.fromkeys(remarks)),  # image and label share a grid, and its oddity
-        digest=_digest(volumes["image"]) if "image" in volumes else None,
+        digest=(digest := _digest(volumes["image"]) if "image" in volumes else None),
+        fingerprint=_fingerprint(digest, volumes),
     )
 
 
@@ -289,6 +292,13 @@ def _digest(image: MetaTensor) -> str:
     digest = sha256(repr(voxels.shape).encode())
     digest.update(voxels)
     return digest.hexdigest()
+
+
+def _fingerprint(digest: str | None, volumes: Mapping[str, MetaTensor]) -> str:
+    """Return `CheckedCase.fingerprint`."""
+    parts = [str(digest), "" if "label" not in volumes else _digest(volumes["label"])]
+    places = [volume.affine.to(torch.float64).contiguous().numpy().tobytes() for volume in volumes.values()]
+    return sha256("".join(parts).encode() + b"".join(places)).hexdigest()
 
 
 def _find_image_faults(image: MetaTensor, task: Task) -> Iterable[str]:

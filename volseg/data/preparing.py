@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -37,6 +37,8 @@ class PreparedCases:
     """The ids of all cases that validate, whoever holds them."""
     problems: Sequence[Problem] = ()
     """Of cases that were left out, by any process."""
+    fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+    """`CheckedCase.fingerprint` of every case, whoever read it; None of one that was left out."""
     remarks: Sequence[Remark] = ()
     """What should be looked at, of all cases, whoever read them."""
 
@@ -126,6 +128,10 @@ def prepare_together(
         validation=[case for index, case in held if case is not None and sides[index][1]],
         order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
         problems=problems,
+        fingerprints={
+            sides[index][0]["case"]: None if told.problems else told.fingerprint
+            for index, told in sorted(cases.items())
+        },
         remarks=[
             *(remark for _, case in sorted(cases.items()) for remark in case.remarks),
             *remark_on_same_images(_list_digests(cases, sides)),
@@ -140,6 +146,7 @@ class _Attempt:
     problems: Sequence[Problem] = ()
     remarks: Sequence[Remark] = ()
     digest: str | None = None
+    fingerprint: str = ""
     prepared: Case | None = None
     stored: Mapping[str, Any] | None = None
     """Where the prepared case lies in shared memory, field by field."""
@@ -155,6 +162,7 @@ class _ToldCase:
     problems: Sequence[Problem]
     remarks: Sequence[Remark]
     digest: str | None
+    fingerprint: str
     fault: Sequence[str] | None
 
 
@@ -192,7 +200,12 @@ class _Reading:
     def _attempt(self, index: int) -> _Attempt:
         case, validates = self._sides[index]
         checked = read_case(case, self._task)
-        found = _Attempt(problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+        found = _Attempt(
+            problems=checked.problems,
+            remarks=checked.remarks,
+            digest=checked.digest,
+            fingerprint=checked.fingerprint,
+        )
         if checked.problems and not self._skip_bad:
             self._is_refused.set()
         if checked.problems or self._is_refused.is_set():
@@ -257,14 +270,15 @@ def _describe(attempt: _Attempt) -> list[Any]:
     """Return what became of a case as JSON can say it."""
     problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
     remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
-    return [problems, remarks, attempt.digest, attempt.fault and describe_error(attempt.fault), attempt.stored]
+    found = [problems, remarks, attempt.digest, attempt.fingerprint]
+    return [*found, attempt.fault and describe_error(attempt.fault), attempt.stored]
 
 
 def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
     """Return what is known of every case; where several machines read it, what the first told that found a fault."""
     cases: dict[int, _ToldCase] = {}
     for teller, message in enumerate(told):
-        for index, problems, remarks, digest, fault, _ in message["cases"]:
+        for index, problems, remarks, digest, fingerprint, fault, _ in message["cases"]:
             known = cases.get(index)
             if known is None or not (known.problems or known.fault):
                 cases[index] = _ToldCase(
@@ -272,6 +286,7 @@ def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
                     problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
                     remarks=[Remark(*remark) for remark in remarks],
                     digest=digest,
+                    fingerprint=fingerprint,
                     fault=fault,
                 )
     return cases

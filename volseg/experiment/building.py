@@ -39,8 +39,9 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
+from volseg.workflow.records import Score
 from volseg.workflow.schedules import SCHEDULES
-from volseg.workflow.training import Score, Training
+from volseg.workflow.training import Training
 
 __all__ = [
     "build_batches",

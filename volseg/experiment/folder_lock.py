@@ -11,11 +11,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError
 
 try:
     import fcntl
@@ -30,8 +30,11 @@ LOCK = "in_use.json"
 
 
 @contextmanager
-def only_process_in(folder: Path) -> Iterator[None]:
+def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock of ``folder``, which is made if need be; leave neither lock nor an empty folder behind.
+
+    Yields a function that raises a ``CheckpointError`` if the folder is no longer the one that was locked: somebody
+    removed it, and may have begun another run in its place.
 
     Raises
     ------
@@ -45,15 +48,33 @@ def only_process_in(folder: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.write(descriptor, json.dumps(holder).encode())
-        yield
+        yield lambda: _require_own(descriptor, path)
     finally:
+        is_own = _is_at(descriptor, path)
         if fcntl is None:  # Windows removes no open file
             os.close(descriptor)
-        path.unlink(missing_ok=True)  # while it is still held
+        if is_own:
+            path.unlink()  # while it is still held
         if fcntl is not None:
             os.close(descriptor)
-        if not any(folder.iterdir()):
+        if is_own and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _require_own(descriptor: int, path: Path) -> None:
+    if not _is_at(descriptor, path):
+        raise CheckpointError(
+            f"{path} was removed or replaced while this training ran, by somebody who may train there now; nothing "
+            "more is written to that folder. If it still holds this run go on by --resume, else begin again"
+        )
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Tell whether the open file is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _locked(path: Path) -> int:
@@ -62,7 +83,7 @@ def _locked(path: Path) -> int:
         try:
             _lock(descriptor, path)
             # Its last holder may have removed the file between our opening and locking it, and another hold a new one.
-            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            if _is_at(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)

@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from volseg.config.schema import ExperimentConfig
@@ -80,9 +80,8 @@ class Member:
         """
         if not is_distributed():
             return
-        device = choose_device(self.config)
-        sees = self._sees(largest_over_processes(self._leave_token(), device))
-        blind = gather_over_processes([] if sees else [socket.gethostname()], device)
+        sees = self._sees(largest_over_processes(self._leave_token(), choose_device(self.config)))
+        blind = gather_over_processes([] if sees else [socket.gethostname()])
         self._remove_token()
         if blind:
             raise ConfigError(
@@ -106,9 +105,12 @@ class Member:
     def _remove_token(self) -> None:
         """Take the token away, when all have looked for it."""
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
-        """Describe the new run; ``left_out`` are the chosen cases that cannot be used."""
-        del chosen, left_out
+    def require_folder(self) -> None:
+        """Raise if the run folder is no longer the one that this job locked."""
+
+    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
+        """Describe the new run; see `PreparedCases.fingerprints`."""
+        del chosen, fingerprints
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
@@ -135,10 +137,15 @@ class Leader(Member):
     def __init__(self, config: ExperimentConfig, held: ExitStack) -> None:
         super().__init__(config)
         self._held = held
-        self._is_locked = self.folder.path.is_dir()
-        if self._is_locked:
-            held.enter_context(only_process_in(self.folder.path))
+        self._require_lock: Callable[[], None] | None = None
+        if self.folder.path.is_dir():
+            self._require_lock = held.enter_context(only_process_in(self.folder.path))
             self.folder.remove_partials()
+
+    def require_folder(self) -> None:
+        """Raise if the run folder is no longer the one that this job locked."""
+        if self._require_lock is not None:
+            self._require_lock()
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint; else its folder is free."""
@@ -158,12 +165,12 @@ class Leader(Member):
     def _remove_token(self) -> None:
         (self.folder.path / SEEN).unlink(missing_ok=True)
 
-    def begin(self, chosen: ChosenCases, left_out: Sequence[str] = ()) -> None:
+    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
         """Make the run folder and describe the run in it."""
-        if not self._is_locked:
-            self._held.enter_context(only_process_in(self.folder.path))
+        if self._require_lock is None:
+            self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
-        self.folder.begin(self.config, chosen.task, chosen.split, environment(), left_out)
+        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints)
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""
@@ -177,4 +184,5 @@ class Leader(Member):
 
     def report(self, outcome: Outcome) -> None:
         """Write the report."""
+        self.require_folder()
         self.folder.write_text("report.md", training_report(outcome, self.config))

@@ -7,7 +7,7 @@
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
         split.json               the cases of this run, in nnU-Net's form
-        left_out.json            those of them that were bad
+        cases.json               a fingerprint of each, null of those that were bad
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
@@ -18,7 +18,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ trained; not what. A name that ends with a dot stands for a whole section. The c
 LENGTH = ("training.epochs", "training.patience")
 """What may differ besides when a run goes on by itself; a longer fold would be another experiment."""
 
-LEFT_OUT = "left_out.json"
+CASES = "cases.json"
 """Ids of the cases of the split that were bad when the run was begun."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
@@ -98,11 +98,11 @@ class RunFolder:
         task: Task,
         split: Split,
         environment: Mapping[str, Any],
-        left_out: Sequence[str] = (),
+        fingerprints: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Describe a new run; ``left_out`` are cases of the split that could not be used."""
+        """Describe a new run; see `PreparedCases.fingerprints`."""
         self.require_free()
-        self.write_json(LEFT_OUT, sorted(left_out))
+        self.write_json(CASES, dict(fingerprints or {}))
         self.write_json("environment.json", environment)
         described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
         self.write_json("task.json", described)
@@ -178,6 +178,24 @@ class RunFolder:
             return None
         return self.report_file.read_text(encoding="utf-8")
 
+    def require_same_task(self, task: Task) -> None:
+        """Raise unless channels and labels mean what they meant when the run was begun, if that is known still.
+
+        Raises
+        ------
+        DataError
+            Says what they were, and are.
+        """
+        if not (self.path / "task.json").exists():
+            return
+        begun = self.task()
+        pairs = {"channels": (begun.modalities, task.modalities), "labels": (begun.labels, task.labels)}
+        if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
+            raise DataError(
+                f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
+                "dataset.json, or start a new run with another --output"
+            )
+
     def require_same_split(self, split: Split) -> None:
         """Raise unless ``split`` is the one with which the run was begun.
 
@@ -195,23 +213,30 @@ class RunFolder:
                 "another --output: what was trained on must not validate"
             )
 
-    def require_same_cases(self, left_out: Iterable[str]) -> None:
-        """Raise unless the cases that cannot be used now are those that could not when the run was begun.
+    def require_same_cases(self, fingerprints: Mapping[str, str | None]) -> None:
+        """Raise unless the cases are, voxel by voxel, those with which the run was begun, and the bad ones as well.
 
         A run of an older volseg did not write them down; it goes on with what there is.
 
         Raises
         ------
         DataError
-            Names the cases that turned bad, and those that were mended.
+            Names the cases that changed, turned bad, or were mended.
         """
-        file = self.path / LEFT_OUT
+        file = self.path / CASES
         if not file.exists():
             return
         begun = read_json(file)
-        if not isinstance(begun, list) or not all(isinstance(name, str) for name in begun):
-            raise DataError(f"{file} should hold the ids of cases; restore it from a copy")
-        changes = {"turned bad": set(left_out) - set(begun), "were bad and are sound now": set(begun) - set(left_out)}
+        if not isinstance(begun, dict) or not all(isinstance(value, str | None) for value in begun.values()):
+            raise DataError(f"{file} should hold a fingerprint of each case; restore it from a copy")
+        both = begun.keys() & fingerprints.keys()  # who came or went is the split's matter
+        bad, was_bad = ({name for name in both if of[name] is None} for of in (fingerprints, begun))
+        changed = {name for name in both - bad - was_bad if begun[name] != fingerprints[name]}
+        changes = {
+            "turned bad": bad - was_bad,
+            "were bad and are sound now": was_bad - bad,
+            "hold other voxels": changed,
+        }
         if said := [f"{list_some(sorted(names))} {what}" for what, names in changes.items() if names]:
             raise DataError(
                 f"{self.path} would go on with other cases than it was begun with: {'; '.join(said)}. Restore these "

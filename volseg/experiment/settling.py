@@ -44,7 +44,7 @@ def join_processes(config: ExperimentConfig) -> None:
     count = count_launched()
     config.mesh(count)  # before anybody waits for anybody
     if count > 1:
-        start_group(config.parallel.timeout)
+        start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
 def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:

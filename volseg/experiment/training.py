@@ -16,7 +16,6 @@ from volseg.experiment.out_of_memory import explaining_memory, require_plausible
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
@@ -87,6 +86,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     role.settle(config)
     seed_everything(config.seed)
     if resume:
+        folder.require_same_task(chosen.task)
         folder.require_same_split(chosen.split)
         folder.require_same_mesh(config)
     model = build_model(config, chosen.task, device, mesh=mesh)
@@ -94,9 +94,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     held_out = replace(prepared, training=())
-    left_out = sorted({problem.case for problem in prepared.problems})
     if resume:
-        folder.require_same_cases(left_out)
+        folder.require_same_cases(prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
     training = build_training(
@@ -104,7 +103,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, folder), *hooks],
+        hooks=[*_own_hooks(config, role), *hooks],
     )
     if resume:
         state = folder.newest_checkpoint()
@@ -112,7 +111,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen, left_out)
+        role.begin(chosen, held_out.fingerprints)
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 
@@ -128,6 +127,7 @@ def _finish(run: _Run, started: float) -> Outcome:
     """Validate as the config asks for, and report."""
     role, config, chosen = run.role, run.role.config, run.chosen
     final = None
+    role.require_folder()
     if chosen.validation:
         validation = run.reading.make_validation(
             run.model,
@@ -152,12 +152,13 @@ def _finish(run: _Run, started: float) -> Outcome:
     return outcome
 
 
-def _own_hooks(config: ExperimentConfig, folder: RunFolder) -> list[Hook]:
-    settings = config.training
+def _own_hooks(config: ExperimentConfig, role: Member) -> list[Hook]:
+    settings, folder = config.training, role.folder
     checkpoints = Checkpoints(
         folder.checkpoints,
         every_minutes=settings.checkpoint_minutes,
         metadata=lambda: {"config": config.model_dump(mode="json")},
+        require_folder=role.require_folder,
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []

@@ -8,6 +8,8 @@ from weakref import WeakSet
 
 from tqdm import tqdm
 
+from volseg.lifetime import call_before_last_words
+
 __all__ = ["BesideBars", "close_bars", "open_bar"]
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,12 @@ class _Stream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._stream  # so that tqdm sees that lines and bars share a terminal
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
+
 
 def open_bar(*args: Any, **settings: Any) -> tqdm:
     """Return a bar that `close_bars` closes too, where an error leaves it open."""
@@ -57,6 +65,9 @@ def close_bars() -> None:
     """End the line of every open bar, before the last words of a process."""
     for bar in list(_open):
         bar.close()
+
+
+call_before_last_words(close_bars)
 
 
 class BesideBars(logging.StreamHandler):

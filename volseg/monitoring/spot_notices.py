@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ class SpotNotices:
 
     def __init__(self, endpoint: str | None = None, *, timeout: float = 1.0) -> None:
         self.endpoint = (endpoint or os.environ.get(ENDPOINT_VARIABLE) or ENDPOINT).rstrip("/")
-        if not self.endpoint.startswith(("http://", "https://")):
+        if not _is_web_address(self.endpoint):
             raise ConfigError(f"{ENDPOINT_VARIABLE} is no address such as {ENDPOINT}, got {self.endpoint!r}")
         self.timeout = timeout
         self._token: str | None = None
@@ -93,6 +94,14 @@ class SpotNotices:
             raise MetadataError(f"{self.endpoint} gives no token: {refusal.code} {refusal.reason}") from refusal
         except (OSError, http.client.HTTPException, ValueError) as fault:
             raise MetadataError(f"{self.endpoint} does not answer: {fault}") from fault
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, a port that is none
+        return False
 
 
 def _describe(answer: str) -> str:

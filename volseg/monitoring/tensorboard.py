@@ -97,7 +97,9 @@ class TensorBoard(Hook):
 class _EventFile:
     """What TensorBoard reads, written at once.
 
-    torch's ``SummaryWriter`` has a thread for it, whose fault on a full disk is a traceback here and an error later.
+    torch's ``SummaryWriter``, and the ``EventFileWriter`` of TensorBoard that it uses, write in a thread. A full disk
+    ends that thread: Python prints its traceback, which only a hook for all threads could keep back, and the training
+    meets the fault at some later write, or at the close. Their records and summaries are used here, the thread is not.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fill_buckets", "flatten", "split_like"]
+__all__ = ["fill_buckets", "flatten", "read_layout", "split_like"]
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
@@ -55,19 +55,19 @@ def split_like(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the pieces of ``flatten``, each in the shape and layout of its parameter."""
     parts = flat.split([parameter.numel() for parameter in parameters])
     return [
-        part.as_strided(parameter.shape, _read_layout(parameter), part.storage_offset())
+        part.as_strided(parameter.shape, read_layout(parameter), part.storage_offset())
         for part, parameter in zip(parts, parameters, strict=True)
     ]
 
 
 def _lie_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    layout = _read_layout(parameter)
+    layout = read_layout(parameter)
     sides = zip(gradient.shape, gradient.stride(), layout, strict=True)
     if any(size > 1 and own != wanted for size, own, wanted in sides):
         gradient = gradient.new_empty_strided(gradient.shape, layout).copy_(gradient)
     return gradient.as_strided((gradient.numel(),), (1,))
 
 
-def _read_layout(parameter: Tensor) -> tuple[int, ...]:
+def read_layout(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient: its parameter's where that has no gaps in memory, as torch does it."""
     return parameter.stride() if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()

@@ -15,19 +15,19 @@ batch norm whose batch lies in parts that are computed one after the other, buff
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_not_lazy
-from volseg.parallel.norms import NormsOverReplicas
+from volseg.parallel.norms import check_synchronized
+from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
+from volseg.parallel.processes import agree
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.strategy import SpatialStrategy
@@ -84,6 +84,7 @@ class DataParallel(ModelParallel):
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self._wrap(model, replicas)
         strategy = self.strategy
+        replicas.require_alike(strategy.home, count=replicas.count, fixed_order=replicas.fixed_order)
         if replicas.group is not None:
             replicate(self.module, [replicas.group], strategy.home)
         if strategy.seeds is not None:
@@ -96,6 +97,7 @@ class DataParallel(ModelParallel):
             raise ParallelError("the model is a DataParallel already; wrap its network once")
         check_not_lazy(model)
         net = model.module if isinstance(model, ModelParallel) else model
+        _check_not_nested(net)
         self.replicas = replicas
         self.chosen, self.why = (model.chosen, model.why) if isinstance(model, ModelParallel) else ("none", "")
         self._tries = False
@@ -115,15 +117,20 @@ class DataParallel(ModelParallel):
         """
         return self.strategy.as_replica(replica)
 
-    def check_alike(self) -> None:
+    def check_alike(self, shards: bool = True) -> None:
         """Compare the networks of all replicas; called by all processes together.
+
+        Parameters
+        ----------
+        shards
+            Whether those of processes that share a volume are compared too.
 
         Raises
         ------
         ParallelError
             Naming the parameters and buffers that differ.
         """
-        self.strategy.check_alike()
+        self.strategy.check_alike(shards)
 
     def train(self, mode: bool = True) -> "DataParallel":
         """Set the mode of the network and of the wrappers."""
@@ -167,7 +174,7 @@ class _Replicated:
         self.inner = _find_strategy(model, replicas)
         devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
         self.home = devices[0]
-        _check_synchronized(net, replicas)
+        check_synchronized(net, replicas)
         self._devices = list(dict.fromkeys(devices))
         self._replica = replicas.own[0]
         self._num_checked = 0
@@ -198,8 +205,12 @@ class _Replicated:
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        has_own_call = isinstance(self.inner, SpatialStrategy)  # FastKernels does more than its strategy
-        return self._call(*args, **kwargs) if has_own_call else self.inner(*args, **kwargs)
+        if not isinstance(self.inner, SpatialStrategy):
+            return self.inner(*args, **kwargs)
+        # Each replica validates volumes of its own, as many as it has: a norm there asks nobody.
+        is_alone = not (self._net.training or torch.is_grad_enabled())
+        with self.inner.context.without_replicas() if is_alone else nullcontext():
+            return self._call(*args, **kwargs)  # FastKernels does more than its strategy
 
     @contextmanager
     def as_replica(self, replica: int) -> Iterator[None]:
@@ -213,10 +224,11 @@ class _Replicated:
         finally:
             self._replica = before
 
-    def check_alike(self) -> None:
-        """Refuse replicas that differ."""
-        if self._groups:
-            check_alike(self._net, self._groups, self.home)
+    def check_alike(self, shards: bool = True) -> None:
+        """Refuse replicas that differ, and with ``shards`` also processes of one volume."""
+        replicas = [] if self.replicas.group is None else [self.replicas.group]
+        if groups := self._groups if shards else replicas:
+            check_alike(self._net, groups, self.home)
         if self._sums is not None:
             self._sums.look()
 
@@ -279,10 +291,7 @@ class _Replicated:
 
     def agree(self, yes: bool) -> bool:
         """Ask all processes that run a step together."""
-        vote = torch.tensor([int(yes)], device=self.home)
-        for group in self._groups:
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-        return bool(vote.item())
+        return agree(yes, self._groups, self.home)
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Make ready for a CUDA graph of a step.
@@ -309,74 +318,9 @@ class _Replicated:
             yield
 
 
-class _Whole:
-    """The strategy of a plain network on one device: its own ``forward``, with torch's kernels."""
-
-    is_shared = False
-    is_recordable = True
-    is_replaying = False
-    group = None
-
-    def __init__(self, net: nn.Module, replicas: Replicas) -> None:
-        devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
-        if len(devices) > 1:
-            raise ParallelError(
-                f"the network lies on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
-                "ModelParallel(net, strategy='pipeline')"
-            )
-        self.net, self.replicas = net, replicas
-        self.step_devices = [next(iter(devices), torch.device("cpu"))]
-        self.sums: GradientSums | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network; the backward pass of what it returns sums the gradients."""
-        with NormsOverReplicas(self.replicas) if self._shares_norms else nullcontext():
-            trained = {name: parameter for name, parameter in self.net.named_parameters() if parameter.requires_grad}
-            if self.sums is None or not trained or not torch.is_grad_enabled():
-                return self.net(*args, **kwargs)
-            marked = self.sums.mark(trained)
-            with marked.used(self.net):
-                result = self.net(*args, **kwargs)
-        leaves, structure = tree_flatten(result)
-        marked.check_outputs(leaves)
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for place, tensor in zip(places, marked.tie([leaves[place] for place in places]), strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, structure)
-
-    @property
-    def _shares_norms(self) -> bool:
-        return self.replicas.count > 1 and self.net.training
-
-    @property
-    def partition(self) -> str:
-        """Which device does what."""
-        return f"the network on {self.step_devices[0]}"
-
-    @property
-    def volumes(self) -> NoReturn:
-        """How volumes are cut.
-
-        Raises
-        ------
-        ParallelError
-            Always: they are not.
-        """
-        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
-
-    def prepare_recording(self) -> list[torch.Generator]:
-        """Make ready for a CUDA graph of a step: nothing to do."""
-        return []
-
-    def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in here: nothing to do."""
-        assert not generators
-        return nullcontext()
-
-
-def _find_strategy(model: nn.Module, replicas: Replicas) -> "SpatialStrategy | _Whole | Piped":
+def _find_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | OneDevice | Piped:
     if not isinstance(model, ModelParallel):
-        return _Whole(model, replicas)
+        return OneDevice(model, replicas)
     strategy: Strategy = model.strategy
     if isinstance(strategy, SpatialStrategy):
         return strategy
@@ -384,7 +328,7 @@ def _find_strategy(model: nn.Module, replicas: Replicas) -> "SpatialStrategy | _
     return Piped(model, strategy, replicas)
 
 
-def _sum_gradients(strategy: "SpatialStrategy | _Whole | Piped", replicas: Replicas) -> GradientSums | None:
+def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Replicas) -> GradientSums | None:
     """Let the strategy sum its gradients over processes; None where there is one."""
     if replicas.group is None:
         return None
@@ -396,23 +340,18 @@ def _sum_gradients(strategy: "SpatialStrategy | _Whole | Piped", replicas: Repli
     return strategy.sums
 
 
-def _check_synchronized(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
-    for name, module in net.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and replicas.count > 1:
-            group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-            ranks = [] if group is None else dist.get_process_group_ranks(group)
-            own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
-            if ranks != own or len(replicas.own) > 1:
-                raise ParallelError(
-                    f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
-                    "BatchNorm, which takes the statistics of the whole batch here"
-                )
-
-
 def _is_recording(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:
     return DataParallel(model, Replicas(count, None, fixed_order))
+
+
+def _check_not_nested(net: nn.Module) -> None:
+    """Refuse wrappers inside of the network, whose gradients would be summed twice."""
+    for name, module in net.named_modules():
+        if isinstance(module, ModelParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ParallelError(
+                f"{name or 'the network'} is a {type(module).__name__}; wrap the whole network once, and nothing in it"
+            )

@@ -33,6 +33,7 @@ __all__ = [
     "name_place",
     "note_restarts",
     "require_devices",
+    "stay_on_cpu",
 ]
 
 
@@ -112,13 +113,22 @@ def list_devices() -> list[torch.device]:
     return list_gpus() or [torch.device("cpu")]
 
 
+_on_cpu = False
+
+
+def stay_on_cpu(wanted: bool) -> None:
+    """Put down whether the processes of this job compute on the CPU, be there GPUs or not."""
+    global _on_cpu
+    _on_cpu = wanted
+
+
 def find_own_device() -> torch.device:
     """Return the device of a launched process: the GPU of its local rank, or the CPU."""
     return _device_of(find_local_rank())
 
 
 def _device_of(local_rank: int) -> torch.device:
-    devices = list_devices()
+    devices = [torch.device("cpu")] if _on_cpu else list_devices()
     return devices[local_rank % len(devices)]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from typing import Any, NoReturn
@@ -11,16 +10,29 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from volseg.errors import ParallelError, VolsegError
+from volseg.errors import (
+    BatchFieldError,
+    ConfigError,
+    DataError,
+    GridError,
+    NonFiniteLossError,
+    ParallelError,
+    UnsupportedOperatorError,
+    VolsegError,
+)
 from volseg.launched import OWN_LAUNCHER, find_launch
-from volseg.lifetime import end_now
+from volseg.lifetime import end_now, say_last
 from volseg.parallel.devices import name_own_place
 from volseg.parallel.supervision import ENDED_SILENTLY, Cause, Supervision
 
-__all__ = ["describe", "end_after", "end_by", "is_peer_gone", "read_cause"]
+__all__ = ["describe", "end_after", "end_by", "is_lasting", "is_peer_gone", "read_cause"]
 
 SECONDS_FOR_THE_CAUSE = 6.0
 """For whoever failed first to say so, when all that is known here is that somebody is gone."""
+
+LASTING = (BatchFieldError, ConfigError, DataError, GridError, NonFiniteLossError, UnsupportedOperatorError)
+"""What another attempt meets again: it starts from the same files. A refusal must not become a consent by it either:
+attempts after the first go on with what they find in the run folder."""
 
 SECONDS_FOR_STACKS = 3.0
 """For every process to show where it is: the first that ends is the end of the others."""
@@ -46,17 +58,21 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
             )
     said = describe(fault)
     message = f"{name_own_place()}: {said}"
-    cause = Cause(message=message, is_own=True) if supervision is None else supervision.fail(message)
+    lasts = isinstance(fault, LASTING)
+    if supervision is None:
+        cause = Cause(message=message, is_own=True, lasts=lasts)
+    else:
+        cause = supervision.fail(message, lasts=lasts)
     if not cause.is_own:
         end_by(cause, also=said)
     if not isinstance(fault, VolsegError):
         traceback.print_exception(fault)
     if isinstance(fault, VolsegError) and _is_told_by_launcher():
-        write_cause(message)
+        write_cause(message, lasts=lasts)
     else:
-        _say(f"volseg: {message}")
+        say_last(f"volseg: {message}")
         above = "" if isinstance(fault, VolsegError) else " (its traceback is above)"
-        write_cause(message + above, "".join(traceback.format_exception(fault)))
+        write_cause(message + above, "".join(traceback.format_exception(fault)), lasts=lasts)
     end_now(1)
 
 
@@ -73,14 +89,14 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
         What this process met itself, which is a consequence as a rule.
     """
     if cause.is_own:
-        _say(f"volseg: {cause.message}")
+        say_last(f"volseg: {cause.message}")
     else:
         met = f"; here: {_shorten(also)}" if also and also not in cause.message else ""
-        _say(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
+        say_last(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
     if stack:
-        _say(f"{name_own_place()} is here:\n{stack}")
+        say_last(f"{name_own_place()} is here:\n{stack}")
     # The launcher takes the file of whichever process ended first: all say the same.
-    write_cause(cause.message)
+    write_cause(cause.message, lasts=cause.lasts)
     if stack:
         time.sleep(SECONDS_FOR_STACKS)
     end_now(1)
@@ -101,12 +117,12 @@ def describe(fault: BaseException) -> str:
     return str(fault) if isinstance(fault, VolsegError) else f"{type(fault).__name__}: {fault}"
 
 
-def write_cause(message: str, callstack: str = "") -> None:
+def write_cause(message: str, callstack: str = "", *, lasts: bool = False) -> None:
     """Write the elastic launcher's error file, in the form of torch's ``ErrorHandler``, if one is wanted."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time())), "lasts": lasts}
     with open(file, "w", encoding="utf-8") as written:
         json.dump({"message": {"message": message, "extraInfo": extra}}, written)
 
@@ -131,18 +147,17 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
     return f"{place} failed with exit code {failure.exitcode}; its own output above says why"
 
 
+def is_lasting(failure: ProcessFailure) -> bool:
+    """Tell whether a process of the elastic launcher ended by what another attempt would end by too."""
+    told: Any = failure.error_file_data.get("message")
+    return isinstance(told, dict) and bool(told.get("extraInfo", {}).get("lasts"))
+
+
 def _is_told_by_launcher() -> bool:
-    """Whether our own launcher will print the message at the end, and not start the processes again before."""
-    launch = find_launch()
-    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return OWN_LAUNCHER in os.environ and launch is not None and launch.restarts >= most
+    """Whether our own launcher prints the message."""
+    return OWN_LAUNCHER in os.environ and find_launch() is not None
 
 
 def _shorten(message: str) -> str:
     first, _, more = message.partition("\n")
     return first + (" ..." if more else "")
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()

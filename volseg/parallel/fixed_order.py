@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.errors import ParallelError
+
 __all__ = ["RoundSums", "fold", "sum_in_order"]
 
 Value = TypeVar("Value")
@@ -70,14 +72,23 @@ class RoundSums:
     """
 
     def __init__(self, parameters: Iterable[Tensor], rounds: int) -> None:
-        self._parameters, self._rounds = list(parameters), rounds
+        # Each once: some optimizers and networks list one under two names.
+        self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        self._rounds = rounds
         self._before = self._take()
         self._pushed = 0
         self._waiting: list[tuple[int, list[Tensor | None]]] = []
         self._ends = list(_list_ends(rounds))
 
     def push(self) -> None:
-        """Take the gradients of a round off the parameters."""
+        """Take the gradients of a round off the parameters.
+
+        Raises
+        ------
+        ParallelError
+            If all rounds were pushed already.
+        """
+        self._require(self._pushed < self._rounds, "one more was pushed")
         self._waiting.append((self._pushed, self._take()))
         for begin in self._ends[self._pushed]:
             (_, second), (start, first) = self._waiting.pop(), self._waiting.pop()
@@ -86,10 +97,23 @@ class RoundSums:
         self._pushed += 1
 
     def put_back(self) -> None:
-        """Give the parameters the sum, added to the gradients that they had before."""
+        """Give the parameters the sum, added to the gradients that they had before.
+
+        Raises
+        ------
+        ParallelError
+            If not all rounds were pushed.
+        """
+        self._require(self._pushed == self._rounds, f"{self._pushed} were pushed")
         ((_, total),) = self._waiting
         for parameter, gradient in zip(self._parameters, _add_each(self._before, total), strict=True):
             parameter.grad = gradient
+
+    def _require(self, holds: bool, found: str) -> None:
+        if not holds:
+            raise ParallelError(
+                f"a sum over {self._rounds} rounds was begun, and {found}; push once behind each backward pass"
+            )
 
     def _take(self) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in self._parameters]

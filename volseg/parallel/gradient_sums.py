@@ -8,15 +8,17 @@ parameters, that sum the gradients over the replicas; behind those one more, whi
 
 The sums wait for each other from the last bucket to the first, and the last one for the outputs. So each replica makes
 the same sums in the same order whatever its graph looks like, and none waits for a sum that another one does not make.
-Beside its gradients, each sum counts the replicas that have one. Where some have and some have not, the sum would
-belong to no network: that is refused, on a GPU as soon as the number has come without anybody waiting for it.
+Beside its gradients, each sum counts the replicas that have one, by a number that tells how it lies in memory. Where
+some have and some have not, or have it in another layout, the sum would belong to no network: that is refused, on a GPU
+as soon as the number has come without anybody waiting for it. A parameter that was trained once keeps its place in the
+sums when it is frozen: were it frozen by one replica alone, they would add what does not belong together.
 
 The nodes are recorded with a step as the rest of its backward pass is. On a GPU they run on a stream of their own, so
 that sums hide behind the backward pass of earlier layers.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
 
-__all__ = ["GradientSums", "Marked"]
+__all__ = ["GradientSums", "Marked", "is_trained"]
 
 
 class Marked(NamedTuple):
@@ -41,13 +43,19 @@ class Marked(NamedTuple):
     stand_ins: list[Tensor]
     end: Tensor
 
+    @property
+    def trained(self) -> list[Tensor]:
+        """The stand-ins of what is trained in this pass."""
+        return [other for original, other in zip(self.originals, self.stand_ins, strict=True) if is_trained(original)]
+
     @contextmanager
     def used(self, net: nn.Module) -> Iterator[None]:
         """Let a network's modules have the stand-ins in here.
 
         ``torch.func.functional_call`` leaves them behind in a module that has two names (DynUNet's have).
         """
-        found = {id(original): other for original, other in zip(self.originals, self.stand_ins, strict=True)}
+        pairs = zip(self.originals, self.stand_ins, strict=True)
+        found = {id(original): other for original, other in pairs if is_trained(original)}
         held: list[tuple[dict[str, Any], str, Any]] = [
             (own, name, parameter)
             for own in map(get_parameters, net.modules())
@@ -111,12 +119,18 @@ class GradientSums:
         self._guard = None if average else _Guard()
         self._differences: dict[tuple[str, ...], _Differences] = {}
         self._patterns: dict[Any, Tensor] = {}
+        self._ever_trained: set[str] = set()
         self._edges: weakref.ref[_Edges] | None = None
 
-    def mark(self, trained: Mapping[str, Tensor]) -> Marked:
-        """Return stand-ins of parameters for one forward pass; names are for messages."""
+    def mark(self, net: nn.Module) -> Marked | None:
+        """Return stand-ins of a network's parameters for one forward pass; None where none was ever trained."""
         self.look()
-        names, parameters = tuple(trained), list(trained.values())
+        known = dict(net.named_parameters())
+        self._ever_trained.update(name for name, parameter in known.items() if is_trained(parameter))
+        names = tuple(name for name, parameter in known.items() if name in self._ever_trained)
+        if not names:
+            return None
+        parameters: list[Tensor] = [known[name] for name in names]
         with self._on_stream():
             edges = self._find_edges(parameters)
             differences = self._differences.get(names)
@@ -161,12 +175,15 @@ class GradientSums:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
-    def read_pattern(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Return a one for each gradient and a zero for each None; kept, as a step must not wait for a copy."""
-        there = tuple(gradient is not None for gradient in gradients)
-        key = there, like.dtype, like.device
+    def read_pattern(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        """Return the layout of each gradient as a number, zero for each None; kept, as a step waits for no copy."""
+        codes = tuple(
+            0 if gradient is None else _number_layout(parameter)
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        )
+        key = codes, parameters[0].dtype, parameters[0].device
         if key not in self._patterns:
-            self._patterns[key] = torch.tensor(there, dtype=like.dtype).to(like.device)
+            self._patterns[key] = torch.tensor(codes, dtype=parameters[0].dtype).to(parameters[0].device)
         return self._patterns[key]
 
     def add(self, flat: Tensor) -> Tensor:
@@ -184,7 +201,7 @@ class _Edges:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.tensors: tuple[Tensor, ...] = _ToParameters.apply(guard, *parameters)
         if guard is not None:
-            guard.watch(parameters)
+            guard.watch([parameter for parameter in parameters if is_trained(parameter)])
 
     def lead_to(self, parameters: list[Tensor]) -> bool:
         known = [reference() for reference in self._parameters]
@@ -257,7 +274,8 @@ class _Differences:
             raise ParallelError(
                 f"some replicas used {', '.join(wrong[:5])}{more} in a step, others did not, so that their gradients "
                 "belong to no network; let forward() use the same parameters in all processes, whatever the samples "
-                "are (multiply by zero instead of leaving out)"
+                "are (multiply by zero instead of leaving out), freeze them in all, and give them the same memory "
+                "format in all"
             )
 
 
@@ -272,7 +290,7 @@ class _Work(NamedTuple):
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients summed over the replicas; None stays None."""
-        sums, own = self.sums, self.sums.read_pattern(gradients, self.parameters[0])
+        sums, own = self.sums, self.sums.read_pattern(gradients, self.parameters)
         total = sums.add(flatten(gradients, self.parameters, own))
         found = self.differences.found.narrow(0, self.first, len(own))
         found.logical_or_(total[-len(own) :] != own * sums.count)
@@ -282,6 +300,19 @@ class _Work(NamedTuple):
             total = total / sums.count
         summed = split_like(total[: -len(own)], self.parameters)
         return [None if given is None else part for given, part in zip(gradients, summed, strict=True)]
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
+    return parameter.requires_grad and not parameter.is_inference()
+
+
+def _number_layout(parameter: Tensor) -> int:
+    """Return how a gradient lies in memory: small numbers, whose sums are exact in 16 bits too."""
+    if parameter.is_contiguous():
+        return 1
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.ndim)
+    return 2 if channels_last is not None and parameter.is_contiguous(memory_format=channels_last) else 3
 
 
 class _ToParameters(torch.autograd.Function):

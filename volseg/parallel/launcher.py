@@ -9,18 +9,20 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from volseg.errors import ParallelError
-from volseg.launched import OWN_LAUNCHER
+from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
 from volseg.parallel.devices import is_launched, name_place
-from volseg.parallel.failures import read_cause
+from volseg.parallel.failures import is_lasting, read_cause
 
 __all__ = ["is_worker", "launch"]
+
+logger = logging.getLogger(__name__)
 
 
 def is_worker() -> bool:
@@ -32,7 +34,8 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
     """Run ``python <command>`` in ``processes`` local processes, and wait for them.
 
     Each gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one fails, the
-    others are ended, and all are started again as often as that is allowed.
+    others are ended, and all are started again as often as that is allowed; not after what another attempt would meet
+    again, such as a config that cannot be run.
 
     Parameters
     ----------
@@ -61,6 +64,20 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.
         variables["OMP_NUM_THREADS"] = "1"
+    for attempt in range(max_restarts + 1):
+        with _setting({**variables, OWN_ATTEMPTS: str(attempt)}), _put_handlers_back(), _telling_it_once():
+            failure = _attempt(command, processes)
+        if failure is None:
+            return
+        rank, first = failure.get_first_failure()
+        cause = read_cause(first, name_place(rank, processes, first.local_rank))
+        if attempt == max_restarts or is_lasting(first):
+            raise ParallelError(cause + (f"; it was started {attempt + 1} times" if attempt else ""))
+        logger.warning("%s; all processes are started again, %d of %d times", cause, attempt + 1, max_restarts)
+
+
+def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:
+    """Run all processes once; torch's launcher would start them again whatever they ended by."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -69,18 +86,23 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=max_restarts,
+        max_restarts=0,
         monitor_interval=0.1,
     )
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as failure:
+        return failure
+    return None
+
+
+@contextmanager
+def _setting(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, which the processes inherit, and put back what was there."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        with _put_handlers_back(), _telling_it_once():
-            elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
-        again = f", and {max_restarts} time(s) again" if max_restarts else ""
-        raise ParallelError(read_cause(first, name_place(rank, processes, first.local_rank)) + again) from None
+        yield
     finally:
         for name, value in before.items():
             if value is None:

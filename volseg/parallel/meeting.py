@@ -82,6 +82,7 @@ def _lead(store: Store, launch: Launch, wait: "_Patience", attempts: int) -> dic
     """Write plans until one has the signs of all that live."""
     keys = [f"member/{rank}" for rank in range(launch.world_size)]
     earlier = store.add("attempts", attempts) - 1
+    _require_hope(store)
     seen: list[bytes] = []
     while True:
         present = [rank for rank, key in enumerate(keys) if store.check([key])]
@@ -112,7 +113,18 @@ def _follow(store: Store, launch: Launch, sign: str, wait: "_Patience") -> dict[
                 store.set(f"{plan['name']}/seen/{launch.rank}", "")
                 if store.check([f"{plan['name']}/holds"]):
                     return plan
+            else:
+                _require_hope(store)
         wait.for_([0])
+
+
+def _require_hope(store: Store) -> None:
+    """Raise if the attempt before this one ended by what this one would meet again: launchers do not ask."""
+    if not store.check(["plan"]):
+        return
+    cause = f"{json.loads(store.get('plan'))['name']}/cause"
+    if store.check([cause]) and (said := json.loads(store.get(cause)))["lasts"]:
+        raise ParallelError(f"another attempt would end as the one before: {said['message']}")
 
 
 class _Patience:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.first_order import first_order
@@ -19,7 +20,13 @@ from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
 
-__all__ = ["NormsOverReplicas"]
+__all__ = ["NormsOverReplicas", "check_synchronized"]
+
+
+_PAST_FUNCTIONAL = frozenset(
+    {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
+) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
+"""What `F.batch_norm` comes to: called by itself, each replica would take the statistics of its own samples."""
 
 
 class NormsOverReplicas(TorchFunctionMode):
@@ -44,8 +51,9 @@ class NormsOverReplicas(TorchFunctionMode):
             return self._batch_norm(*args, **kwargs)
         if func is F.instance_norm:
             return self._instance_norm(*args, **kwargs)
-        if func is torch.batch_norm and (args[5] if len(args) > 5 else kwargs["training"]):
-            raise ParallelError("torch.batch_norm is called for training; replicas take F.batch_norm, or a BatchNorm")
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _PAST_FUNCTIONAL and (args[5] if len(args) > 5 else kwargs.get("training", True)):
+            raise ParallelError(f"torch's {name} is called for training; replicas take F.batch_norm, or a BatchNorm")
         return func(*args, **kwargs)
 
     def _batch_norm(
@@ -135,3 +143,17 @@ class _BatchNorm(torch.autograd.Function):
 
 def _over(channels: Tensor, like: Tensor) -> Tensor:
     return channels.reshape(-1, *([1] * (like.ndim - 2)))
+
+
+def check_synchronized(net: nn.Module, replicas: Replicas) -> None:
+    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and replicas.count > 1:
+            group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+            ranks = [] if group is None else dist.get_process_group_ranks(group)
+            own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
+            if ranks != own or len(replicas.own) > 1:
+                raise ParallelError(
+                    f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
+                    "BatchNorm, which takes the statistics of the whole batch here"
+                )

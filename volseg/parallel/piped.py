@@ -49,6 +49,7 @@ class Piped:
             )
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._wrapped: DistributedDataParallel | None = None
+        self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -84,7 +85,18 @@ class Piped:
         if self._wrapped is None:
             self._strategy.plan(*args, **kwargs)  # parameters lie where they stay
             self._wrapped = self._wrap(self._replicas.group)
+        self._require_summed()
         return self._wrapped(*args, **kwargs)
+
+    def _require_summed(self) -> None:
+        """Refuse to train what `DistributedDataParallel` does not know: it looks at the parameters once."""
+        trained = [(name, p) for name, p in self._strategy.net.named_parameters() if p.requires_grad]
+        if unknown := [name for name, parameter in trained if self._summed.get(id(parameter)) is not parameter]:
+            raise ParallelError(
+                f"{unknown[0]} is trained now, and was frozen or another parameter when the replicas of this pipeline "
+                "first ran, so that its gradient would not be summed; wrap the network anew: "
+                "DataParallel(ModelParallel(model.module, strategy='pipeline', ...), replicas)"
+            )
 
     def _wrap(self, group: dist.ProcessGroup) -> DistributedDataParallel:
         wrapped = DistributedDataParallel(
@@ -96,6 +108,7 @@ class Piped:
         for parameter in self._strategy.net.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(times)
+                self._summed[id(parameter)] = parameter
         return wrapped
 
     def prepare_recording(self) -> list[torch.Generator]:

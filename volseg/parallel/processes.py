@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,14 @@ import torch.distributed as dist
 from volseg.errors import ParallelError
 from volseg.launched import Launch, find_launch
 from volseg.lifetime import end_with_launcher
-from volseg.parallel.devices import find_own_device, find_rank, has_process_group, name_own_place, note_restarts
+from volseg.parallel.devices import (
+    find_own_device,
+    find_rank,
+    has_process_group,
+    name_own_place,
+    note_restarts,
+    stay_on_cpu,
+)
 from volseg.parallel.failures import end_after, end_by
 from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
 from volseg.parallel.progress import report_progress
@@ -24,10 +30,10 @@ from volseg.parallel.supervision import Supervision, name_machine
 
 __all__ = [
     "TIMEOUT",
+    "agree",
     "find_message_group",
     "find_supervision",
     "leave_processes",
-    "list_hosts",
     "make_group",
     "make_groups",
     "start_group",
@@ -60,7 +66,7 @@ _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 """A gloo group of the same processes for each group that is another."""
 
 
-def start_group(timeout: float = TIMEOUT) -> None:
+def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     """Join the other processes of this job in torch's default process group, unless that was done.
 
     NCCL where there are GPUs, else gloo. A job of several processes is watched from then on: see ``supervision``.
@@ -69,6 +75,8 @@ def start_group(timeout: float = TIMEOUT) -> None:
     ----------
     timeout
         Seconds for all processes to come, and later without progress of any of them, after which the job is ended.
+    on_cpu
+        Whether the processes compute on the CPU, and so exchange by gloo, where there are GPUs too.
 
     Raises
     ------
@@ -84,12 +92,13 @@ def start_group(timeout: float = TIMEOUT) -> None:
             "of several tasks"
         )
     end_with_launcher()
+    stay_on_cpu(on_cpu)
     device = find_own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = open_store(launch, timeout, serve=True)
     _joined.serves = launch.rank == 0 and not launch.has_store
-    about = {"where": name_own_place(), "host": socket.gethostname(), "machine": name_machine(), "pid": os.getpid()}
+    about = {"where": name_own_place(), "machine": name_machine(), "pid": os.getpid()}
     meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
     _joined.meeting, _joined.has_met = meeting, True
     note_restarts(meeting.restarts)
@@ -154,10 +163,12 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _message_groups[group]
 
 
-def list_hosts() -> list[str]:
-    """Return the machine of each process, by rank; of this one alone where no group was started."""
-    members = () if _joined.meeting is None else _joined.meeting.members
-    return [member["host"] for member in members] or [socket.gethostname()]
+def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Tell whether all processes of a group say yes, then all of the next one: all of a mesh, by its dims in turn."""
+    vote = torch.tensor([int(yes)], device=device)
+    for group in groups:
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())
 
 
 def leave_processes() -> None:

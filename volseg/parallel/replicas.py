@@ -120,6 +120,19 @@ class Replicas:
         dist.all_gather_into_tensor(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
         return stacked
 
+    def require_alike(self, device: torch.device, **numbers: int) -> None:
+        """Refuse numbers that differ between the replicas' processes, all of which call this.
+
+        Raises
+        ------
+        ParallelError
+            Names the first that differs, and each process's.
+        """
+        found = self.gather(torch.tensor(list(numbers.values()), device=device)).tolist()
+        for name, *values in zip(numbers, *found, strict=True):
+            if len(set(values)) > 1:
+                raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")
+
     def average_rows(self, rows: Tensor) -> Tensor:
         """Return the mean over the rows of all replicas, ``(1, C)``, of the own ones, ``(B, C)``; without gradient."""
         total = self.sum_values(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]))

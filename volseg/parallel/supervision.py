@@ -58,6 +58,8 @@ class Cause:
     message: str
     is_own: bool
     """Whether this process was the first to say so."""
+    lasts: bool = False
+    """Whether another attempt would end by it too."""
 
 
 class Supervision:
@@ -112,11 +114,11 @@ class Supervision:
 
     # What the main thread calls.
 
-    def fail(self, message: str) -> Cause:
+    def fail(self, message: str, *, lasts: bool = False) -> Cause:
         """Tell the others that this process ends by an error; return what the job ends by, which may be another's."""
         self._ending.set()  # the thread must not end what the main thread is about to say
         with self._lock:
-            return self._decide(message)
+            return self._decide(message, lasts=lasts)
 
     def list_silent(self, seconds: float) -> list[str]:
         """Return where the processes are of which nothing was heard for so long."""
@@ -185,7 +187,7 @@ class Supervision:
         """Return why this process must end, if it must, and whether to show where it is."""
         if self.store.check(["cause"]):
             said = json.loads(self.store.get("cause"))
-            return Cause(message=said["message"], is_own=False), said["hung"]
+            return Cause(message=said["message"], is_own=False, lasts=said["lasts"]), said["hung"]
         staying = {rank: m for rank, m in enumerate(self.members) if not self._states.get(rank, {}).get("leaving")}
         if self._is_leaving or not staying:
             return None, False
@@ -211,15 +213,15 @@ class Supervision:
         )
         return self._decide(message, hung=True), True
 
-    def _decide(self, message: str, *, hung: bool = False) -> Cause:
+    def _decide(self, message: str, *, hung: bool = False, lasts: bool = False) -> Cause:
         """Put down the cause if nobody has; return the one that holds."""
         if self.cause is None:
-            mine = json.dumps({"message": message, "hung": hung, "by": self.rank})
+            mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "by": self.rank})
             try:
                 holds = json.loads(self.store.compare_set("cause", "", mine))
             except RuntimeError:  # no store: nobody to agree with
                 holds = json.loads(mine)
-            self.cause = Cause(message=holds["message"], is_own=holds["by"] == self.rank)
+            self.cause = Cause(message=holds["message"], is_own=holds["by"] == self.rank, lasts=holds["lasts"])
         return self.cause
 
     def _miss_store(self, fault: RuntimeError) -> None:

@@ -119,14 +119,22 @@ class Checkpoints(Hook):
         a crash can cost is time. One is written after the other, however short the time.
     metadata : callable, optional
         Returns plain values to store beside the state (the config).
+    require_folder : callable, optional
+        Called before each writing, in its thread; raises if nothing may be written to the folder any more.
     """
 
     def __init__(
-        self, folder: Path, *, every_minutes: float = 5.0, metadata: Callable[[], dict[str, Any]] | None = None
+        self,
+        folder: Path,
+        *,
+        every_minutes: float = 5.0,
+        metadata: Callable[[], dict[str, Any]] | None = None,
+        require_folder: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder = folder
         self.every_seconds = 60 * every_minutes
         self.metadata = metadata or dict
+        self.require_folder = require_folder
         self._copies = HostCopies()
         self._writer = BackgroundWriter(self._save)
         self._on_the_way: dict[str, Snapshot] = {}  # from the device
@@ -204,4 +212,5 @@ class Checkpoints(Hook):
                     f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
                     "training.clip, then go on from the checkpoint before by --resume"
                 )
+        self.require_folder()
         save_checkpoint(state, self.folder / name, previous=self.folder / PREVIOUS if name == LATEST else None)

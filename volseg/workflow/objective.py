@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from volseg.errors import ConfigError
 from volseg.workflow.named import Named
 
-__all__ = ["Objective", "require_mean_over_samples"]
+__all__ = ["Objective", "require_mean_of_shares", "require_mean_over_samples"]
 
 TRIED_SIDES = (16, 16, 16)
 """Of the volumes on which losses are tried, in voxels: what a loss of windows of 11 voxels still takes."""
@@ -19,6 +20,9 @@ TRIED_DEALS = ((2, 2), (3, 2), (1, 1, 1))
 
 ROUND_OFF = 1e-5
 """Relative, of float32 sums over some thousand voxels; losses that are no mean differ by ten times as much and more."""
+
+ROUND_OFF_OF_HALVES = 1e-4
+"""The same over the millions of voxels of a batch."""
 
 
 class Objective:
@@ -99,6 +103,59 @@ def require_mean_over_samples(objective: Objective, *, num_channels: int, num_cl
             )
 
 
+def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
+    """Raise likewise for losses of a training without a config, by trying them on the first samples that come.
+
+    Beside the samples stand the same ones with every other voxel of the batch's fields (the labels) set to 0, so that
+    the two halves differ in what they hold of each class. Sharded volumes are not looked at: their replicas come from
+    a config, which was tried.
+
+    Parameters
+    ----------
+    objective : Objective
+        Its losses.
+    batch, outputs : mapping
+        Fields of some samples, and what the network made of them.
+
+    Raises
+    ------
+    ConfigError
+        Names the loss and what it gave.
+    """
+    made = [head for value in outputs.values() for head in (value if isinstance(value, list | tuple) else [value])]
+    if not all(isinstance(head, Tensor) for head in made) or any(hasattr(head, "full_tensor") for head in made):
+        return
+    pairs = {name: (value, _empty_every_other(value)) for name, value in batch.items()}
+    pairs |= {name: (_as_floats(value), _as_floats(value)) for name, value in outputs.items()}
+    whole = {name: _join(*pair) for name, pair in pairs.items()}
+    for loss in objective.losses:
+        first, second = (_compute(loss, {name: pair[side] for name, pair in pairs.items()}) for side in (0, 1))
+        found, wanted = _compute(loss, whole), (first + second) / 2
+        if not math.isclose(found, wanted, rel_tol=ROUND_OFF_OF_HALVES, abs_tol=ROUND_OFF_OF_HALVES):
+            raise ConfigError(
+                f"{loss.title} is no mean over the samples of a batch ({found:.6g} on two halves together, "
+                f"{wanted:.6g} on average of each), so replicas that share a batch cannot compute it; cut volumes "
+                "instead, or make it a mean (batch=False of Dice; no class weights)"
+            )
+
+
+def _empty_every_other(value: Tensor) -> Tensor:
+    return (value * (torch.arange(value.shape[-1], device=value.device) % 2)).to(value.dtype)
+
+
+def _as_floats(value: Any) -> Any:
+    """Return outputs of half precision in single, so that a difference is none of rounding."""
+    if isinstance(value, list | tuple):
+        return [_as_floats(head) for head in value]
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _join(one: Any, other: Any) -> Any:
+    if isinstance(one, list | tuple):
+        return [torch.cat(heads) for heads in zip(one, other, strict=True)]
+    return torch.cat([one, other])
+
+
 def _try_deal(loss: Named, deal: Sequence[int], heads: int, num_channels: int, num_classes: int) -> tuple[float, float]:
     """Return a loss on a random batch, and its mean over the parts of the batch."""
     fields = _make_fields(sum(deal), heads, num_channels, num_classes)
@@ -109,7 +166,7 @@ def _try_deal(loss: Named, deal: Sequence[int], heads: int, num_channels: int, n
     return _compute(loss, fields, slice(None)), parts
 
 
-def _compute(loss: Named, fields: Mapping[str, Any], rows: slice) -> float:
+def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) -> float:
     """Return a loss on some rows of a batch."""
     taken = {
         name: [head[rows] for head in value] if isinstance(value, list) else value[rows]

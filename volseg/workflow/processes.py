@@ -1,12 +1,13 @@
 """What the processes of one job have to agree on."""
 
-import json
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from volseg.parallel.devices import count_processes, is_distributed
+from volseg.parallel.devices import is_distributed
+from volseg.parallel.processes import find_message_group
+from volseg.parallel.together import exchange
 
 __all__ = ["gather_over_processes", "largest_over_processes"]
 
@@ -20,13 +21,8 @@ def largest_over_processes(value: int, device: torch.device) -> int:
     return int(values.item())
 
 
-def gather_over_processes(names: Sequence[str], device: torch.device) -> list[str]:
+def gather_over_processes(names: Sequence[str]) -> list[str]:
     """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
-    if not is_distributed():
-        return list(dict.fromkeys(names))
-    message = json.dumps(list(names)).encode()
-    message = message.ljust(largest_over_processes(len(message), device))
-    own = torch.tensor(list(message), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(own) for _ in range(count_processes())]
-    dist.all_gather(received, own)
-    return list(dict.fromkeys(name for one in received for name in json.loads(bytes(one.tolist()))))
+    group = dist.group.WORLD if is_distributed() else None
+    told = exchange(names, None if group is None else find_message_group(group))
+    return list(dict.fromkeys(name for one in told for name in one))

@@ -1,10 +1,22 @@
-"""What an epoch leaves behind: plain numbers, ready for a checkpoint, a plot or a table."""
+"""What a validation and an epoch leave behind: plain numbers, ready for a checkpoint, a plot or a table."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["EpochRecord"]
+__all__ = ["EpochRecord", "Score"]
+
+
+class Score(Protocol):
+    """What a validation returns."""
+
+    @property
+    def score(self) -> float:
+        """The number by which epochs are compared; more is better."""
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Further numbers by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Being functions of progress, they need no end of their own: the training knows h
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -77,6 +78,15 @@ class Schedule:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state, its rates as numbers, which another machine's optimizer takes too.
+
+        Those of a recorded step lie on the device, for which nothing here waits.
+        """
+        state = self.optimizer.state_dict()
+        groups = zip(state["param_groups"], self.rates, strict=True)
+        return {**state, "param_groups": [{**group, "lr": rate} for group, rate in groups]}
 
     def _factor_at(self, step: int) -> float:
         if step < self.warmup_steps:

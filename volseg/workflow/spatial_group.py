@@ -8,6 +8,7 @@ their slab of it, and stop when a message without a volume comes.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from volseg.data.cases import Batch
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
+from volseg.parallel.together import describe_error, told_error
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 
@@ -72,6 +74,10 @@ class GroupBatches:
                 yield scatter_batch(self.model, batch)
 
 
+_in_pass: WeakSet[ModelParallel] = WeakSet()
+"""Models that run on a volume, together with their followers, or that an error left there."""
+
+
 class FollowedModel(nn.Module):
     """A model as the leading process calls it: each volume goes to the followers first."""
 
@@ -81,7 +87,10 @@ class FollowedModel(nn.Module):
 
     def forward(self, image: Tensor) -> Any:
         """Return the model's output on an image ``(B, C, D, H, W)`` that only this process holds."""
-        return self.model(scatter_batch(self.model, {"image": image})["image"])
+        _in_pass.add(self.model)
+        result = self.model(scatter_batch(self.model, {"image": image})["image"])
+        _in_pass.discard(self.model)  # not after an error: the followers are in the pass, where no message finds them
+        return result
 
 
 @torch.no_grad()
@@ -141,16 +150,31 @@ class GroupValidation:
         return getattr(self.validation, "examples", [])
 
     def __call__(self) -> Validated | Verdict:
-        """Validate, or follow."""
+        """Validate, or follow.
+
+        Raises
+        ------
+        StopRequested
+            In every process, if the leading one was asked to stop.
+        Exception
+            What the validation raised; in the followers as `told_error` gives it.
+        """
         if self.validation is None:
             message = follow(self.model, self.autocast)
             if message.get("stopped"):
                 raise StopRequested
+            if "failed" in message:
+                raise told_error(message["failed"], f"process {self.model.strategy.volumes.first_process}")
             return Verdict(score=message["score"], scores=message["scores"])
+        _in_pass.discard(self.model)
         try:
             validated = self.validation()
         except StopRequested:
             dismiss(self.model, {"stopped": True})
+            raise
+        except Exception as fault:
+            if self.model not in _in_pass:
+                dismiss(self.model, {"failed": describe_error(fault)})
             raise
         dismiss(self.model, {"score": validated.score, "scores": dict(validated.scores)})
         return validated

@@ -14,7 +14,7 @@ from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
 from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
 from volseg.workflow.recorded_step import can_be_recorded
 
@@ -77,6 +77,7 @@ class TrainingStep:
                 "how large that is; give them an attribute batch_size, the samples of all replicas together"
             )
         self.scaler = precision.scaler()
+        self._is_tried = False
         self.recorded: RecordedStep | None = None
         if record and not self.scaler.is_enabled() and can_be_recorded(model.module, optimizer):
             self.recorded = RecordedStep(model.module, self._run, optimizer=optimizer)
@@ -99,6 +100,17 @@ class TrainingStep:
             return self._run(tensors, gathered, completes)
         assert gathered == 1, "a recorded step is whole"
         return {name: loss.clone() for name, loss in self.recorded(tensors).items()}  # the next replay overwrites them
+
+    def check_replicas(self) -> None:
+        """Refuse replicas whose networks came to differ, by a state that one loaded or a buffer that one changed.
+
+        They are compared before the first steps too, and once in an epoch, as each comparison waits for the device.
+        Replicas alone: what several shards compute alike may round differently on a GPU.
+        """
+        if self.replicated is not None and self.batch_size is not None:
+            device = next(self.replicated.parameters()).device
+            self.replicated.replicas.require_alike(device, batch_size=self.batch_size)
+            self.replicated.check_alike(shards=False)
 
     def release(self) -> None:
         """Free the recording, if there is one."""
@@ -151,7 +163,12 @@ class TrainingStep:
             place = self.replicated.as_replica(share.replica)
         with place:
             with self.precision.autocast():
-                fields = self.objective({**tensors, **self.model(tensors)})
+                outputs = self.model(tensors)
+                if share is not None and not self._is_tried:
+                    with torch.autocast(self.precision.device_type, enabled=False):
+                        require_mean_of_shares(self.objective, tensors, outputs)
+                    self._is_tried = True
+                fields = self.objective({**tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         return {name: fields[name].detach() for name in self.objective.names}

@@ -5,21 +5,19 @@ device inside an epoch except once in ``CHECK_EVERY`` batches, or two seconds wh
 gathered so far are checked and handed to the progress display, and signals are looked at.
 """
 
-import itertools
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.data.augmented import EpochBatches
+from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
@@ -27,34 +25,23 @@ from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import Interruption, LookInterval, StopRequested, catch_signals
+from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes, largest_over_processes
+from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.records import EpochRecord
+from volseg.workflow.records import EpochRecord, Score
 from volseg.workflow.restoring import require_whole, taking_over
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
 from volseg.workflow.step import TrainingStep
+from volseg.workflow.stopping import Stopping
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
 
-ScoreT = TypeVar("ScoreT", bound="Score")
+ScoreT = TypeVar("ScoreT", bound=Score)
 logger = logging.getLogger(__name__)
-
-
-class Score(Protocol):
-    """What a validation returns."""
-
-    @property
-    def score(self) -> float:
-        """The number by which epochs are compared; more is better."""
-
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """Further numbers by name."""
 
 
 class Training:
@@ -181,16 +168,14 @@ class Training:
         steps_per_epoch = -(-self.num_batches // accumulate)
         self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup=warmup)
 
-        self.epoch = 0
-        self.position = 0
+        self.epoch = self.position = 0
         self.history: list[EpochRecord] = []
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
-        self._interruption = Interruption()
-        self._interval = LookInterval(CHECK_EVERY if self.device.type == "cuda" else 1)
+        self._stopping = Stopping(self.device)
 
     @property
     def finished(self) -> bool:
@@ -221,21 +206,21 @@ class Training:
         KeyboardInterrupt, SystemExit
             When Ctrl-C, SIGTERM or SIGHUP came; the hooks have saved the state before.
         """
-        with catch_signals() as self._interruption:
+        with self._stopping.catching():
             try:
                 self._emit("on_training_begin")
                 while not self.finished:
                     self._emit("on_epoch_begin")
                     self._train_epoch()
-                    if self._must_stop() or not self._close_epoch():
+                    if self._stopping.agree() or not self._close_epoch():
                         self._emit("on_interrupt")
-                        self._must_stop()  # wait until the leader has saved: a launcher ends all when one ends
+                        self._stopping.agree()  # wait until the leader has saved: a launcher ends all when one ends
                         break
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
             finally:
                 self._end()
-        self._interruption.raise_as_signal()
+        self._stopping.raise_as_signal()
         return self.history
 
     def _end(self) -> None:
@@ -248,9 +233,10 @@ class Training:
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
         self.model.train()
-        self._interval.begin()
+        self.step.check_replicas()
+        self._stopping.interval.begin()
         begin = time.perf_counter()
-        batches = self._remaining_batches()
+        batches = remaining_batches(self.batches, self.epoch, self.position)
         while True:
             asked = time.perf_counter()
             batch = next(batches, None)
@@ -258,8 +244,8 @@ class Training:
             if batch is None:
                 break
             self._train_batch(self._on_device(batch))
-            self._interval.count()
-            if self._interval.is_due and self.is_between_steps and self._look():
+            self._stopping.interval.count()
+            if self._stopping.interval.is_due and self.is_between_steps and self._look():
                 break
         self._look_at_losses()
         self._seconds += time.perf_counter() - begin
@@ -299,7 +285,7 @@ class Training:
             outcome = self.validate(self.validation) if self.validation is not None and due else None
         except StopRequested:
             restore_random_state(drawn)  # the validation begins again where this one began
-            self._must_stop()  # tells which signal it was to the processes that did not get it
+            self._stopping.agree()  # tells which signal it was to the processes that did not get it
             return False
         record = EpochRecord(
             epoch=self.epoch,
@@ -331,13 +317,6 @@ class Training:
         with self.average.applied():
             return validation()
 
-    def _remaining_batches(self) -> Iterator[Batch]:
-        epoch = getattr(self.batches, "epoch", None)
-        if epoch is not None:
-            return iter(epoch(self.epoch, start=self.position))
-        assert isinstance(self.batches, Iterable)
-        return itertools.islice(iter(self.batches), self.position, None)
-
     def _on_device(self, batch: Batch) -> Batch:
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -348,27 +327,13 @@ class Training:
         """Look at what the device has done so far; tell whether a signal came, and choose when to look next."""
         if self.device.type == "cuda":
             self._look_at_losses()
-        return self._must_stop(self._interval.measure())
-
-    def _must_stop(self, seconds_per_batch: float | None = None) -> bool:
-        """Tell whether a signal came, to this process or to any other of the job.
-
-        With a time all of them look again after the same number of batches, by the time of the slowest.
-        """
-        # One number, because it is one collective: signals first, which end the run whatever the time is.
-        microseconds = min(int(1e6 * (seconds_per_batch or 0.0)), 2**40 - 1)
-        largest = largest_over_processes((self._interruption.signal or 0) * 2**40 + microseconds, self.device)
-        number, slowest = divmod(largest, 2**40)
-        self._interruption.take(number)
-        if seconds_per_batch is not None:
-            self._interval.adapt(slowest / 1e6)
-        return bool(self._interruption)
+        return self._stopping.agree(self._stopping.interval.measure())
 
     def _new_losses(
         self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
     ) -> EpochLosses:
         """Return the losses of the current epoch, those of the batches that are done among them."""
-        gather = partial(gather_over_processes, device=self.device) if self.step.replicated is not None else tuple
+        gather = gather_over_processes if self.step.replicated is not None else tuple
         return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
 
     def _look_at_losses(self) -> None:
@@ -384,13 +349,9 @@ class Training:
 
         Nothing in it waits for the device, but for the scaler of float16.
         """
-        optimizer = self.optimizer.state_dict()
-        # Rates as numbers, which another machine's optimizer takes too; a recorded step's lie on the device.
-        rates = zip(optimizer["param_groups"], self.schedule.rates, strict=True)
-        groups = [{**group, "lr": rate} for group, rate in rates]
         return TrainingState(
             model=self.network.state_dict(),
-            optimizer={**optimizer, "param_groups": groups},
+            optimizer=self.schedule.optimizer_state(),
             steps_done=self.schedule.steps_done,
             scaler=self.step.scaler.state_dict(),
             average=self.average.state_dict() if self.average else None,

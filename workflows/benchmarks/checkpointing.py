@@ -126,12 +126,12 @@ def run_steps(
     """Train for so many steps or seconds, as the training's own loop does; return milliseconds per step."""
     wait(training.device)
     begin, done = time.perf_counter(), 0
-    training._interval.begin()
+    training._stopping.interval.begin()
     while done < steps and time.perf_counter() - begin < seconds:
         training._train_batch(training._on_device(next(source)))
         done += 1
-        training._interval.count()
-        if training._interval.is_due:
+        training._stopping.interval.count()
+        if training._stopping.interval.is_due:
             training._look()
         if training.position == training.num_batches:  # an epoch's end without its validation
             training.epoch, training.position = training.epoch + 1, 0

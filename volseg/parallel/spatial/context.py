@@ -109,6 +109,15 @@ class Context:
         finally:
             self.hooks = before
 
+    @contextmanager
+    def without_replicas(self) -> Iterator[None]:
+        """Take the statistics of norms over the own samples alone in here."""
+        before, self.replicas = self.replicas, None
+        try:
+            yield
+        finally:
+            self.replicas = before
+
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
         copies = self.parameters.current

@@ -7,6 +7,7 @@ as ``DistributedDataParallel`` does it.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import fill_buckets
+from volseg.parallel.buckets import fill_buckets, read_layout
 
 __all__ = ["check_alike", "replicate"]
 
@@ -79,8 +80,8 @@ def _check(own: Tensor, groups: Sequence[dist.ProcessGroup], names: Sequence[str
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ParallelError(
             f"the processes of a group {what}: {', '.join(wrong[:5])}{more}. Wrapping gives all of them the "
-            "values of the first process; what is changed afterwards (load_state_dict, train(), requires_grad_) must "
-            "be changed in every process"
+            "values of the first process; what is changed afterwards (load_state_dict, train(), requires_grad_, the "
+            "memory format) must be changed in every process"
         )
 
 
@@ -90,16 +91,24 @@ def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fingerprint(net: nn.Module, device: torch.device, modes: bool) -> Tensor:
-    """Return a number for each module: what it is, its tensors, and with ``modes`` what of it is trained."""
-    numbers = []
+    """Return a number for each module: what it is, its tensors, and with ``modes`` what of it is trained.
+
+    Tensors that two modules share are one for the sums of gradients, and these take them as they lie in memory.
+    """
+    numbers, places = [], dict[int, int]()
     for name, module in net.named_modules():
         tensors = [
-            (key, tensor is not None and (tuple(tensor.shape), str(tensor.dtype), modes and tensor.requires_grad))
+            (key, tensor is not None and (*_describe(tensor, modes), places.setdefault(id(tensor), len(places))))
             for key, tensor in (*get_parameters(module).items(), *get_buffers(module).items())
         ]
         text = repr((name, type(module).__name__, modes and module.training, tensors))
         numbers.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True))
     return torch.tensor(numbers, device=device)
+
+
+def _describe(tensor: Tensor, modes: bool) -> tuple[Any, ...]:
+    strides = [step for step, size in zip(read_layout(tensor), tensor.shape, strict=True) if size > 1]
+    return tuple(tensor.shape), strides, str(tensor.dtype), modes and tensor.requires_grad
 
 
 CHUNK = 2**22

@@ -10,39 +10,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
-from volseg.device.layout import DIM
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
-from volseg.parallel.gradient_sums import GradientSums, Marked
-from volseg.parallel.processes import find_message_group
+from volseg.parallel.gradient_sums import GradientSums, is_trained
+from volseg.parallel.processes import agree, find_message_group
+from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.copied_view import Origin, plain
 from volseg.parallel.spatial.custom_function import no_script
-from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.history import check_history
 from volseg.parallel.spatial.inputs import CutInput
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
-from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.outputs import finish_result
+from volseg.parallel.spatial.plan.axes import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.mesh import Processes, join
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.state.random import CommonSeeds, mix, seeded
 from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Spatial", "SpatialStrategy"]
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
-
-AXES = {"D": -3, "H": -2, "W": -1}
-
-THICK = 16
-"""Planes per shard from which on a volume is cut along D even where H or W is longer. Only halos along D are received
-in place: a step of 128 x 256 x 256 voxels on two GPUs took 68 ms cut along H, where 64 x 256 x 256 take 25 on one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +45,7 @@ class Spatial:
     ----------
     axes : str or sequence of str, optional
         Which of D, H, W each mesh axis cuts, such as ``"D"`` or ``("D", "H")``. By default D, or the longest of each
-        volume where that leaves a shard fewer than ``THICK`` planes.
+        volume where that leaves a shard fewer than 16 planes.
     grid : sequence of int, optional
         Shards along each of ``axes``; by default one axis holds all.
     on_unsupported : "raise" or "gather"
@@ -142,7 +134,7 @@ class SpatialStrategy:
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed
         self.replicas = placed.replicas if isinstance(placed, Processes) else None
         self.sums: GradientSums | None = None
-        self.axes = _check_axes(options.axes, self.communicator.grid)
+        self.axes = check_axes(options.axes, self.communicator.grid)
         self.context = Context(self.communicator, options.on_unsupported, net)
         self.context.room = _count_room(net)
         if self.replicas is not None:
@@ -156,10 +148,10 @@ class SpatialStrategy:
         shards = [] if self.group is None else [self.group]
         self.seeds = CommonSeeds(shards, self.communicator.home) if self._draws_alike else None
         wanted = options.channels_last
-        self.context.channels_last = _suits_channels_last(self.communicator.home) if wanted is None else wanted
+        self.context.channels_last = suits_channels_last(self.communicator.home) if wanted is None else wanted
         net.to(self.communicator.home)
         if self.context.channels_last:
-            _put_channels_last(net)
+            put_channels_last(net)
         if replicated:
             replicate(net, self._groups, self.communicator.home)
 
@@ -177,13 +169,11 @@ class SpatialStrategy:
         cut = [self.cut(leaf) for leaf in leaves]
         args, kwargs = tree_unflatten(cut, structure)
         inputs = CutInput.among(leaves, cut)
-        named = {name: parameter for name, parameter in self.net.named_parameters() if _is_trained(parameter)}
-        trained: list[Tensor] = list(named.values())
-        marked: Marked | None = None
+        trained: list[Tensor] = [parameter for parameter in self.net.parameters() if is_trained(parameter)]
+        marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
         stand_ins: AbstractContextManager[None] = nullcontext()
-        if self.sums is not None and trained and torch.is_grad_enabled():
-            marked = self.sums.mark(named)
-            trained, stand_ins = marked.stand_ins, marked.used(self.net)
+        if marked is not None:
+            trained, stand_ins = marked.trained, marked.used(self.net)
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(trained)
@@ -191,13 +181,7 @@ class SpatialStrategy:
             result = self.net(*args, **kwargs)
         for given in inputs:
             given.write_back()
-        for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
-            volume.settle()
-        result = tree_map(plain, result)
-        if marked is not None:
-            result = _tie(result, marked)
-        # Losses mix the few channels of the output with labels, which are contiguous.
-        return tree_map(_make_contiguous, result) if self.context.channels_last else result
+        return finish_result(result, marked, contiguous=self.context.channels_last)
 
     @property
     def is_shared(self) -> bool:
@@ -226,10 +210,7 @@ class SpatialStrategy:
 
     def agree(self, yes: bool) -> bool:
         """Ask the processes that share a volume, then those that average with them: in effect all of a mesh."""
-        vote = torch.tensor([int(yes)], device=self.communicator.home)
-        for group in self._groups:
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-        return bool(vote.item())
+        return agree(yes, self._groups, self.communicator.home)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -311,18 +292,7 @@ class SpatialStrategy:
 
     def dims_of(self, shape: torch.Size) -> list[int] | None:
         """Return the dim that each mesh axis cuts, or None for a volume too thin to cut."""
-        grid = self.communicator.grid
-        if self.axes is not None:
-            dims = [len(shape) + AXES[axis] for axis in self.axes]
-        else:
-            # The longest dim has the thinnest halo for its slab; of equal ones the first, whose slabs are contiguous.
-            spatial = sorted(range(2, len(shape)), key=lambda dim: -shape[dim])
-            dims = sorted(spatial[: len(grid)])
-            if len(grid) == 1 and len(shape) == 5 and shape[DIM] >= THICK * grid[0]:
-                dims = [DIM]
-        if all(can_split(shape[dim], count) for dim, count in zip(dims, grid, strict=True)):
-            return dims
-        return None
+        return choose_dims(shape, self.axes, self.communicator.grid)
 
     @contextmanager
     def same_randomness(self) -> Iterator[None]:
@@ -365,56 +335,6 @@ class SpatialStrategy:
         return "\n".join(lines)
 
 
-def _is_trained(parameter: Tensor) -> bool:
-    """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
-    return parameter.requires_grad and not parameter.is_inference()
-
-
-def _tie(result: Any, marked: Marked) -> Any:
-    """Return a pass's result, whose backward pass sums every gradient."""
-    leaves, structure = tree_flatten(result)
-    marked.check_outputs(leaves)
-    pieces = [_list_pieces(leaf) for leaf in leaves]
-    tied = iter(marked.tie([piece for own in pieces for piece in own]))
-    results = []
-    for leaf, own in zip(leaves, pieces, strict=True):
-        fresh = [next(tied) for _ in own]
-        if isinstance(leaf, ShardedVolume) and fresh:
-            origin, leaf = leaf.origin, wrap(leaf, fresh)
-            leaf.origin = None if origin is None else Origin([], fresh, [origin])
-        elif fresh:
-            (leaf,) = fresh
-        results.append(leaf)
-    return tree_unflatten(results, structure)
-
-
-def _list_pieces(leaf: Any) -> list[Tensor]:
-    """Return the tensors that a gradient comes back through."""
-    if isinstance(leaf, ShardedVolume):
-        check_history(leaf)
-        return leaf.slabs if any(slab.requires_grad for slab in leaf.slabs) else []
-    return [leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else []
-
-
-def _make_contiguous(leaf: Any) -> Any:
-    if not isinstance(leaf, ShardedVolume) or leaf.origin is not None:
-        return leaf
-    check_history(leaf)
-    return wrap(leaf, [slab.contiguous() for slab in leaf.slabs])
-
-
-def _suits_channels_last(home: torch.device) -> bool:
-    return home.type == "cuda" and torch.cuda.get_device_capability(home) >= (8, 0)
-
-
-def _put_channels_last(net: nn.Module) -> None:
-    """Lay out the convolutions' weights with channels last, in place: the optimizer may hold the parameters already."""
-    for parameter in net.parameters():
-        if parameter.ndim in (4, 5):
-            layout = torch.channels_last if parameter.ndim == 4 else torch.channels_last_3d
-            parameter.data = parameter.data.contiguous(memory_format=layout)
-
-
 def _count_room(net: nn.Module) -> int:
     """Return the planes of halo that the network's convolutions take on each side, at most three."""
     kernels = [
@@ -427,17 +347,6 @@ def _make_ordinary(value: Any) -> Any:
     """Return a copy of a tensor made in inference mode that is none any more; leave everything else."""
     made_there = isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.is_inference()
     return value.clone() if made_there else value
-
-
-def _check_axes(axes: Sequence[str] | None, grid: tuple[int, ...]) -> tuple[str, ...] | None:
-    if axes is None:
-        return None
-    chosen = tuple(axes)
-    if len(chosen) != len(grid) or len(set(chosen)) != len(chosen) or not set(chosen) <= set(AXES):
-        raise ParallelError(
-            f"axes must name {len(grid)} different ones of D, H, W (one per axis of grid {grid}), got {axes!r}"
-        )
-    return chosen
 
 
 def _find_place(devices: Devices, mesh: Any, options: Spatial) -> LocalDevices | Processes:

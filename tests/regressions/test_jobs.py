@@ -1,0 +1,111 @@
+"""Jobs that ended wrongly for whoever started them.
+
+``--max-restarts`` started everything again after a refusal, as often as it was allowed, and the second attempt did not
+refuse: what is started again goes on with what it finds in its folder. So a run that stood there already, which the
+command was told to leave alone, was taken for the job's own and trained on. The same under torchrun, whose launcher
+does not ask what its processes ended by.
+
+A run folder that was removed while its training went on came back with checkpoints and a report, and without the config
+that everything else needs: status 0, and weights that nothing could use. Where another training had begun in its place
+meanwhile, its checkpoints were replaced by those of the first one.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.experiment.conftest import CONFIG
+from volseg.data.synthetic import make_task
+from volseg.errors import CheckpointError, DataError
+from volseg.experiment import load_config, train
+from volseg.workflow.checkpoints import load_checkpoint
+from volseg.workflow.hooks import Hook
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    task = make_task(tmp_path / "data" / "Task00_Synthetic", num_cases=6, num_test=1)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}))
+    return path
+
+
+@pytest.fixture
+def stopped_run(config_file, tmp_path):
+    """Return the folder of a run that has trained one of the two epochs, and is not finished."""
+    train(load_config(str(config_file), ["training.epochs=1"]))
+    run = tmp_path / "run"
+    shutil.rmtree(run / "validation")
+    (run / "report.md").unlink()
+    return run
+
+
+LAUNCHERS = {
+    "launch": ["-m", "volseg", "train", "CONFIG", "--gpus", "2", "--max-restarts", "1"],
+    "torchrun": [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"),
+        *("-m", "volseg", "train", "CONFIG"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, config_file):
+    command = [str(config_file) if part == "CONFIG" else part for part in LAUNCHERS[launcher]]
+    ended = subprocess.run([sys.executable, *command], capture_output=True, encoding="utf-8", timeout=200)
+    assert ended.returncode == 1, ended.stderr
+    assert "holds a run already" in ended.stderr
+    assert load_checkpoint(stopped_run / "checkpoints" / "latest.pt").epoch == 1
+    assert not (stopped_run / "report.md").exists()
+    if launcher == "launch":
+        assert "started again" not in ended.stderr
+        assert ended.stderr.count("holds a run already") <= 2  # by the other process, in a line, if it lives to say so
+    else:
+        assert "another attempt would end as the one before" in ended.stderr
+
+
+class At(Hook):
+    """Do something once, after the first batch of an epoch."""
+
+    def __init__(self, epoch, act):
+        self.epoch, self.act = epoch, act
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == (self.epoch, 1):
+            self.act()
+
+
+@pytest.mark.parametrize(("place", "minutes"), [("gone", 0), ("another's", 5)])
+def test_nothing_is_written_to_a_folder_that_was_taken_away(place, minutes, config_file, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    config = load_config(config_file, [f"training.checkpoint_minutes={minutes}"])
+
+    def replace():
+        run.rename(moved)
+        if place == "another's":
+            run.mkdir()
+            (run / "in_use.json").write_text("of another training")
+
+    with pytest.raises(CheckpointError, match=r"in_use\.json was removed or replaced while this training ran"):
+        train(config, hooks=[At(1, replace)])
+    assert [file.name for file in run.glob("*")] == (["in_use.json"] if place == "another's" else [])
+    (moved / "in_use.json").unlink()
+    moved.rename(run) if place == "gone" else shutil.copytree(moved, run, dirs_exist_ok=True)
+    assert len(train(config, resume=True).history) == 2
+
+
+def test_a_run_does_not_go_on_with_labels_of_another_meaning(stopped_run, config_file, tmp_path):
+    """The scores of two structures changed places in the report, and status was 0."""
+    manifest = tmp_path / "data" / "Task00_Synthetic" / "dataset.json"
+    described = json.loads(manifest.read_text())
+    first, second = described["labels"]["1"], described["labels"]["2"]
+    manifest.write_text(json.dumps({**described, "labels": {**described["labels"], "1": second, "2": first}}))
+    config = load_config(config_file)
+    with pytest.raises(DataError, match=rf"labels .*1: '{first}', 2: '{second}'.* -> .*1: '{second}', 2: '{first}'"):
+        train(config, resume=True)
+    (stopped_run / "task.json").unlink()  # nothing that says what they meant
+    assert len(train(config, resume=True).history) == 2

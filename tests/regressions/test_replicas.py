@@ -1,0 +1,333 @@
+"""Faults found in replicas of a network: what differs between processes, norms past the modes, and errors of one."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from in_group import assert_all_well, in_group
+from torch import Tensor, nn
+
+from volseg.errors import DataError, ParallelError
+from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
+from volseg.workflow import EpochRecord, Hook, Named, Training
+from volseg.workflow.spatial_group import FollowedModel, GroupValidation
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 3, 3, padding=1)).double()
+
+
+def wrap(net: nn.Module) -> DataParallel:
+    return DataParallel(net, join_mesh(2).replicas())
+
+
+def draw(batch: int = 3) -> Tensor:
+    return torch.randn(batch, 1, 6, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def take_step(model: DataParallel, batch: Tensor) -> None:
+    (share,) = model.replicas.shares(len(batch))
+    result = model(batch[model.replicas.deal(len(batch))[share.replica]])
+    result = result.full_tensor() if hasattr(result, "full_tensor") else result
+    (result.square().mean() * share.weight).backward()
+
+
+def compare(model: nn.Module, plain: nn.Module) -> str | None:
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        if not torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-11):  # type: ignore[arg-type]
+            return f"the gradient of {name} is off"
+    return None
+
+
+def expect_refusal(words: str, action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except ParallelError as fault:
+        return None if words in str(fault) else f"another error: {fault}"
+    return f"nothing was refused; expected {words!r}"
+
+
+def is_second() -> bool:
+    return dist.get_rank() == 1
+
+
+# Buckets lie as each process's parameters do: sums added elements of different places.
+
+
+def wrap_another_layout() -> str | None:
+    net = build()
+    if is_second():
+        net.to(memory_format=torch.channels_last_3d)
+    return expect_refusal("different networks: 1", lambda: wrap(net))
+
+
+def change_layout_later() -> str | None:
+    model = wrap(build())
+    for _ in range(3):
+        take_step(model, draw())
+    if is_second():
+        model.module.to(memory_format=torch.channels_last_3d)
+    return expect_refusal("1.weight", lambda: take_step(model, draw()))
+
+
+def train_channels_last() -> str | None:
+    model = wrap(build().to(memory_format=torch.channels_last_3d))
+    plain = build()
+    take_step(model, draw())
+    plain(draw()).square().mean().backward()
+    return compare(model, plain)
+
+
+# A bucket held what each process trained: another number of elements, or other parameters of the same size.
+
+
+def freeze_in_one_process() -> str | None:
+    model = wrap(build())
+    for _ in range(3):
+        take_step(model, draw())
+    if is_second():
+        model.get_submodule("0").weight.requires_grad_(False)
+    return expect_refusal("0.weight", lambda: take_step(model, draw()))
+
+
+def freeze_another_one_in_each_process() -> str | None:
+    model = wrap(nn.Sequential(nn.Conv3d(1, 1, 1, bias=False), nn.Conv3d(1, 1, 1, bias=False)).double())
+    for _ in range(3):
+        take_step(model, draw())
+    model.get_submodule(str(dist.get_rank())).weight.requires_grad_(False)
+    return expect_refusal("0.weight, 1.weight", lambda: take_step(model, draw()))
+
+
+def replace_by_a_frozen_one() -> str | None:
+    model, plain = wrap(build()), build()
+    take_step(model, draw())
+    for net in (model.module, plain):
+        torch.manual_seed(5)
+        net[0] = nn.Conv3d(1, 4, 1).double().requires_grad_(False)  # type: ignore[index]
+        net[1].zero_grad()  # type: ignore[index]
+    take_step(model, draw())
+    plain(draw()).square().mean().backward()
+    same = torch.allclose(model.get_submodule("1").weight.grad, plain[1].weight.grad)  # type: ignore[index]
+    return None if same and model.get_submodule("0").weight.grad is None else "another gradient"
+
+
+class Twice(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(1, 1, 1), nn.Conv3d(1, 1, 1)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def tie_in_one_process() -> str | None:
+    net = Twice(is_second())
+    return expect_refusal("different networks: second", lambda: wrap(net))
+
+
+def wrap_in_a_wrapped_one() -> str | None:
+    outer = nn.Sequential(wrap(build()), nn.Conv3d(3, 2, 1).double())
+    return expect_refusal("0 is a DataParallel", lambda: wrap(outer))
+
+
+def unfreeze_in_a_pipeline() -> str | None:
+    """What was frozen when the pipeline first ran was never summed."""
+    net = build()
+    net.get_submodule("0").requires_grad_(False)
+    pipeline = ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"])
+    model = DataParallel(pipeline, join_mesh(2).replicas())
+    take_step(model, draw())
+    net.get_submodule("0").requires_grad_(True)
+    return expect_refusal("0.weight is trained now", lambda: take_step(model, draw()))
+
+
+def replace_in_a_pipeline() -> str | None:
+    net = build()
+    model = DataParallel(
+        ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"]), join_mesh(2).replicas()
+    )
+    take_step(model, draw())
+    net[1] = nn.Conv3d(4, 3, 1).double()  # type: ignore[index]
+    return expect_refusal("1.weight is trained now", lambda: take_step(model, draw()))
+
+
+# Statistics of a batch were those of a replica's rows where the network was in evaluation mode, or torch's own
+# functions were called.
+
+
+class Normed(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.way = nn.Conv3d(1, 4, 1), nn.BatchNorm3d(4), way
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        if self.way == "module":
+            return self.norm(x)
+        if self.way == "functional":
+            return F.batch_norm(x, None, None, self.norm.weight, self.norm.bias, training=True).sin()
+        function = torch.ops.aten.native_batch_norm if self.way == "aten" else torch.native_batch_norm
+        return function(x, self.norm.weight, self.norm.bias, None, None, True, 0.1, 1e-5)[0]
+
+
+def norm_trained_in_evaluation(way: str, fast: bool) -> str | None:
+    net = Normed(way)
+    plain = copy.deepcopy(net)
+    model = wrap(FastKernels(net, "cpu") if fast else net)
+    for each in (model, plain):
+        each.eval()
+        each.get_submodule("norm").train()
+    take_step(model, draw())
+    plain(draw()).square().mean().backward()
+    return compare(model, plain)
+
+
+def norm_of_torch() -> str | None:
+    return expect_refusal("native_batch_norm", lambda: take_step(wrap(Normed("torch")), draw())) or expect_refusal(
+        "native_batch_norm", lambda: take_step(wrap(Normed("aten")), draw())
+    )
+
+
+def validate_as_many_as_there_are() -> str | None:
+    model = wrap(FastKernels(Normed("functional"), "cpu"))
+    take_step(model, draw())
+    model.eval()
+    with torch.no_grad():
+        for _ in range(dist.get_rank()):  # the other process has no case, and must not be waited for
+            model(draw())
+    return None
+
+
+DIFFER = [wrap_another_layout, change_layout_later, train_channels_last, freeze_in_one_process]
+DIFFER += [freeze_another_one_in_each_process, replace_by_a_frozen_one, tie_in_one_process, wrap_in_a_wrapped_one]
+DIFFER += [unfreeze_in_a_pipeline, replace_in_a_pipeline, norm_of_torch, validate_as_many_as_there_are]
+
+
+@pytest.mark.parametrize("story", DIFFER)
+def test_replicas_that_differ(story: Callable[[], str | None]) -> None:
+    assert_all_well(in_group(2, story))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("way", ["module", "functional"])
+def test_a_norm_that_is_trained_in_evaluation_takes_the_whole_batch(way: str, fast: bool) -> None:
+    assert_all_well(in_group(2, norm_trained_in_evaluation, way, fast))
+
+
+def test_a_sum_of_too_few_or_too_many_rounds_is_refused() -> None:
+    """The gradients of two rounds of four were taken for the whole."""
+    parameter = nn.Parameter(torch.zeros(()))
+    sums = RoundSums([parameter], 2)
+    (2 * parameter).backward()
+    sums.push()
+    with pytest.raises(ParallelError, match="1 were pushed"):
+        sums.put_back()
+    sums.push()
+    with pytest.raises(ParallelError, match="one more"):
+        sums.push()
+
+
+def test_a_parameter_that_is_listed_twice_is_added_once() -> None:
+    parameter = nn.Parameter(torch.zeros(()))
+    sums = RoundSums([parameter, parameter], 2)
+    for factor in (1.0, 2.0):
+        (factor * parameter).backward()
+        sums.push()
+    sums.put_back()
+    assert parameter.grad == 3.0
+
+
+class Batches:
+    """Three batches of two samples, of which each process has one."""
+
+    batch_size = 2
+
+    def __len__(self) -> int:
+        return 3
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
+        for _ in range(start, len(self)):
+            yield {"image": draw(2)[[dist.get_rank()]], "case": ["a"]}
+
+
+def give_other_settings() -> str | None:
+    """They waited for each other for ever, or weighed their losses by parts of different batches."""
+    mesh = join_mesh(2)
+    said = expect_refusal("one count", lambda: DataParallel(build(), mesh.replicas(4 if is_second() else 2)))
+    said = said or expect_refusal(
+        "one fixed_order", lambda: DataParallel(build(), mesh.replicas(fixed_order=is_second()))
+    )
+    model = wrap(build())
+    batches = Batches()
+    batches.batch_size = 3 if is_second() else 2
+    return said or expect_refusal("one batch_size", lambda: train(model, batches))
+
+
+def train(model: DataParallel, batches: Batches, *hooks: Hook) -> None:
+    Training(
+        Named(model, ["image"], ["logits"]),
+        Named(lambda logits: logits.square().mean(), ["logits"], ["loss"]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches,
+        epochs=2,
+        precision="fp32",
+        hooks=hooks,
+    ).run()
+
+
+class ChangeInOneProcess(Hook):
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        if is_second():
+            training.network.get_submodule("0").bias.data.add_(1e-12)
+
+
+def change_a_value_in_one_process() -> str | None:
+    model = wrap(build())
+    return expect_refusal("0.bias", lambda: train(model, Batches(), ChangeInOneProcess()))
+
+
+def test_replicas_of_other_settings_are_refused() -> None:
+    assert_all_well(in_group(2, give_other_settings))
+
+
+def test_replicas_are_compared_in_each_epoch() -> None:
+    """A state that one process loaded went unseen after the first two steps."""
+    assert_all_well(in_group(2, change_a_value_in_one_process))
+
+
+class Unreadable:
+    """A validation whose second case cannot be read."""
+
+    examples = ()
+
+    def __init__(self, model: ModelParallel) -> None:
+        self.model = FollowedModel(model)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self.model(torch.ones(1, 1, 8, 4, 4, dtype=torch.float64)).full_tensor()
+        raise DataError("case_2 has no voxels")
+
+
+def fail_in_the_leading_process() -> str:
+    model = ModelParallel(build(), strategy=Spatial(), mesh=join_mesh(1, 2).spatial_group)
+    validation = GroupValidation(model, None if is_second() else Unreadable(model), None)  # type: ignore[arg-type]
+    try:
+        validation()
+    except DataError as fault:
+        return str(fault)
+    return "it ended well"
+
+
+def test_an_error_in_a_validation_ends_its_followers() -> None:
+    """They waited for the next volume."""
+    assert in_group(2, fail_in_the_leading_process) == ["case_2 has no voxels"] * 2

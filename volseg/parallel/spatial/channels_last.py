@@ -1,0 +1,19 @@
+"""Networks whose convolutions hold channels last: where that is faster, and how they come to."""
+
+import torch
+from torch import nn
+
+__all__ = ["put_channels_last", "suits_channels_last"]
+
+
+def suits_channels_last(home: torch.device) -> bool:
+    """Say whether the device has 16-bit matrix units, which want it so."""
+    return home.type == "cuda" and torch.cuda.get_device_capability(home) >= (8, 0)
+
+
+def put_channels_last(net: nn.Module) -> None:
+    """Lay out the convolutions' weights with channels last, in place: the optimizer may hold the parameters already."""
+    for parameter in net.parameters():
+        if parameter.ndim in (4, 5):
+            layout = torch.channels_last if parameter.ndim == 4 else torch.channels_last_3d
+            parameter.data = parameter.data.contiguous(memory_format=layout)
