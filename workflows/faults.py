@@ -59,7 +59,7 @@ LIMIT = 300.0
 """Seconds after which a process that should have ended is called hung."""
 
 PHASES = (
-    ("checkpoint", ("checkpoints.py",)),
+    ("checkpoint", ("serialization.py", "files.py")),
     ("validation", ("validation.py", "predictor.py")),
     ("step", ("step.py", "augmented.py", "patches.py", 'training.py", line', "averaging.py")),
 )
