@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -297,22 +297,36 @@ def terminate(bench: Bench, count: int) -> dict:
         # Not in the last tenth: it might be over.
         if sitting.wait(chance.uniform(0.1, 0.9) * bench.seconds) is not None:
             return {"where": "over"}
-        where, before, at = sitting.look(), time.time(), time.monotonic()
-        os.kill(sitting.pid, signal.SIGTERM)
-        return told(bench, folder, sitting, where, at, before)
+        return ask_to_stop(bench, folder, sitting, lambda: os.kill(sitting.pid, signal.SIGTERM), bench.weights)
 
     return summarise(bench.each(count, run))
 
 
-def told(bench: Bench, folder: Path, sitting: Sitting, where: str, at: float, before: float) -> dict:
-    """Return how a process that was asked to stop did so, and how its training ended after another start."""
+def ask_to_stop(
+    bench: Bench, folder: Path, sitting: Sitting, ask: Callable[[], object], expected: str, more: Sequence[str] = ()
+) -> dict:
+    """Return how a process stopped that was asked to, and how its training ended after another start.
+
+    Parameters
+    ----------
+    bench, folder, sitting
+        The process, and where it trains.
+    ask
+        Called once.
+    expected
+        The fingerprint of the undisturbed run.
+    more
+        What the command says besides.
+    """
+    where, before, at = sitting.look(), time.time(), time.monotonic()
+    ask()
     status = sitting.end()
     seconds = time.monotonic() - at
     latest = folder / "checkpoints" / "latest.pt"
     # A file written after the request holds all that was done; else what came after it is lost.
     lost = max(0.0, before - latest.stat().st_mtime) if latest.exists() else 0.0
     found = examine(folder)
-    last = bench.start(folder).end()
+    last = bench.start(folder, *more).end()
     return {
         "where": where,
         "status": status,
@@ -321,7 +335,7 @@ def told(bench: Bench, folder: Path, sitting: Sitting, where: str, at: float, be
         "checkpoints_unreadable": found["faults"],
         "progress": found["progress"],
         "status_at_last": last,
-        "equal": last == 0 and bench.is_like_undisturbed(folder),
+        "equal": last == 0 and fingerprint(load_checkpoint(latest)) == expected,
     }
 
 
@@ -356,24 +370,7 @@ def spot(bench: Bench, count: int) -> dict:
             sitting = bench.start(folder, "--set", "training.spot=aws", *LONGER, environ=environ)
             if sitting.wait(chance.uniform(0.5, 2) * bench.seconds) is not None:
                 return {"where": "over"}
-            where, before, at = sitting.look(), time.time(), time.monotonic()
-            announce()
-            status = sitting.end()
-        seconds = time.monotonic() - at
-        latest = folder / "checkpoints" / "latest.pt"
-        lost = max(0.0, before - latest.stat().st_mtime) if latest.exists() else 0.0
-        found = examine(folder)
-        last = bench.start(folder, *LONGER).end()
-        return {
-            "where": where,
-            "status": status,
-            "seconds_until_gone": seconds,
-            "seconds_lost": lost,
-            "checkpoints_unreadable": found["faults"],
-            "progress": found["progress"],
-            "status_at_last": last,
-            "equal": last == 0 and fingerprint(load_checkpoint(latest)) == longer,
-        }
+            return ask_to_stop(bench, folder, sitting, announce, longer, LONGER)
 
     longest = bench.place / "longer"
     if bench.start(longest, *LONGER).end() != 0:
