@@ -22,7 +22,7 @@ ROUND_OFF = 1e-5
 """Relative, of float32 sums over some thousand voxels; losses that are no mean differ by ten times as much and more."""
 
 ROUND_OFF_OF_HALVES = 1e-4
-"""The same over the millions of voxels of a batch."""
+"""The same over the millions of voxels of a sample."""
 
 
 class Objective:
@@ -125,8 +125,9 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
     made = [head for value in outputs.values() for head in (value if isinstance(value, list | tuple) else [value])]
     if not all(isinstance(head, Tensor) for head in made) or any(hasattr(head, "full_tensor") for head in made):
         return
-    pairs = {name: (value, _empty_every_other(value)) for name, value in batch.items()}
-    pairs |= {name: (_as_floats(value), _as_floats(value)) for name, value in outputs.items()}
+    # Of the first sample alone: memory may be just enough for the step.
+    pairs = {name: (value[:1], _empty_every_other(value[:1])) for name, value in batch.items()}
+    pairs |= {name: (_take_first(value), _take_first(value)) for name, value in outputs.items()}
     whole = {name: _join(*pair) for name, pair in pairs.items()}
     for loss in objective.losses:
         first, second = (_compute(loss, {name: pair[side] for name, pair in pairs.items()}) for side in (0, 1))
@@ -143,11 +144,11 @@ def _empty_every_other(value: Tensor) -> Tensor:
     return (value * (torch.arange(value.shape[-1], device=value.device) % 2)).to(value.dtype)
 
 
-def _as_floats(value: Any) -> Any:
-    """Return outputs of half precision in single, so that a difference is none of rounding."""
+def _take_first(value: Any) -> Any:
+    """Return the outputs of one sample; in single precision, so that a difference is none of rounding."""
     if isinstance(value, list | tuple):
-        return [_as_floats(head) for head in value]
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        return [_take_first(head) for head in value]
+    return value[:1].float() if value.dtype in (torch.float16, torch.bfloat16) else value[:1]
 
 
 def _join(one: Any, other: Any) -> Any:
