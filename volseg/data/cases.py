@@ -1,6 +1,7 @@
 """What a case, a batch and a task are."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from volseg.fields import Batch, Case
@@ -17,10 +18,15 @@ class Task:
     modalities: tuple[str, ...]
     """Name of each image channel, in the order of the channels."""
     labels: dict[int, str]
-    """Name of each value of a label map, from 0 (background) to ``num_classes - 1``."""
+    """Name of each value of a label map, 0 (background) among them."""
     training: tuple[Case, ...]
     test: tuple[Case, ...]
     """Cases without labels."""
+    regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Structures that may overlap, as the values that belong to each; in the order in which they are painted into a
+    label map, where a later one lies over the earlier ones. Empty: the values themselves are told apart."""
+    ignore: int | None = None
+    """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
 
     @property
     def num_channels(self) -> int:
