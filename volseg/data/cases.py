@@ -12,6 +12,9 @@ __all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task"]
 MOST_CLASSES = 254
 """Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
 
+LARGEST_VALUE = 65_535
+"""Of a label file: uint16, which every program for medical images reads."""
+
 Structure = int | tuple[int, ...]
 """What is scored: a value of label maps, or the values of a region."""
 
@@ -43,8 +46,11 @@ class Task:
 
     def __post_init__(self) -> None:
         shown = sorted(self.labels)
-        if 0 not in self.labels or min(shown) < 0:
-            raise DataError(f"{self.name}: labels need 0 for the background and positive values, got {shown}")
+        if 0 not in self.labels or not 0 <= shown[0] <= max(shown[-1], self.ignore or 0) <= LARGEST_VALUE:
+            raise DataError(
+                f"{self.name}: labels need 0 for the background and values up to {LARGEST_VALUE}, got {shown} and "
+                f"{self.ignore} to ignore"
+            )
         if len(shown) > MOST_CLASSES:
             raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
         if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):

@@ -60,7 +60,7 @@ def verify(
             build_network(
                 config.network.spec(),
                 in_channels=task.num_channels,
-                out_channels=task.num_classes,
+                out_channels=task.num_outputs,
                 patch_size=config.patch.size,
             )
         )
