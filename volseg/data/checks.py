@@ -18,7 +18,7 @@ from torch import Tensor
 
 from volseg.data.cases import Case, Task
 from volseg.data.names import list_some
-from volseg.data.readers import read_volume
+from volseg.data.readers import list_files, name_files, read_volume
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.parallel.progress import report_progress
@@ -155,22 +155,23 @@ def read_case(case: Case, task: Task) -> CheckedCase:
         if field not in case:
             continue
         report_progress("read", item=name)
+        first, named = list_files(case[field])[0], name_files(case[field])
         try:
             volume = read_volume(case[field])
             faults = [*_find_grid_faults(volume), *check(volume, task)]
         except DataError as fault:
-            found.append(Problem(name, Path(case[field]), str(fault)))
+            found.append(Problem(name, first, str(fault)))
             continue
         except MemoryError:
-            message = f"{case[field]} needs more memory to be checked than there is; crop or resample it"
-            found.append(Problem(name, Path(case[field]), message))
+            message = f"{named} needs more memory to be checked than there is; crop or resample it"
+            found.append(Problem(name, first, message))
             continue
         except Exception as fault:  # such as torch's RuntimeError where it gets no memory
-            message = f"{case[field]} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
-            found.append(Problem(name, Path(case[field]), f"{message}; leave it out"))
+            message = f"{named} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
+            found.append(Problem(name, first, f"{message}; leave it out"))
             continue
         volumes[field] = volume
-        found.extend(Problem(name, Path(case[field]), f"{case[field]} {fault}") for fault in faults)
+        found.extend(Problem(name, first, f"{named} {fault}") for fault in faults)
         remarks.extend(_remark_on_grid(volume, name))
     if len(volumes) == 2:
         misplaced = Grid.of(volumes["image"]).fault_of(Grid.of(volumes["label"]), "image")
@@ -218,10 +219,10 @@ def refuse_held_out(digests: Iterable[tuple[Case, str]], validation: Container[s
         for case in same if held_out else ():
             if case["case"] not in validation:
                 message = (
-                    f"{case['image']} holds the same voxels as the validation case {held_out[0]}; keep one of them, or "
-                    "both on one side of the split"
+                    f"{name_files(case['image'])} holds the same voxels as the validation case {held_out[0]}; keep one "
+                    "of them, or both on one side of the split"
                 )
-                refused[case["case"]] = [Problem(case["case"], Path(case["image"]), message)]
+                refused[case["case"]] = [Problem(case["case"], list_files(case["image"])[0], message)]
     return refused
 
 
