@@ -10,7 +10,7 @@ from volseg.data.checks import (
     require_sound,
     summarise_remarks,
 )
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.data.synthetic import make_task

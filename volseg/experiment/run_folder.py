@@ -27,7 +27,7 @@ from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.msd import read_labels, read_modalities
+from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
@@ -104,7 +104,13 @@ class RunFolder:
         self.require_free()
         self.write_json(CASES, dict(fingerprints or {}))
         self.write_json("environment.json", environment)
-        described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
+        described = {
+            "name": task.name,
+            "modalities": task.modalities,
+            "labels": task.labels,
+            "regions": {name: list(values) for name, values in task.regions.items()},
+            "ignore": task.ignore,
+        }
         self.write_json("task.json", described)
         write_splits(self.path / "split.json", [split])
         dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
@@ -309,16 +315,19 @@ class RunFolder:
         return load_config(self.config_file)
 
     def task(self) -> Task:
-        """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
+        """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
         file = self.path / "task.json"
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
+        labels = read_regions(described, file)
         return Task(
             name=described["name"],
             root=self.config().data.root,
             modalities=read_modalities(described.get("modalities"), file, "modalities"),
-            labels=read_labels(described.get("labels"), file),
+            labels=labels.labels,
+            regions=labels.regions,
+            ignore=labels.ignore,
             training=(),
             test=(),
         )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.experiment.building import check_components
 from volseg.models import FitGrid, GridRule, build_network
 from volseg.parallel import Report
