@@ -15,8 +15,8 @@ import nibabel
 import numpy as np
 import pytest
 
-from volseg.data import checks, load_task, make_task
-from volseg.data.checks import check_cases
+from volseg.data import load_task, make_task
+from volseg.data.checks import check_cases, reading
 from volseg.data.readers import read_volume
 from volseg.errors import ReaderError
 
@@ -257,7 +257,7 @@ def test_what_fails_in_a_check_is_one_named_case_too(tmp_path, monkeypatch):
     def failing(image, task):
         raise MemoryError
 
-    monkeypatch.setattr(checks, "_find_image_faults", failing)
+    monkeypatch.setattr(reading, "find_image_faults", failing)
     problems = check_cases(task.training, task)
     assert [problem.case for problem in problems] == [case["case"] for case in task.training]
     assert "needs more memory" in problems[0].message

@@ -2,10 +2,13 @@
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks import (
+    Finding,
     Problem,
     Remark,
+    TaskCheck,
     check_case,
     check_cases,
+    check_task,
     inspect_cases,
     require_sound,
     summarise_remarks,
@@ -17,13 +20,16 @@ from volseg.data.synthetic import make_task
 
 __all__ = [
     "Case",
+    "Finding",
     "Problem",
     "Read",
     "Remark",
     "Split",
     "Task",
+    "TaskCheck",
     "check_case",
     "check_cases",
+    "check_task",
     "folds",
     "inspect_cases",
     "load_task",

@@ -17,7 +17,7 @@ from volseg.data.dicom import read_dicom_series
 from volseg.data.itk import read_itk
 from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti
-from volseg.errors import BatchFieldError, ReaderError
+from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.transforms.grid import Grid
 
 __all__ = ["SUFFIXES", "Files", "Read", "list_files", "name_files", "read_volume", "stem"]
@@ -153,7 +153,7 @@ def _read_file(path: Path) -> MetaTensor:
     except ReaderError:
         raise
     except MemoryError as fault:
-        raise ReaderError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
+        raise LargeVolumeError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
     except Exception as fault:  # nobody can list what a parser raises for damaged bytes, and other cases must be told
         reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
         raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
