@@ -14,6 +14,7 @@ from volseg.data.msd import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.data.synthetic import make_task
+from volseg.data.volume import as_volume
 
 __all__ = [
     "Case",
@@ -22,6 +23,7 @@ __all__ = [
     "Remark",
     "Split",
     "Task",
+    "as_volume",
     "check_case",
     "check_cases",
     "folds",
