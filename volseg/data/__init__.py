@@ -17,6 +17,7 @@ from volseg.data.layouts import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.data.synthetic import make_task
+from volseg.data.volume import as_volume
 
 __all__ = [
     "Case",
@@ -27,6 +28,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskCheck",
+    "as_volume",
     "check_case",
     "check_cases",
     "check_task",
