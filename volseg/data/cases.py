@@ -12,8 +12,8 @@ __all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task"]
 MOST_CLASSES = 254
 """Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
 
-LARGEST_VALUE = 65_535
-"""Of a label file: uint16, which every program for medical images reads."""
+LARGEST_VALUE = 2**24 - 1
+"""Of a label file, which is read as float32."""
 
 Structure = int | tuple[int, ...]
 """What is scored: a value of label maps, or the values of a region."""
@@ -122,11 +122,11 @@ class Task:
     def structures(self) -> dict[Structure, str]:
         """Name of what is scored: regions where there are any, else the foreground's values.
 
-        The keys are nnU-Net's: the values of a region, or its value where it has one.
+        The keys are nnU-Net's: the values of a region in order, or its value where it has one.
         """
         if not self.regions:
             return {value: self.labels[value] for value in self.class_values if value != 0}
-        return {values if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
+        return {tuple(sorted(values)) if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
 
     def labelled(self, case: Case) -> tuple[int, ...] | None:
         """Return the values that were looked for in a case, in order; None where all were.

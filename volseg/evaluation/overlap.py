@@ -114,14 +114,14 @@ def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Tensor:
         raise DataError(f"{name} must hold whole numbers, got {values[whole != values][0].item():g}")
     if whole.min() < 0 or whole.max() > LARGEST_VALUE:
         raise DataError(f"{name} holds {whole.min().item()} to {whole.max().item()}: an image, not a label map")
-    places = torch.full((LARGEST_VALUE + 1,), -1, device=whole.device)
-    places[torch.tensor(known, device=whole.device)] = torch.arange(len(known), device=whole.device)
-    place = places[whole]
-    if (strange := whole[place < 0].unique()).numel():
+    ordered, order = torch.tensor(known, device=whole.device).sort()
+    place = torch.searchsorted(ordered, whole).clamp_(max=len(known) - 1)
+    is_strange = ordered[place] != whole
+    if (strange := whole[is_strange].unique()).numel():
         raise DataError(
             f"{name} has the label values {strange[:5].tolist()}, declared are {known}; mend the dataset.json"
         )
-    return place
+    return order[place]
 
 
 def _count_pairs(prediction: Tensor, label: Tensor, size: int) -> Tensor:

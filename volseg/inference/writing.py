@@ -27,13 +27,13 @@ STRIPPED_SHEAR = 1e-3
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
     """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
-    Voxels are uint8, or uint16 where the largest value needs it. The file replaces an older one in one step or not at
+    Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or not at
     all. Equal label maps give equal bytes.
 
     Parameters
     ----------
     label_map : Tensor
-        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 65535].
+        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 16777215].
     reference : MetaTensor
         The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code``,
         ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
@@ -73,7 +73,7 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
         raise DataError(
             f"{path} takes whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
         )
-    return voxels.numpy().astype(np.uint8 if high <= 255 else np.uint16)
+    return voxels.numpy().astype(np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
 
 
 def _to_nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
