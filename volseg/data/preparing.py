@@ -271,8 +271,8 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 
 def _describe(attempt: _Attempt) -> list[Any]:
     """Return what became of a case as JSON can say it."""
-    problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
-    remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
+    problems = [problem.as_list() for problem in attempt.problems]
+    remarks = [remark.as_list() for remark in attempt.remarks]
     found = [problems, remarks, attempt.digest, attempt.fingerprint]
     return [*found, attempt.fault and describe_error(attempt.fault), attempt.stored]
 
@@ -286,8 +286,8 @@ def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
             if known is None or not (known.problems or known.fault):
                 cases[index] = _ToldCase(
                     teller=teller,
-                    problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
-                    remarks=[Remark(*remark) for remark in remarks],
+                    problems=[Problem.from_list(problem) for problem in problems],
+                    remarks=[Remark.from_list(remark) for remark in remarks],
                     digest=digest,
                     fingerprint=fingerprint,
                     fault=fault,

@@ -52,8 +52,8 @@ def test_one_channel(tmp_path):
     [
         (
             ["a_0000.nii", "a_0001.nii"],
-            r"a has 2 file\(s\), a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, a_0001 "
-            r"\.\.\. or by T1, T2, ADC, or one file of all channels, or a table \(CSV\)",
+            r"a has 2 file\(s\), a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, "
+            r"a_0001 \.\.\. or by T1, T2, ADC, or one file of all channels, or a table \(CSV\)",
         ),
         (
             ["a_0000.nii", "a_0001.nii", "a_0003.nii"],
