@@ -165,7 +165,9 @@ def predict(
     run: RunArgument,
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, or folders of files."),
+        typer.Argument(
+            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, folders of files, or tables (CSV)."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
