@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
