@@ -67,9 +67,38 @@ Checkpoint = Annotated[
 ]
 
 
+Preset = Annotated[
+    str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
+]
+GpuMemory = Annotated[str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")]
+
+
+@app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml")
+def configure(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    preset: Preset = "unet",
+    gpu_memory: GpuMemory = "8GiB",
+    name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.planning import parse_memory, require_new, write_config
+
+    memory = parse_memory(gpu_memory)
+    require_new(output, force=force)  # before minutes of reading
+    planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
+    write_config(planned, output, force=force)
+    typer.echo(experiment.configure_words(planned, output))
+
+
 @app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment; or a data set, to be planned for.")
+    ],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[
@@ -90,14 +119,29 @@ def train(
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
     ] = 0,
     components: Components = None,
+    preset: Annotated[
+        str | None, typer.Option(help="With a data set: what is planned, as in `volseg configure`; default unet.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
+    ] = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
     from volseg.parallel.devices import count_launched, is_launched
+    from volseg.planning import parse_memory
 
     experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    if experiment.is_data_set(config):
+        memory = parse_memory(gpu_memory or "8GiB")
+        goes_on = resume or restart
+        config = experiment.plan_run(
+            config, preset=preset or "unet", gpu_memory=memory, overrides=overrides, resume=goes_on
+        )
+    elif preset or gpu_memory:
+        raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
