@@ -10,6 +10,7 @@ from volseg.data.checks import (
     check_cases,
     check_task,
     inspect_cases,
+    mend_task,
     require_sound,
     summarise_remarks,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "inspect_cases",
     "load_task",
     "make_task",
+    "mend_task",
     "read_splits",
     "read_volume",
     "require_sound",

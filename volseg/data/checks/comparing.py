@@ -81,7 +81,7 @@ def _about(fact: CaseFacts, kind: str, detail: str, field: str = "image") -> Fin
 
 def _find_label_counts(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
     for value, name in task.foreground.items():
-        looked = [fact for fact in facts if value in fact.case.get("labelled", (value,))]
+        looked = [fact for fact in facts if value in (fact.case.get("labelled") or (value,))]
         holding = sum(value in fact.label_counts for fact in looked)
         if facts and not holding:
             yield Finding("", None, f"{value} ({name})", "label-missing")

@@ -19,6 +19,9 @@ SAMPLES = 1 << 20
 RANGE = (0.005, 0.5, 0.995)
 """Percentiles between which intensities count: single hot voxels do not."""
 
+INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
+"""Kinds of problems with which a case would stand out by what follows from them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelFacts:
@@ -64,7 +67,7 @@ class CaseFacts:
 
 
 def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts | None:
-    """Return the facts of a case whose image could be read and has finite values; None of any other.
+    """Return the facts of a case whose image could be read; None of any other, and of what is `INCOMPARABLE`.
 
     Parameters
     ----------
@@ -74,8 +77,7 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts | None:
         The same with paths.
     """
     image = checked.case.get("image")
-    bad = {problem.kind for problem in checked.problems}
-    if not isinstance(image, MetaTensor) or "not-finite" in bad:
+    if not isinstance(image, MetaTensor) or any(problem.kind in INCOMPARABLE for problem in checked.problems):
         return None
     affine = image.affine.numpy()
     codes = nibabel.orientations.io_orientation(affine)
