@@ -45,7 +45,6 @@ class TaskCheck:
     cases: tuple[Case, ...]
     findings: tuple[Finding, ...]
     facts: tuple[CaseFacts, ...]
-    """Of the cases whose image could be read."""
     equal: tuple[tuple[str, ...], ...] = ()
     """Ids of cases with labels that hold the same image and the same label."""
 
@@ -147,7 +146,7 @@ def check_task(
     # Half, because what a file says of its size is believed only as far as to put it off.
     allowance = Allowance(available_bytes() // 2)
 
-    def read(case: Case) -> tuple[CheckedCase, CaseFacts | None]:
+    def read(case: Case) -> tuple[CheckedCase, CaseFacts]:
         with allowance.taken(_expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
@@ -163,14 +162,13 @@ def check_task(
         if checked.digest is not None:
             digests.append((checked.case, checked.digest))
             labels[checked.case["case"]] = checked.label_digest
-        if known is not None:
-            facts.append(known)
+        facts.append(known)
         if progress is not None:
             progress()
     trained = [(case, digest) for case, digest in digests if "label" in case]
     leaks = find_leaks(trained, splits)
-    known = {leak.case for leak in leaks}
-    doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in known]
+    leaking = {leak.case for leak in leaks}
+    doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
     findings += [*leaks, *doubles, *compare_cases(facts, task)]
     same = [[case["case"] for case in several] for several in find_same_images(trained)]
     return TaskCheck(
