@@ -182,7 +182,7 @@ def test_folder_with_several_tasks(msd, tmp_path):
     ],
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
-    (tmp_path / "dataset.json").write_text(text)
+    (tmp_path / "dataset.json").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_task(tmp_path)
 
