@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -123,11 +123,11 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
                 continue
             try:
                 yield part
+                return
             finally:
-                is_empty = part.seek(0, os.SEEK_END) == 0
-        if is_empty:
-            path.unlink(missing_ok=True)
-        return
+                if part.seek(0, os.SEEK_END) == 0:
+                    with suppress(PermissionError):  # Windows removes no open file
+                        path.unlink(missing_ok=True)
 
 
 def _is_at(part: BinaryIO, path: Path) -> bool:
