@@ -17,7 +17,19 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
+VERBS = [
+    "train",
+    "cross-validate",
+    "validate",
+    "predict",
+    "verify",
+    "quickstart",
+    "data list",
+    "data info",
+    "data fetch",
+    "data make",
+    "data check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)
