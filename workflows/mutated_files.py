@@ -1,6 +1,6 @@
 """Damage files of images in seeded ways, read each in a process of limited memory, and compare with other readers.
 
-python workflows/mutated_files.py --result workflows/benchmarks/results/readers_cpu_mutated_files.json
+nice python workflows/mutated_files.py --result workflows/benchmarks/results/readers_cpu_mutated_files.json
 python workflows/mutated_files.py read nii 0 300 FOLDER     # one process: what became of each of 300 files
 
 A file must be refused by a `ReaderError`, or read as nibabel (NIfTI) or SimpleITK (the others) reads it without our
@@ -11,7 +11,6 @@ take 2 GiB of address space more, and 400 MiB of memory in all: no file here hol
 import argparse
 import gzip
 import json
-import os
 import random
 import re
 import resource
@@ -35,11 +34,11 @@ FILES = {"nii": 2500, "nii.gz": 2500, "nrrd": 125, "nhdr": 125, "mha": 125, "mhd
 FIRST_SEED = 100_000
 """Beyond those of the tests."""
 
-BATCH = 250
+BATCH = 625
 """Files that a process reads; importing torch takes as long."""
 
 SILENCE = 60.0
-"""Seconds without a word after which a process is said to hang."""
+"""Seconds without a word after which a process is said to hang, once it has begun to read."""
 
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 32767, 32768, 65535, 2**31 - 1, 2**31, 2**32 - 1)
 TEXTS = (
@@ -190,6 +189,7 @@ def read_files(kind: str, first: int, last: int, folder: Path) -> None:
     now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), limit))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("begun", flush=True)  # from here on silence is a hang
     for seed in range(first, last):
         path.write_bytes(mutate(contents[seed % len(contents)], kind, seed))
         sys.stdout.write(f"{seed} ")
@@ -268,7 +268,7 @@ def attack(kind: str, first: int, last: int) -> dict[str, Any]:
         def watch() -> None:
             nonlocal hung
             while process.poll() is None:
-                if time.monotonic() - heard[0] > SILENCE:
+                if said and time.monotonic() - heard[0] > SILENCE:
                     hung = 1.0
                     process.kill()
                 time.sleep(0.5)
@@ -277,10 +277,10 @@ def attack(kind: str, first: int, last: int) -> dict[str, Any]:
         watcher.start()
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line.rstrip("\n"))
             now = time.monotonic()
-            slowest = max(slowest, now - heard[0]) if len(said) > 1 else 0.0
+            slowest = max(slowest, now - heard[0]) if said else 0.0
             heard[0] = now
+            said.append(line.rstrip("\n"))
         errors = process.communicate()[1]
         watcher.join()
     return {
@@ -300,7 +300,7 @@ def survey(kind: str, count: int) -> dict[str, Any]:
     for first in range(0, count, BATCH):
         last = min(first + BATCH, count)
         ended = attack(kind, FIRST_SEED + first, FIRST_SEED + last)
-        lines = [line.partition(" ")[2] for line in ended["said"] if not line.startswith("added")]
+        lines = [line.partition(" ")[2] for line in ended["said"] if line[:1].isdigit()]
         added = max([added, *(int(line.split()[1]) for line in ended["said"] if line.startswith("added"))])
         slowest = max(slowest, ended["slowest"])
         for line in lines:
@@ -331,7 +331,6 @@ def main() -> None:
     options = parser.parse_args()
     from volseg.monitoring.environment import environment  # imports torch: not in the processes that read
 
-    os.nice(10)
     result: dict[str, Any] = {"environment": environment(), "first_seed": FIRST_SEED, "kinds": {}}
     for kind, count in FILES.items():
         if options.only in (None, kind):
