@@ -126,28 +126,28 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
-def test_ctrl_c_says_how_to_go_on(config_file, tmp_path, gpus):
+def test_ctrl_c_says_how_to_go_on(start, config_file, tmp_path, gpus):
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", gpus]
     command += ["--set", "training.iterations=5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
-        while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
-            time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        said = running.communicate()[1]
+    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
+    while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
     assert running.returncode == 130
     assert "interrupted; a training that had begun is saved, go on with it by --resume" in said
     assert "Traceback" not in said
     assert (tmp_path / "run" / "checkpoints" / "latest.pt").exists()
 
 
-def test_sigterm_leaves_no_lock_whenever_it_comes(config_file, tmp_path):
+def test_sigterm_leaves_no_lock_whenever_it_comes(start, config_file, tmp_path):
     train(load_config(config_file, ["training.epochs=1"]))
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--resume", "--set", "training.epochs=5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
-        while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
-            time.sleep(0.01)
-        running.send_signal(signal.SIGTERM)
-        said = running.communicate()[1]
+    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
+    while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate()[1]
     assert running.returncode == 128 + signal.SIGTERM
     assert "go on with it by --resume" in said
     assert "Traceback" not in said

@@ -252,7 +252,7 @@ def test_every_exception_of_a_reader_is_one_named_case(tmp_path, monkeypatch):
             raise bad[str(path)]
         return read(path)
 
-    monkeypatch.setitem(readers.SUFFIXES, ".nii.gz", raising)
+    monkeypatch.setitem(readers.SUFFIXES._components, ".nii.gz", raising)
     problems = check_cases(task.training, task)
     assert [problem.case for problem in problems] == [case["case"] for case in task.training[:5]]
     assert all(str(problem.file) in problem.message for problem in problems)
@@ -268,7 +268,7 @@ def test_what_ends_the_program_is_no_bad_case(tmp_path, monkeypatch, stop):
     def raising(path):
         raise stop
 
-    monkeypatch.setitem(readers.SUFFIXES, ".nii", raising)
+    monkeypatch.setitem(readers.SUFFIXES._components, ".nii", raising)
     with pytest.raises(stop):
         read_volume(nifti(tmp_path / "x.nii"))
 

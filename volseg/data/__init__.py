@@ -14,10 +14,11 @@ from volseg.data.checks import (
     require_sound,
     summarise_remarks,
 )
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.data.synthetic import make_task
+from volseg.data.volume import as_volume
 
 __all__ = [
     "Case",
@@ -28,6 +29,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskCheck",
+    "as_volume",
     "check_case",
     "check_cases",
     "check_task",

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from monai.data import MetaTensor
 
+from volseg.config.registry import Registry
 from volseg.data.cases import Case
 from volseg.data.dicom import read_dicom_series
 from volseg.data.itk import read_itk
@@ -20,20 +21,25 @@ from volseg.data.nifti import read_nifti
 from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.transforms.grid import Grid
 
-__all__ = ["SUFFIXES", "Files", "Read", "list_files", "name_files", "read_volume", "stem"]
+__all__ = ["SUFFIXES", "Files", "Read", "find_suffix", "list_files", "name_files", "read_volume", "stem"]
 
 Files = str | Path | Sequence[str | Path]
 """What a field of a case says of its voxels: a path, or one per channel."""
 
-SUFFIXES: dict[str, Callable[[Path], MetaTensor]] = {
-    ".nii.gz": read_nifti,
-    ".nii": read_nifti,
-    ".mha": read_itk,
-    ".mhd": read_itk,
-    ".nrrd": read_itk,
-    ".nhdr": read_itk,
-}
-"""The reader of each kind of file; a folder is read as a DICOM series."""
+SUFFIXES = Registry(
+    "reader",
+    {
+        ".nii.gz": read_nifti,
+        ".nii": read_nifti,
+        ".mha": read_itk,
+        ".mhd": read_itk,
+        ".nrrd": read_itk,
+        ".nhdr": read_itk,
+    },
+    group="volseg.readers",
+)
+"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. One of the user's own
+takes a path and returns what `volseg.data.as_volume` makes."""
 
 
 class Read:
@@ -149,7 +155,7 @@ def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
 
 def _read_file(path: Path) -> MetaTensor:
     try:
-        return _choose_reader(path)(path)
+        return _require_volume(_choose_reader(path)(path), path)
     except ReaderError:
         raise
     except MemoryError as fault:
@@ -164,13 +170,33 @@ def _choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
         raise ReaderError(f"{path} does not exist; check the path")
     if path.is_dir():
         return read_dicom_series
-    for suffix, read in SUFFIXES.items():
-        if path.name.lower().endswith(suffix):
-            return read
+    if (suffix := find_suffix(path)) is not None:
+        return SUFFIXES[suffix]
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
         f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"
     )
+
+
+def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
+    """Raise unless a reader, which may be the user's own, gave what everything after it relies on."""
+    if isinstance(volume, MetaTensor) and volume.ndim == 4 and "spatial_shape" in volume.meta:
+        return volume
+    shape = tuple(getattr(volume, "shape", ()))
+    raise ReaderError(
+        f"the reader of {find_suffix(path)} files must return what volseg.data.as_volume makes, (C, D, H, W) with an "
+        f"affine, got a {type(volume).__name__} {shape} for {path}"
+    )
+
+
+def find_suffix(path: str | Path) -> str | None:
+    """Return the suffix that names a file's reader, the longest where several do; None for any other file.
+
+    >>> find_suffix("imagesTr/Hippocampus_001.NII.gz")
+    '.nii.gz'
+    """
+    name = Path(fspath(path)).name.lower()
+    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
 def stem(path: str | Path) -> str:
@@ -180,7 +206,4 @@ def stem(path: str | Path) -> str:
     'hippocampus_001'
     """
     name = Path(fspath(path)).name
-    for suffix in SUFFIXES:
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return name
+    return name[: -len(suffix)] if (suffix := find_suffix(path)) else name
