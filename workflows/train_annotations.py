@@ -2,9 +2,10 @@
 
 python workflows/train_annotations.py --result workflows/benchmarks/results/unet_cpu_annotations.json
 
-Five times the same images, anatomy and config, that of `volseg quickstart`: what differs is what the label files say. The score is Dice as the training reports it, on what the validation cases' annotation tells. Beside it
-stands Dice of the same predictions against the full anatomy, which a sparse or partial annotation hides from training
-and from the score.
+Five times the same images, anatomy and config, that of `volseg quickstart`: what differs is what the label files say.
+The score is Dice as the training reports it, on what the annotation of the validation cases tells. Beside it stands
+Dice of the same predictions against the full anatomy, which a sparse or partial annotation hides from the training and
+from its score.
 """
 
 import argparse
