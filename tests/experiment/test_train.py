@@ -382,7 +382,7 @@ def test_an_unknown_component_is_refused_before_anything_is_read(configured, ove
 
 def test_a_folder_that_is_no_task_says_so(configured, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="is no MSD task"):
+    with pytest.raises(DataError, match="is no data set"):
         train(configured(f"data.root={tmp_path / 'empty'}"))
 
 
