@@ -178,7 +178,7 @@ def test_both_names_in_one_file_are_refused(write):
             "preprocessing=[{name: Spacing, spacing: [.nan, 1, 1]}]",
             r"preprocessing\.0: spacing must be a finite number",
         ),
-        ("losses=[{name: DiceLoss, weight: .inf}]", "weight: Input should be a finite number"),
+        ("losses=[{name: DiceLoss, factor: .inf}]", "factor: Input should be a finite number"),
         ("schedule.power=.nan", r"schedule\.power: Input should be a finite number"),
         ("training.clip=.inf", r"training\.clip: Input should be a finite number"),
         (f"training.epochs={10**12}", r"training\.epochs: Input should be less than 2147483648"),

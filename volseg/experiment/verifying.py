@@ -7,8 +7,8 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.msd import load_task
-from volseg.experiment.building import check_components
-from volseg.models import FitGrid, GridRule, build_network
+from volseg.experiment.building import build_plain_network, check_components
+from volseg.models import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
 from volseg.parallel.devices import list_devices, list_gpus
@@ -56,14 +56,7 @@ def verify(
     task = load_task(config.data.root, require_files=False)
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
-        network = FitGrid(
-            build_network(
-                config.network.spec(),
-                in_channels=task.num_channels,
-                out_channels=task.num_classes,
-                patch_size=config.patch.size,
-            )
-        )
+        network = build_plain_network(config, task)
     chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":

@@ -52,6 +52,12 @@ class Objective:
             )
         self.names = ("loss",) if is_alone else (*parts, "loss")
 
+    def to(self, device: torch.device) -> "Objective":
+        """Move what losses hold, such as class weights, to where their fields lie."""
+        for loss in self.losses:
+            loss.to(device)
+        return self
+
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``fields`` with every loss and their weighted sum ``loss`` added."""
         fields = dict(fields)
@@ -66,12 +72,23 @@ class Objective:
         return fields
 
 
-def require_mean_over_samples(objective: Objective, *, num_channels: int, num_classes: int) -> None:
+def require_mean_over_samples(
+    objective: Objective, *, num_channels: int, num_classes: int, outputs: Mapping[str, int] | None = None
+) -> None:
     """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
 
     Replicas that share a batch compute their own samples only, and their losses are averaged by number of samples: one
     that mixes samples otherwise (Dice over the whole batch, class weights that are divided by their sum) would be
     another loss on another number of replicas.
+
+    Parameters
+    ----------
+    objective : Objective
+        On the CPU.
+    num_channels, num_classes : int
+        Of image and logits.
+    outputs : mapping, optional
+        Further volumes that the network gives, and the channels of each.
 
     Raises
     ------
@@ -84,7 +101,9 @@ def require_mean_over_samples(objective: Objective, *, num_channels: int, num_cl
         for heads in (1, 3):  # as a network without and with deep supervision gives logits
             for deal in TRIED_DEALS:
                 try:
-                    whole, parts = _try_deal(loss, deal, heads, num_channels, num_classes)
+                    whole, parts = _try_deal(
+                        loss, deal, _make_fields(sum(deal), heads, num_channels, num_classes, outputs or {})
+                    )
                 except Exception as fault:  # a loss may take one of the two kinds of logits only
                     faults.append(fault)
                     continue
@@ -157,9 +176,8 @@ def _join(one: Any, other: Any) -> Any:
     return torch.cat([one, other])
 
 
-def _try_deal(loss: Named, deal: Sequence[int], heads: int, num_channels: int, num_classes: int) -> tuple[float, float]:
-    """Return a loss on a random batch, and its mean over the parts of the batch."""
-    fields = _make_fields(sum(deal), heads, num_channels, num_classes)
+def _try_deal(loss: Named, deal: Sequence[int], fields: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a loss on a batch, and its mean over the parts of the batch."""
     end, parts = 0, 0.0
     for count in deal:
         begin, end = end, end + count
@@ -177,7 +195,9 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
         return math.fsum(float(value) for value in loss(taken).values())
 
 
-def _make_fields(count: int, heads: int, num_channels: int, num_classes: int) -> dict[str, Any]:
+def _make_fields(
+    count: int, heads: int, num_channels: int, num_classes: int, outputs: Mapping[str, int]
+) -> dict[str, Any]:
     """Return a random batch whose samples differ in how much of each class they hold; one is background alone."""
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(num_classes, (count, 1, *TRIED_SIDES), generator=generator)
@@ -188,4 +208,5 @@ def _make_fields(count: int, heads: int, num_channels: int, num_classes: int) ->
         "image": torch.randn(count, num_channels, *TRIED_SIDES, generator=generator),
         "label": (label * kept).to(torch.uint8),
         "logits": logits if heads > 1 else logits[0],
+        **{name: torch.randn(count, channels, *TRIED_SIDES, generator=generator) for name, channels in outputs.items()},
     }
