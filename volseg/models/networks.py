@@ -1,4 +1,4 @@
-"""Networks by name: those of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
+"""Networks by name: the segmentation networks of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
 
 The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
 network's own parameter. A DynUNet is planned for the patch as nnU-Net would; see `plan_topology`.
@@ -22,21 +22,34 @@ __all__ = ["NETWORKS", "build_network"]
 _DATA = ("in_channels", "out_channels")
 
 
-def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
-    """Return what of ``monai.networks.nets`` is built from a number of input and of output channels."""
-    found: dict[str, Callable[..., nn.Module]] = {}
-    for name, member in vars(nets).items():
-        is_network = inspect.isclass(member) and issubclass(member, nn.Module)
-        if not (is_network and member.__name__ == name):  # an alias: BasicUnet, Basicunet, basicunet
-            continue
-        if all(parameter in inspect.signature(member).parameters for parameter in _DATA):
-            found[name] = member
-    # MedNeXt's published sizes are functions that pass everything on to the class.
-    sizes = {f"MedNeXt{size}": getattr(nets, f"MedNeXt{size}") for size in "SBML"}
-    return found | sizes | {"DynUNet": DynUNet, "VNet": VNet}
+OFFERED = (
+    *("AHNet", "AttentionUnet", "BasicUNet", "BasicUNetPlusPlus", "FlexibleUNet", "HighResNet"),
+    *("MedNeXt", "MedNeXtS", "MedNeXtB", "MedNeXtM", "MedNeXtL"),
+    *("SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet"),
+)
+"""What of ``monai.networks.nets`` takes an image alone and gives logits on its grid, with no package beside this one's.
+
+Found by trying all that take channels: the others classify, reconstruct, generate, register, tell images from others,
+take more than an image, return more than logits, or need packages of their own (DAF3D, HyenaNDUNETR).
+"""
 
 
-NETWORKS = Registry("network", _image_to_image(), group="volseg.networks")
+def _explain_monai(name: str) -> str:
+    """Return why a network that MONAI has is not offered; nothing for other names."""
+    if not isinstance(name, str) or not inspect.isclass(getattr(nets, name, None)):
+        return ""
+    return (
+        f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "
+        "needs other packages; wrap it in a network of your own if you mean it"
+    )
+
+
+NETWORKS = Registry(
+    "network",
+    {**{name: getattr(nets, name) for name in OFFERED}, "DynUNet": DynUNet, "VNet": VNet},
+    group="volseg.networks",
+    explain=_explain_monai,
+)
 """Name to class; a network of the user's own joins by ``volseg.register("network", name, component)``."""
 
 
@@ -73,11 +86,17 @@ def build_network(
     """
     NETWORKS.check(spec)
     name = spec["name"]
+    for parameter in _DATA:
+        if not NETWORKS.accepts(name, parameter):
+            raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
     fixed = {"in_channels": in_channels, "out_channels": out_channels}
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
     defaults = _DEFAULTS[name](spec, patch_size) if name in _DEFAULTS else {}
-    return NETWORKS.build({**defaults, **spec}, **fixed)
+    network = NETWORKS.build({**defaults, **spec}, **fixed)
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
+    return network
 
 
 def _five_levels(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
@@ -120,9 +139,14 @@ def _fixed_grid(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> di
     return {"img_size": tuple(-(-side // 16) * 16 for side in patch_size)}
 
 
+def _smallest_backbone(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
+    return {"backbone": "efficientnet-b0"}
+
+
 _DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None], dict[str, Any]]] = {
     "UNet": _residual_unet,
     "AttentionUnet": _five_levels,
+    "FlexibleUNet": _smallest_backbone,
     "DynUNet": _planned,
     "UNETR": lambda spec, patch_size: {} if "img_size" in spec else _fixed_grid(spec, patch_size),
 }
