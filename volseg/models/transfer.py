@@ -109,7 +109,9 @@ def transfer_weights(
                 faults.append(f"{name} {_sides(tensor)} is missing")
             continue
         differ = _compare(tensor, value)
-        if name in heads and (renew_heads or (differ is not None and differ <= heads[name] | stems.get(name, set()))):
+        follows = heads.get(name, frozenset()) | stems.get(name, frozenset())
+        is_other_head = differ is not None and frozenset() < differ <= follows
+        if name in heads and (renew_heads or is_other_head):
             new.append(name)
         elif differ == frozenset():
             taken.append(name)
