@@ -53,14 +53,14 @@ training: {epochs: 1, iterations: 8, ema: 0.9}
 
 @pytest.fixture(scope="module")
 def twin(task, tmp_path_factory):
-    """Return the same task with one label in place of two, under another name."""
+    """Return the same images with other labels: their values exchanged, under other names."""
     folder = shutil.copytree(task, tmp_path_factory.mktemp("twin") / "Task01_Twin")
     for file in sorted((folder / "labelsTr").glob("*.nii.gz")):
         image = nibabel.load(file)
-        merged = np.minimum(np.asanyarray(image.dataobj), 1)
-        nibabel.save(nibabel.Nifti1Image(merged, image.affine, image.header), file)
+        exchanged = np.array([0, 2, 1], dtype=np.uint8)[np.asanyarray(image.dataobj)]
+        nibabel.save(nibabel.Nifti1Image(exchanged, image.affine, image.header), file)
     manifest = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-    manifest["labels"] = {"0": "background", "1": "Whole"}
+    manifest["labels"] = {"0": "background", "1": "Tail", "2": "Head"}
     (folder / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
     return folder
 
@@ -70,9 +70,12 @@ def dice_of(outcome):
 
 
 def test_a_task_with_other_labels_starts_better_than_from_scratch(first, twin, config_of, tmp_path, caplog):
-    scratch = dice_of(train(config_of(twin, tmp_path / "scratch")))
-    tuned = train(config_of(twin, tmp_path / "tuned", f"training.start_from={first}"))
-    assert dice_of(tuned) > scratch + 0.1, (dice_of(tuned), scratch)
+    few = ["training.iterations=30", "training.ema=null"]
+    heads = [f"training.start_from={first}", "optimizer.parts={'model.2*': {lr: 0.03}}"]
+    scratch = dice_of(train(config_of(twin, tmp_path / "scratch", *few)))
+    tuned = dice_of(train(config_of(twin, tmp_path / "tuned", *few, *heads)))
+    # With other seeds the one came to 0.35 to 0.37, the other to 0.46 to 0.49.
+    assert tuned > scratch + 0.05, (tuned, scratch)
     told = json.loads((tmp_path / "tuned" / "start.json").read_text(encoding="utf-8"))
     state = load_checkpoint(first / "checkpoints" / "latest.pt").model
     assert told["file"] == str(first / "checkpoints" / "latest.pt")

@@ -92,6 +92,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._components[name] = component
         self._sources[name] = source or Source(module=component.__module__)
 
+    @property
+    def registered(self) -> frozenset[str]:
+        """Names of the components that were registered in this process."""
+        return frozenset(self._sources)
+
     def forget(self, name: str) -> None:
         """Take back a component that was registered."""
         del self._sources[name]

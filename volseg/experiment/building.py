@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.registry import explain_import
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
@@ -133,7 +134,10 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
         out_channels=task.num_classes,
         patch_size=config.patch.size,
     )
-    return FitGrid(network)
+    try:
+        return FitGrid(network, divisors=getattr(network, "divisors", None))
+    except ImportError as fault:  # its forward was asked which sizes it takes
+        raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
 def build_model(

@@ -147,7 +147,7 @@ def components_arguments() -> list[str]:
         If one was registered by a plain call, of which another process cannot know.
     """
     for kind, registry in REGISTRIES.items():
-        for name in registry:
+        for name in sorted(registry.registered):
             source = registry.find_source(name)
             if source is not None and source.module is not None:
                 raise ConfigError(
@@ -192,12 +192,12 @@ def _named(source: Source) -> Iterator[None]:
 @contextmanager
 def _taking_back_on_failure() -> Iterator[None]:
     """Leave the registries as they were if the block raises."""
-    before = {kind: set(registry) for kind, registry in REGISTRIES.items()}
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
     try:
         yield
     except BaseException:
         for kind, registry in REGISTRIES.items():
-            for name in set(registry) - before[kind]:
+            for name in registry.registered - before[kind]:
                 registry.forget(name)
         raise
 

@@ -64,10 +64,10 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
         made = Named(lambda _: output, ["image"], config.network.outputs)({"image": None})
     except VolsegError as fault:
         raise ConfigError(f"network {name}: {fault}; network.outputs names what it returns") from fault
-    logits = made["logits"][0] if isinstance(made["logits"], list | tuple) and made["logits"] else made["logits"]
+    heads = list(made["logits"]) if isinstance(made["logits"], list | tuple) else [made["logits"]]
+    came = [tuple(head.shape) if isinstance(head, Tensor) else type(head).__name__ for head in heads]
     wanted = (shape[0], task.num_classes, *shape[2:])
-    if not isinstance(logits, Tensor) or tuple(logits.shape) != wanted:
-        came = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if came[:1] != [wanted] or any(len(head) != 5 or head[1] != wanted[1] for head in came):
         raise ConfigError(
             f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, K being the "
             f"task's {task.num_classes} labels, got {came}; a network of several outputs names them in network.outputs"
