@@ -159,3 +159,34 @@ def test_a_run_that_trained_on_the_cases_that_validate_is_told(first, task, conf
     more = [f"training.start_from={first}", "training.iterations=1", "split.fold=1"]
     train(config_of(task, tmp_path / "run", *more))
     assert "2 of this run's 2 validation cases" in caplog.text
+
+
+STRATEGIES = {
+    "spatial": ["parallel={strategy: spatial, devices: [cpu, cpu]}"],
+    "pipeline": ["parallel={strategy: pipeline, devices: [cpu, cpu]}"],
+    "replicas": ["parallel={data: 2}", "training.deterministic=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def tuned_plainly(first, twin, config_of, tmp_path_factory):
+    return tune(first, twin, config_of, tmp_path_factory.mktemp("plain"))
+
+
+def tune(first, twin, config_of, folder, *more):
+    settings = [f"training.start_from={first}", "training.iterations=2", "training.frozen=['model.0.*']"]
+    settings += ["optimizer={name: SGD, lr: 0.01, parts: {'model.2*': {lr: 0.02}}}", "split.validation=none"]
+    train(config_of(twin, folder / "run", *settings, *more))
+    return load_checkpoint(folder / "run" / "checkpoints" / "latest.pt").model
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parts_and_frozen_weights_are_the_plain_networks_on_several_devices(
+    strategy, first, twin, config_of, tmp_path, tuned_plainly
+):
+    model = tune(first, twin, config_of, tmp_path, *STRATEGIES[strategy])
+    assert list(model) == list(tuned_plainly)
+    for name in model:  # what is summed over devices rounds otherwise
+        torch.testing.assert_close(model[name], tuned_plainly[name], rtol=1e-4, atol=1e-5)
+        if name.startswith("model.0."):
+            assert torch.equal(model[name], tuned_plainly[name])

@@ -13,6 +13,7 @@ from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
+from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.kernels import with_fast_kernels
@@ -94,9 +95,18 @@ def check_components(config: ExperimentConfig) -> None:
     preprocessing_of(config)
 
 
-def build_objective(config: ExperimentConfig) -> Objective:
-    """Return what the training minimises."""
-    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
+def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objective:
+    """Return what the training minimises, on the label maps of ``task``; without it, on those of classes.
+
+    Raises
+    ------
+    ConfigError
+        For a loss that does not know what the task's label maps hold: regions, ignored voxels, hidden classes.
+    """
+    targets = None if task is None else targets_of(task)
+    losses = [
+        build_loss(loss.spec(), inputs=loss.inputs, output=loss.output, targets=targets) for loss in config.losses
+    ]
     return Objective(losses, [loss.factor for loss in config.losses])
 
 
@@ -131,7 +141,7 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
     network = build_network(
         config.network.spec(),
         in_channels=task.num_channels,
-        out_channels=task.num_classes,
+        out_channels=task.num_outputs,
         patch_size=config.patch.size,
     )
     try:
@@ -154,7 +164,8 @@ def build_model(
     Parameters
     ----------
     config : ExperimentConfig
-        Its network, kernels, memory layout and parallel strategy.
+        Its network, kernels, memory layout and parallel strategy. The network as it was planned for the run's spacing
+        (`NetworkPlan.complete`); what its spec leaves open is planned for cubic voxels.
     task : Task
         Channels and classes.
     device : torch.device
@@ -175,7 +186,7 @@ def build_model(
     _require_window(network, config)
     if trains:
         made = rehearse_network(network, config, task)
-        rehearse_losses(build_objective(config), made, task)
+        rehearse_losses(build_objective(config, task), made, task)
         if begin is not None:
             begin(network)
         freeze_parts(network, config.training.frozen)
@@ -301,10 +312,19 @@ def build_batches(
     device: torch.device,
     *,
     rows: Sequence[slice] | None = None,
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> AugmentedBatches:
-    """Return augmented training batches of prepared cases, or some rows of each."""
-    augmentation = BatchAugmentation(config.augmentation, config.patch.size, num_classes=task.num_classes)
-    bank = CaseBank(cases, device=device, keep=config.data.keep)
+    """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
+    augmentation = BatchAugmentation(
+        config.augmentation, config.patch.size, num_classes=num_indices(task), spacing=spacing
+    )
+    bank = CaseBank(
+        cases,
+        device=device,
+        keep=config.data.keep,
+        num_classes=task.num_classes,
+        is_sparse=task.ignore is not None,
+    )
     batches = PatchBatches(
         bank,
         config.patch.size,
@@ -320,8 +340,10 @@ def build_batches(
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
     """Return the further metrics of a validation."""
+    structures = [key if isinstance(key, tuple) else (key,) for key in task.structures]
+    columns = structures if task.regions else [(0,), *structures]
     return [
-        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=task.num_classes)
+        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, columns=columns)
         for metric in config.metrics
     ]
 
@@ -332,7 +354,9 @@ def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, m
     dtype = Precision.choose(config.training.precision, device).dtype
     return Predictor(
         model=model if len(outputs) == 1 else OneOutput(model, outputs.index("logits")),
-        num_classes=task.num_classes,
+        num_classes=task.num_outputs,
+        values=task.output_values,
+        regions=bool(task.regions),
         window=config.inference.window,
         overlap=config.inference.overlap,
         mirror=mirror,
@@ -349,6 +373,7 @@ def build_training(
     *,
     validation: Callable[[], Score] | None,
     hooks: Sequence[Hook],
+    task: Task | None = None,
 ) -> Training:
     """Return the training that the config describes.
 
@@ -364,8 +389,10 @@ def build_training(
         Called when one is due.
     hooks : sequence of Hook
         Called in this order.
+    task : Task, optional
+        Whose label maps the batches hold; see `build_objective`.
     """
-    settings, objective = config.training, build_objective(config)
+    settings, objective = config.training, build_objective(config, task)
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(
         Named(model, inputs=["image"], outputs=config.network.outputs),

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.labels import num_indices
 from volseg.errors import ConfigError, VolsegError
 from volseg.models import FitGrid
 from volseg.workflow.named import Named
@@ -66,11 +67,11 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
         raise ConfigError(f"network {name}: {fault}; network.outputs names what it returns") from fault
     heads = list(made["logits"]) if isinstance(made["logits"], list | tuple) else [made["logits"]]
     came = [tuple(head.shape) if isinstance(head, Tensor) else type(head).__name__ for head in heads]
-    wanted = (shape[0], task.num_classes, *shape[2:])
+    wanted = (shape[0], task.num_outputs, *shape[2:])
     if came[:1] != [wanted] or any(len(head) != 5 or head[1] != wanted[1] for head in came):
         raise ConfigError(
             f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, K being the "
-            f"task's {task.num_classes} labels, got {came}; a network of several outputs names them in network.outputs"
+            f"task's {task.num_outputs} labels, got {came}; a network of several outputs names them in network.outputs"
         )
     return made
 
@@ -121,7 +122,7 @@ def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -
         If a loss refuses them or gives no number, with what it said.
     """
     generator = torch.Generator().manual_seed(0)
-    label = torch.randint(task.num_classes, (SAMPLES, 1, *SIDES), generator=generator)
+    label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
     fields: dict[str, Any] = {
         "image": torch.randn(SAMPLES, task.num_channels, *SIDES, generator=generator),
         "label": label.to(torch.uint8),

@@ -18,6 +18,7 @@ from volseg.experiment.building import choose_device
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import only_process_in
+from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
@@ -54,7 +55,7 @@ class Member:
     def settle(self, config: ExperimentConfig) -> None:
         """Take what the processes have come to for what the config left open, where that is part of the run."""
         if config.training.deterministic:
-            self.config = config
+            self.config = self.config.model_copy(update={"parallel": config.parallel})
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint, which the leader decides.
@@ -114,10 +115,11 @@ class Member:
         self,
         chosen: ChosenCases,
         fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Describe the new run; see `PreparedCases.fingerprints`. ``more`` are JSON files by name."""
-        del chosen, fingerprints, more
+        del chosen, fingerprints, plan, more
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
@@ -179,6 +181,7 @@ class Leader(Member):
         self,
         chosen: ChosenCases,
         fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the run folder and describe the run in it."""
@@ -188,7 +191,7 @@ class Leader(Member):
         write_components(self.folder.path, self.config, chosen)
         for name, content in (more or {}).items():
             self.folder.write_json(name, content)
-        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints)
+        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints, plan)
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""

@@ -4,8 +4,10 @@
 
     runs/task04_unet/
         config.yaml              every value, defaults too; runs again
+        planned.yaml             the plan, with reasons, of a run that was given a data set and no config
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
+        network.json             spacing and network as they were planned
         split.json               the cases of this run, in nnU-Net's form
         components.json          where each component came from that is not built in; components/ keeps their files
         start.json               what was taken of the weights that training.start_from names
@@ -29,10 +31,11 @@ from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.msd import read_labels, read_modalities
+from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
@@ -53,6 +56,9 @@ LENGTH = ("training.epochs", "training.patience")
 
 CASES = "cases.json"
 """Ids of the cases of the split that were bad when the run was begun."""
+
+NETWORK = "network.json"
+"""Which network was planned, and for which voxel sides."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
@@ -101,13 +107,23 @@ class RunFolder:
         split: Split,
         environment: Mapping[str, Any],
         fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
     ) -> None:
         """Describe a new run; see `PreparedCases.fingerprints`."""
         self.require_free()
         self.write_json(CASES, dict(fingerprints or {}))
         self.write_json("environment.json", environment)
-        described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
+        described = {
+            "name": task.name,
+            "modalities": task.modalities,
+            "labels": task.labels,
+            "regions": {name: list(values) for name, values in task.regions.items()},
+            "ignore": task.ignore,
+            "labelled": _list_labelled(task),
+        }
         self.write_json("task.json", described)
+        if plan is not None:
+            self.write_json(NETWORK, plan.as_json())
         write_splits(self.path / "split.json", [split])
         dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
 
@@ -196,7 +212,13 @@ class RunFolder:
         if not (self.path / "task.json").exists():
             return
         begun = self.task()
-        pairs = {"channels": (begun.modalities, task.modalities), "labels": (begun.labels, task.labels)}
+        pairs: dict[str, tuple[Any, Any]] = {
+            "channels": (begun.modalities, task.modalities),
+            "labels": (begun.labels, task.labels),
+            "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
+            "value to ignore": (begun.ignore, task.ignore),
+            "labels looked for": (read_json(self.path / "task.json").get("labelled", {}), _list_labelled(task)),
+        }
         if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
             raise DataError(
                 f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
@@ -316,19 +338,27 @@ class RunFolder:
         return load_config(self.config_file)
 
     def task(self) -> Task:
-        """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
+        """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
         file = self.path / "task.json"
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
+        labels = read_regions(described, file)
         return Task(
             name=described["name"],
             root=self.config().data.root,
             modalities=read_modalities(described.get("modalities"), file, "modalities"),
-            labels=read_labels(described.get("labels"), file),
+            labels=labels.labels,
+            regions=labels.regions,
+            ignore=labels.ignore,
             training=(),
             test=(),
         )
+
+    def plan(self) -> NetworkPlan:
+        """Read with which network and spacing the run was begun; a run of an older volseg took voxels for cubes."""
+        file = self.path / NETWORK
+        return NetworkPlan.from_json(read_json(file), file) if file.exists() else NetworkPlan()
 
     def split(self) -> Split:
         """Read which cases train and which validate."""
@@ -375,6 +405,12 @@ class RunFolder:
             if (self.checkpoints / name).exists():
                 logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
         return found[newest]
+
+
+def _list_labelled(task: Task) -> dict[str, list[int]]:
+    """Return what was looked for in the partially labelled training cases."""
+    found = {case["case"]: task.labelled(case) for case in task.training}
+    return {name: list(values) for name, values in found.items() if values is not None}
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:

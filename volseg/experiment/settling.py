@@ -11,6 +11,7 @@ import torch
 from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective, build_plain_network
 from volseg.experiment.out_of_memory import is_out_of_memory
@@ -66,9 +67,10 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
         require_mean_over_samples(
-            build_objective(config),
+            build_objective(config, task),
             num_channels=task.num_channels,
-            num_classes=task.num_classes,
+            num_classes=task.num_outputs,
+            num_indices=num_indices(task),
             outputs=_count_channels(config, task),
         )
     settled = config.with_mesh(plan) if count > 1 else config
@@ -129,11 +131,11 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
     image = torch.randn(rows, task.num_channels, *sides, device=device)
-    label = torch.randint(task.num_classes, (rows, 1, *sides), dtype=torch.uint8, device=device)
+    label = torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device)
     network.train()
     with Precision.choose(config.training.precision, device).autocast():
         outputs = Named(network, inputs=["image"], outputs=config.network.outputs)({"image": image})
-        fields = build_objective(config).to(device)({"image": image, "label": label, **outputs})
+        fields = build_objective(config, task).to(device)({"image": image, "label": label, **outputs})
     fields["loss"].backward()
     optimizer.step()
     if average is not None:

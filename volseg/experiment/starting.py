@@ -17,7 +17,7 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.run_folder import RunFolder
 from volseg.models import FitGrid, build_network
-from volseg.models.transfer import Transfer, find_followers, transfer_weights
+from volseg.models.transfer import WeightTransfer, find_followers, transfer_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
@@ -68,7 +68,7 @@ class Start:
         assert path is not None
         self.config, self.task = config, chosen.task
         self.weights = find_weights(path)
-        self._done: tuple[Transfer, Mapping[str, int]] | None = None
+        self._done: tuple[WeightTransfer, Mapping[str, int]] | None = None
         seen = self.weights.cases & {*chosen.split.validation}
         same_task = self.weights.task is not None and self.weights.task.name == self.task.name
         if seen and same_task and is_main_process():
@@ -86,10 +86,10 @@ class Start:
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
         with own_random_numbers([]):
             stems = find_followers(
-                lambda number: build(in_channels=number, out_channels=task.num_classes), task.num_channels
+                lambda number: build(in_channels=number, out_channels=task.num_outputs), task.num_channels
             )
             heads = find_followers(
-                lambda number: build(in_channels=task.num_channels, out_channels=number), task.num_classes
+                lambda number: build(in_channels=task.num_channels, out_channels=number), task.num_outputs
             )
         begun = self.weights.task
         try:
@@ -98,7 +98,7 @@ class Start:
                 self.weights.values,
                 stems=stems,
                 heads=heads,
-                renew_heads=begun is not None and begun.labels != task.labels,
+                renew_heads=begun is not None and (begun.labels, begun.regions) != (task.labels, task.regions),
                 strict=config.training.start_strict,
             )
         except CheckpointError as fault:

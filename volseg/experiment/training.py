@@ -10,9 +10,17 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
-from volseg.experiment.building import build_hooks, build_model, build_training, check_components, choose_device
+from volseg.experiment.building import (
+    build_hooks,
+    build_model,
+    build_objective,
+    build_training,
+    check_components,
+    choose_device,
+)
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.component_record import require_components
+from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
@@ -86,7 +94,9 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     resume = role.claim(resume)
     chosen = choose_cases(role.config)
     require_plausible_sizes(role.config, chosen.task, device)
-    config, mesh = settle_mesh(role.config, chosen.task, device)
+    build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
+    plan = folder.plan() if resume else plan_network(role.config, chosen.task)
+    config, mesh = settle_mesh(plan.complete(role.config), chosen.task, device)
     role.settle(config)
     seed_everything(config.seed)
     if resume:
@@ -95,7 +105,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         folder.require_same_mesh(config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
-    reading = choose_reading(config, mesh)
+    reading = choose_reading(config, mesh, plan.spacing)
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     held_out = replace(prepared, training=())
@@ -109,6 +119,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, role), *build_hooks(config), *hooks],
+        task=chosen.task,
     )
     if resume:
         state = folder.newest_checkpoint()
@@ -116,7 +127,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen, held_out.fingerprints, {} if start is None else {START: start.as_json()})
+        role.begin(chosen, held_out.fingerprints, plan, {} if start is None else {START: start.as_json()})
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.experiment.building import build_plain_network, check_components
+from volseg.experiment.network_plan import plan_network
 from volseg.models import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
@@ -54,9 +55,10 @@ def verify(
     """
     check_components(config)
     task = load_task(config.data.root, require_files=False)
+    planned = plan_network(config, task).complete(config)
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
-        network = build_plain_network(config, task)
+        network = build_plain_network(planned, task)
     chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":

@@ -1,7 +1,8 @@
 """Networks by name: the segmentation networks of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
 
 The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
-network's own parameter. A DynUNet is planned for the patch as nnU-Net would; see `plan_topology`.
+network's own parameter. A DynUNet or ResEncUNet is planned for the patch and its spacing as nnU-Net would; see
+`plan_topology`.
 """
 
 import inspect
@@ -14,12 +15,16 @@ from torch import nn
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.models.deep_supervision import DynUNet
+from volseg.models.residual_encoder import ENCODER_BLOCKS, ResEncUNet
 from volseg.models.topology import plan_topology
 from volseg.models.vnet import VNet
 
-__all__ = ["NETWORKS", "build_network"]
+__all__ = ["NETWORKS", "build_network", "complete_spec"]
 
 _DATA = ("in_channels", "out_channels")
+
+ISOTROPIC = (1.0, 1.0, 1.0)
+"""Voxel sides that are all alike; a plan depends on their ratios only."""
 
 
 OFFERED = (
@@ -46,7 +51,7 @@ def _explain_monai(name: str) -> str:
 
 NETWORKS = Registry(
     "network",
-    {**{name: getattr(nets, name) for name in OFFERED}, "DynUNet": DynUNet, "VNet": VNet},
+    {**{name: getattr(nets, name) for name in OFFERED}, "DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet},
     group="volseg.networks",
     explain=_explain_monai,
 )
@@ -59,6 +64,7 @@ def build_network(
     in_channels: int,
     out_channels: int,
     patch_size: Sequence[int] | None = None,
+    spacing: Sequence[float] = ISOTROPIC,
 ) -> nn.Module:
     """Build the network that ``spec`` names.
 
@@ -69,7 +75,9 @@ def build_network(
     in_channels, out_channels : int
         Channels of the image, classes of the label.
     patch_size : sequence of int, optional
-        D, H, W of a training patch; plans DynUNet's strides and UNETR's grid where ``spec`` does not give them.
+        D, H, W of a training patch; plans a U-Net's strides and UNETR's grid where ``spec`` does not give them.
+    spacing : sequence of float
+        The patch's voxel sides along D, H, W in mm; a U-Net neither halves nor convolves across thick slices early.
 
     Raises
     ------
@@ -84,42 +92,63 @@ def build_network(
     Traceback (most recent call last):
     volseg.errors.ConfigError: network VNet has no parameter 'droput_prob'; did you mean 'dropout_prob_...
     """
-    NETWORKS.check(spec)
+    fixed = {"in_channels": in_channels, "out_channels": out_channels}
+    completed = complete_spec(spec, patch_size=patch_size, spacing=spacing)
     name = spec["name"]
     for parameter in _DATA:
         if not NETWORKS.accepts(name, parameter):
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
-    fixed = {"in_channels": in_channels, "out_channels": out_channels}
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    defaults = _DEFAULTS[name](spec, patch_size) if name in _DEFAULTS else {}
-    network = NETWORKS.build({**defaults, **spec}, **fixed)
+    network = NETWORKS.build(completed, **fixed)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
     return network
 
 
-def _five_levels(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
+def complete_spec(
+    spec: Mapping[str, Any], *, patch_size: Sequence[int] | None = None, spacing: Sequence[float] = ISOTROPIC
+) -> dict[str, Any]:
+    """Return ``spec`` with every parameter that would follow from the patch: it builds the same without one.
+
+    Parameters
+    ----------
+    spec, patch_size, spacing
+        As for `build_network`.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter, and for a patch that cannot be planned for.
+
+    Examples
+    --------
+    >>> prostate = complete_spec({"name": "DynUNet"}, patch_size=(320, 256, 20), spacing=(0.62, 0.62, 3.6))
+    >>> prostate["kernel_size"][:3], prostate["strides"][:3]
+    (((3, 3, 1), (3, 3, 1), (3, 3, 3)), ((1, 1, 1), (2, 2, 1), (2, 2, 1)))
+    """
+    NETWORKS.check(spec)
+    name = spec["name"]
+    return {**(_DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}), **spec}
+
+
+def _five_levels(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Five levels of 16 to 256 channels, as in MONAI's tutorials."""
     channels = spec.get("channels", (16, 32, 64, 128, 256))
     return {"channels": channels, "strides": (2,) * (len(channels) - 1)}
 
 
-def _residual_unet(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:
-    return {**_five_levels(spec, patch_size), "num_res_units": 2}
-
-
-def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:
+def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing: Sequence[float]) -> dict[str, Any]:
     """Plan as nnU-Net does, or complete the strides that the user gave."""
     if "strides" in spec:
         strides = spec["strides"]
         kernels: Sequence[Any] = [3] * len(strides)
         filters = [min(32 * 2**stage, 320) for stage in range(len(strides))]
     elif patch_size is not None:
-        topology = plan_topology(patch_size)
+        topology = plan_topology(patch_size, spacing)
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)
     else:
-        raise ConfigError("network DynUNet: its strides are planned for the patch; give patch_size, or strides")
+        raise ConfigError(f"network {spec['name']}: its strides are planned for the patch; give patch_size, or strides")
     defaults = {
         "strides": strides,
         "kernel_size": kernels,
@@ -132,21 +161,27 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[
     return defaults
 
 
-def _fixed_grid(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
+def _planned_residual(
+    spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing: Sequence[float]
+) -> dict[str, Any]:
+    """Plan as nnU-Net does, with its numbers of residual blocks."""
+    planned = _planned({key: value for key, value in spec.items() if key != "deep_supervision"}, patch_size, spacing)
+    del planned["upsample_kernel_size"]
+    return {**planned, "blocks": ENCODER_BLOCKS[: len(planned["strides"])]}
+
+
+def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
     """UNETR learns one embedding per 16 x 16 x 16 block, so its grid is fixed: the patch, padded to whole blocks."""
     if patch_size is None:
         raise ConfigError("network UNETR: its grid is fixed when it is built; give patch_size, or img_size")
     return {"img_size": tuple(-(-side // 16) * 16 for side in patch_size)}
 
 
-def _smallest_backbone(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
-    return {"backbone": "efficientnet-b0"}
-
-
-_DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None], dict[str, Any]]] = {
-    "UNet": _residual_unet,
-    "AttentionUnet": _five_levels,
-    "FlexibleUNet": _smallest_backbone,
+_DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None, Sequence[float]], dict[str, Any]]] = {
+    "UNet": lambda spec, *_: {**_five_levels(spec), "num_res_units": 2},
+    "AttentionUnet": lambda spec, *_: _five_levels(spec),
+    "FlexibleUNet": lambda *_: {"backbone": "efficientnet-b0"},  # its smallest
     "DynUNet": _planned,
-    "UNETR": lambda spec, patch_size: {} if "img_size" in spec else _fixed_grid(spec, patch_size),
+    "ResEncUNet": _planned_residual,
+    "UNETR": lambda spec, patch_size, _: {} if "img_size" in spec else _fixed_grid(patch_size),
 }

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from volseg.errors import CheckpointError
 
-__all__ = ["Transfer", "find_followers", "transfer_weights"]
+__all__ = ["WeightTransfer", "find_followers", "transfer_weights"]
 
 Dims = Mapping[str, frozenset[int]]
 """Names of tensors, and the dims along which their size follows a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class WeightTransfer:
     """What became of each tensor of a network that was begun with other weights."""
 
     taken: tuple[str, ...]
@@ -75,7 +75,7 @@ def transfer_weights(
     heads: Dims,
     renew_heads: bool = False,
     strict: bool = True,
-) -> Transfer:
+) -> WeightTransfer:
     """Begin ``network`` with ``weights``, in place.
 
     A first convolution for other channels gets the mean of its weights over the old ones, times their number over that
@@ -130,7 +130,7 @@ def transfer_weights(
         for name, tensor in _tensors_of(network):
             if name in values:
                 tensor.copy_(values[name])
-    return Transfer(taken=tuple(taken), adapted=tuple(adapted), new=tuple(new), left=tuple(left))
+    return WeightTransfer(taken=tuple(taken), adapted=tuple(adapted), new=tuple(new), left=tuple(left))
 
 
 def _require_enough(faults: Sequence[str], values: Mapping[str, Tensor]) -> None:

@@ -73,7 +73,12 @@ class Objective:
 
 
 def require_mean_over_samples(
-    objective: Objective, *, num_channels: int, num_classes: int, outputs: Mapping[str, int] | None = None
+    objective: Objective,
+    *,
+    num_channels: int,
+    num_classes: int,
+    num_indices: int | None = None,
+    outputs: Mapping[str, int] | None = None,
 ) -> None:
     """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
 
@@ -86,7 +91,9 @@ def require_mean_over_samples(
     objective : Objective
         On the CPU.
     num_channels, num_classes : int
-        Of image and logits.
+        Of images and of logits.
+    num_indices : int, optional
+        Numbers that label maps hold, from 0 on; one per class by default.
     outputs : mapping, optional
         Further volumes that the network gives, and the channels of each.
 
@@ -101,9 +108,12 @@ def require_mean_over_samples(
         for heads in (1, 3):  # as a network without and with deep supervision gives logits
             for deal in TRIED_DEALS:
                 try:
-                    whole, parts = _try_deal(
-                        loss, deal, _make_fields(sum(deal), heads, num_channels, num_classes, outputs or {})
-                    )
+                    batch = _make_fields(sum(deal), heads, num_channels, num_classes, num_indices or num_classes)
+                    for name, channels in (outputs or {}).items():
+                        batch[name] = torch.randn(
+                            sum(deal), channels, *TRIED_SIDES, generator=torch.Generator().manual_seed(1)
+                        )
+                    whole, parts = _try_deal(loss, deal, batch)
                 except Exception as fault:  # a loss may take one of the two kinds of logits only
                     faults.append(fault)
                     continue
@@ -195,12 +205,10 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
         return math.fsum(float(value) for value in loss(taken).values())
 
 
-def _make_fields(
-    count: int, heads: int, num_channels: int, num_classes: int, outputs: Mapping[str, int]
-) -> dict[str, Any]:
+def _make_fields(count: int, heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
     """Return a random batch whose samples differ in how much of each class they hold; one is background alone."""
     generator = torch.Generator().manual_seed(0)
-    label = torch.randint(num_classes, (count, 1, *TRIED_SIDES), generator=generator)
+    label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
     kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count
     sides = [[side // 2**level for side in TRIED_SIDES] for level in range(heads)]
     logits = [torch.randn(count, num_classes, *side, generator=generator) for side in sides]
@@ -208,5 +216,4 @@ def _make_fields(
         "image": torch.randn(count, num_channels, *TRIED_SIDES, generator=generator),
         "label": (label * kept).to(torch.uint8),
         "logits": logits if heads > 1 else logits[0],
-        **{name: torch.randn(count, channels, *TRIED_SIDES, generator=generator) for name, channels in outputs.items()},
     }
