@@ -411,7 +411,7 @@ def test_images_are_found_and_doubles_refused(task, tmp_path):
 def test_further_losses_and_metrics_are_recorded_by_name(configured):
     outcome = train(
         configured(
-            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, weight: 0.5, output: focal}]",
+            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, factor: 0.5, output: focal}]",
             "metrics=[{name: MeanIoU, output: iou}]",
         )
     )
