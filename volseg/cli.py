@@ -35,9 +35,15 @@ app = typer.Typer(
 )
 data_app = typer.Typer(name="data", help="Make and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
+cache_app = typer.Typer(name="cache", help="Look after the cases that are kept prepared.", no_args_is_help=True)
+data_app.add_typer(cache_app)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+CacheFolder = Annotated[
+    str, typer.Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
 ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 """What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
@@ -83,6 +89,7 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
     ] = 0,
+    no_cache: NoCache = False,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
@@ -90,6 +97,7 @@ def train(
     from volseg.parallel.devices import count_launched, is_launched
 
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
@@ -122,6 +130,7 @@ def cross_validate(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+    no_cache: NoCache = False,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
     from volseg import experiment  # imports torch: not for --help
@@ -130,6 +139,7 @@ def cross_validate(
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
@@ -235,6 +245,42 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task 
         typer.echo(f"look at {line}")
     require_sound(found.problems)
     typer.echo(f"all {len(cases)} cases of {task.name} can be used")
+
+
+@cache_app.command("list", epilog="Example: volseg data cache list")
+def list_cache(folder: CacheFolder = "auto") -> None:
+    """Say which prepared cases are kept, from where, how large they are, and when they were last used."""
+    from volseg.data.case_cache import choose_cache_folder, describe_entries  # imports torch: not for --help
+
+    typer.echo(describe_entries(choose_cache_folder(folder)))
+
+
+@cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
+def clear_cache(
+    folder: CacheFolder = "auto",
+    unused: Annotated[float, typer.Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
+) -> None:
+    """Remove prepared cases; a training that runs keeps those that it has opened."""
+    from volseg.data.case_cache import choose_cache_folder, remove_entries  # imports torch: not for --help
+
+    chosen = choose_cache_folder(folder)
+    removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
+    typer.echo(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
+
+
+@cache_app.command("verify", epilog="Example: volseg data cache verify")
+def verify_cache(folder: CacheFolder = "auto") -> None:
+    """Compare every byte that is kept with its checksum, and remove what is damaged: it will be prepared anew."""
+    from volseg.data.case_cache import choose_cache_folder, verify_entries  # imports torch: not for --help
+
+    chosen = choose_cache_folder(folder)
+    found = [] if chosen is None else list(verify_entries(chosen))
+    damaged = [fault for _, fault in found if fault is not None]
+    for fault in damaged:
+        typer.echo(f"removed: {fault}")
+    typer.echo(f"{len(found) - len(damaged)} of {len(found)} case(s) are as they were written")
+    if damaged:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: volseg quickstart --output first_run")

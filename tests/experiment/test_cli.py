@@ -18,6 +18,7 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
 VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
+VERBS += ["data cache list", "data cache clear", "data cache verify"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -102,7 +102,7 @@ def _draw_voxels(foreground: ForegroundVoxels, cases: Tensor, generator: torch.G
     chosen = lot.masked_fill(count == 0, -1.0).argmax(1, keepdim=True)
     count = count.gather(1, chosen).squeeze(1)
     row = foreground.first[cases].gather(1, chosen).squeeze(1) + _draw_below(count.clamp(min=1), generator)
-    return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)], count > 0
+    return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)].long(), count > 0
 
 
 def _draw_below(bounds: Tensor, generator: torch.Generator) -> Tensor:
