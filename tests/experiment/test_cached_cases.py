@@ -64,7 +64,7 @@ def test_a_resumed_run_may_have_its_cache_elsewhere(configured, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(configured, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match="name another folder by data.cache"):
+    with pytest.raises(ConfigError, match=r"name another folder by data\.cache"):
         train(configured(f"data.cache={tmp_path / 'file' / 'cache'}"))
     monkeypatch.setenv("VOLSEG_CACHE", str(tmp_path / "file" / "cache"))
     train(configured("training.epochs=1"))
