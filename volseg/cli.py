@@ -45,6 +45,12 @@ NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases ane
 CacheFolder = Annotated[
     str, typer.Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
+Components = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
+    ),
+]
 ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 """What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
 
@@ -90,12 +96,14 @@ def train(
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
     ] = 0,
     no_cache: NoCache = False,
+    components: Components = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
     from volseg.parallel.devices import count_launched, is_launched
 
+    experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     overrides += ["data.cache=none"] if no_cache else []
     loaded = experiment.load_config(config, overrides)
@@ -131,6 +139,7 @@ def cross_validate(
     gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
     no_cache: NoCache = False,
+    components: Components = None,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
     from volseg import experiment  # imports torch: not for --help
@@ -138,6 +147,7 @@ def cross_validate(
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
+    experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     overrides += ["data.cache=none"] if no_cache else []
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
@@ -150,10 +160,11 @@ def cross_validate(
 
 
 @app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
-def validate(run: RunArgument, checkpoint: Checkpoint = "latest") -> None:
+def validate(run: RunArgument, checkpoint: Checkpoint = "latest", components: Components = None) -> None:
     """Predict the run's validation cases and write their summary.json."""
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     folder = experiment.RunFolder(run)
     validated = experiment.validate(folder, checkpoint=checkpoint)
     typer.echo(experiment.dice_table(validated.summary, folder.task()))
@@ -173,10 +184,12 @@ def predict(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
     ] = False,
+    components: Components = None,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's own grid."""
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     folder = experiment.RunFolder(run)
     for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
         typer.echo(path)
@@ -203,6 +216,7 @@ def verify(
         str | None, typer.Option(help="spatial or pipeline; default the config's, spatial where it names none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was compared as JSON.")] = False,
+    components: Components = None,
 ) -> None:
     """Compare the network on several devices with itself on one, in training and evaluation, recomputed and recorded.
 
@@ -210,6 +224,7 @@ def verify(
     """
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
     report = experiment.verify(loaded, num_devices=devices, shape=shape, strategy=strategy)
@@ -232,11 +247,16 @@ def make(
 
 
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
-def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")],
+    components: Components = None,
+) -> None:
     """Read every file of a data set to its end and name all bad cases at once."""
+    from volseg import experiment  # imports torch: not for --help
     from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
+    experiment.load_components(components or ())
     task = load_task(folder, require_files=False)
     cases = [*task.training, *task.test]
     with count_up(len(cases), "checking") as count:
@@ -294,6 +314,21 @@ def quickstart(
     from volseg import experiment  # imports torch: not for --help
 
     typer.echo(experiment.quickstart(output))
+
+
+@app.command("components", epilog="Example: volseg components network --components components.py")
+def list_components(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="network, loss, transform, ...; default all kinds.")
+    ] = None,
+    components: Components = None,
+) -> None:
+    """List what a config may name: built in, of installed packages, and of your own."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    for line in experiment.list_components(kind):
+        typer.echo(line)
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,8 +15,8 @@ import nibabel
 import numpy as np
 import pytest
 
-from volseg.data import checks, load_task, make_task
-from volseg.data.checks import check_cases
+from volseg.data import load_task, make_task
+from volseg.data.checks import check_cases, reading
 from volseg.data.readers import read_volume
 from volseg.errors import ReaderError
 
@@ -231,7 +231,7 @@ def test_every_exception_of_a_reader_is_one_named_case(tmp_path, monkeypatch):
             raise bad[str(path)]
         return read(path)
 
-    monkeypatch.setitem(readers.SUFFIXES, ".nii.gz", raising)
+    monkeypatch.setitem(readers.SUFFIXES._components, ".nii.gz", raising)
     problems = check_cases(task.training, task)
     assert [problem.case for problem in problems] == [case["case"] for case in task.training[:5]]
     assert all(str(problem.file) in problem.message for problem in problems)
@@ -246,7 +246,7 @@ def test_what_ends_the_program_is_no_bad_case(tmp_path, monkeypatch, stop):
     def raising(path):
         raise stop
 
-    monkeypatch.setitem(readers.SUFFIXES, ".nii", raising)
+    monkeypatch.setitem(readers.SUFFIXES._components, ".nii", raising)
     with pytest.raises(stop):
         read_volume(nifti(tmp_path / "x.nii"))
 
@@ -257,7 +257,7 @@ def test_what_fails_in_a_check_is_one_named_case_too(tmp_path, monkeypatch):
     def failing(image, task):
         raise MemoryError
 
-    monkeypatch.setattr(checks, "_find_image_faults", failing)
+    monkeypatch.setattr(reading, "find_image_faults", failing)
     problems = check_cases(task.training, task)
     assert [problem.case for problem in problems] == [case["case"] for case in task.training]
     assert "needs more memory" in problems[0].message

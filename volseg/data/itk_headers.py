@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from volseg.data.content import Content, Packing, require_held, require_memory, require_regular
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["find_voxels", "require_sound_meta", "require_sound_nrrd"]
 
@@ -258,5 +258,5 @@ def _require_room(claim: _Claim, path: Path) -> None:
         content.finish()
 
 
-def _damaged(path: Path, what: str) -> ReaderError:
-    return ReaderError(f"{path} is truncated or damaged ({what}); fetch it again")
+def _damaged(path: Path, what: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} is truncated or damaged ({what}); fetch it again")

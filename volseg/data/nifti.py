@@ -20,9 +20,9 @@ from nibabel.spatialimages import HeaderDataError
 
 from volseg.data.content import Content, require_held, require_memory, require_regular
 from volseg.data.volume import as_volume, require_numbers
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_nifti"]
+__all__ = ["read_nifti", "read_nifti_affine"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,7 @@ def read_nifti(path: Path) -> MetaTensor:
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
         logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing alone", path)
-    affine = np.array(image.affine, dtype=np.float64)
-    scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
-    affine[:3] *= scale
+    affine, scale = _in_millimetres(image.affine, header)
     stored = image.get_data_dtype()
     voxels = _put_channels_first(_read_voxels(image, path), path)
     volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
@@ -66,17 +64,52 @@ def read_nifti(path: Path) -> MetaTensor:
     return volume
 
 
+def read_nifti_affine(path: Path) -> np.ndarray:
+    """Return the affine of a NIfTI file in mm, as `read_nifti` would, by the file's first bytes alone.
+
+    Raises
+    ------
+    ReaderError
+        The header is truncated, damaged or not NIfTI's.
+    """
+    require_regular(path)
+    with path.open("rb") as file:
+        head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
+    kind = _kind_of(head, path)
+    _measure(kind, head, path)
+    header = kind.header_class(head[: kind.header_class.sizeof_hdr], check=False)
+    try:
+        return _in_millimetres(header.get_best_affine(), header)[0]
+    except (ValueError, HeaderDataError) as fault:
+        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+
+
+def _in_millimetres(affine: np.ndarray, header: nibabel.Nifti1Header) -> tuple[np.ndarray, float]:
+    """Return an affine in mm, and how many of them the file's unit is."""
+    scale = MILLIMETRES.get(int(header["xyzt_units"]) & 7, 1.0)
+    return np.diag([scale, scale, scale, 1.0]) @ np.array(affine, dtype=np.float64), scale
+
+
+def _packing_of(path: Path) -> Literal["plain", "gzip"]:
+    return "gzip" if path.suffix.lower() == ".gz" else "plain"
+
+
+def _kind_of(head: bytes, path: Path) -> type[nibabel.Nifti1Image]:
+    kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
+    if kind is None:
+        raise ReaderError(
+            f"{path} is no NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
+        )
+    return kind
+
+
 def _parse(path: Path) -> nibabel.Nifti1Image:
     size = require_regular(path)
-    packing: Literal["plain", "gzip"] = "gzip" if path.suffix.lower() == ".gz" else "plain"
+    packing = _packing_of(path)
     with path.open("rb") as file:
         content = Content(file, path, packing)
         head = content.peek(LONGEST_HEADER)
-        kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
-        if kind is None:
-            raise ReaderError(
-                f"{path} is no NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
-            )
+        kind = _kind_of(head, path)
         offset, voxel_bytes = _measure(kind, head, path)
         held = size - offset if packing == "plain" else size
         require_held(voxel_bytes, held, path, packing)
@@ -86,7 +119,7 @@ def _parse(path: Path) -> nibabel.Nifti1Image:
     try:
         return kind.from_bytes(payload)
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 
 def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
@@ -97,12 +130,12 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
         shape = tuple(int(side) for side in header.get_data_shape())
         offset = int(header.get_data_offset())
     except (KeyError, ValueError, OverflowError, HeaderDataError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
     require_numbers(stored, path)
     if not 3 <= len(shape) <= 5 or min(shape) < 1:
         raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
     if not 0 <= offset <= FARTHEST_VOXELS:
-        raise ReaderError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
+        raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
     voxels = math.prod(shape)
     # The file's bytes once as read and once as voxels, and these twice as float32: scaled, and in our order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
@@ -114,7 +147,7 @@ def _read_voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
             return image.get_fdata(dtype=np.float32, caching="unchanged")
     except (OSError, EOFError, ValueError, OverflowError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 
 def _put_channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:

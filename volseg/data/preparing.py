@@ -17,7 +17,7 @@ from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
-from volseg.data.readers import Read
+from volseg.data.readers import Read, list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.stored_case import StoredCase
@@ -290,11 +290,14 @@ def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[in
 
 
 def _file_size(case: Case) -> int:
-    path = Path(case["image"])
     try:
-        return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+        return sum(_size_on_disk(path) for path in list_files(case["image"]))
     except OSError:  # what is wrong with it is told by who reads it
         return 0
+
+
+def _size_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
@@ -322,8 +325,8 @@ def _describe_found(attempt: _Attempt) -> dict[str, Any]:
 
 def _describe(attempt: _Attempt) -> list[Any]:
     """Return what became of a case as JSON can say it."""
-    problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
-    remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
+    problems = [problem.as_list() for problem in attempt.problems]
+    remarks = [remark.as_list() for remark in attempt.remarks]
     found = [problems, remarks, attempt.digest, attempt.fingerprint]
     return [*found, attempt.fault and describe_error(attempt.fault), attempt.stored]
 
@@ -337,8 +340,8 @@ def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
             if known is None or not (known.problems or known.fault):
                 cases[index] = _ToldCase(
                     teller=teller,
-                    problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
-                    remarks=[Remark(*remark) for remark in remarks],
+                    problems=[Problem.from_list(problem) for problem in problems],
+                    remarks=[Remark.from_list(remark) for remark in remarks],
                     digest=digest,
                     fingerprint=fingerprint,
                     fault=fault,

@@ -4,6 +4,7 @@ from volseg.config.loading import load_config
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
 from volseg.experiment.launching import count_workers, train_on
+from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
@@ -15,6 +16,7 @@ from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes import leave_processes
 
 __all__ = [
+    "REGISTRIES",
     "CrossValidated",
     "Outcome",
     "RunFolder",
@@ -25,9 +27,12 @@ __all__ = [
     "dice_table",
     "is_main_process",
     "leave_processes",
+    "list_components",
+    "load_components",
     "load_config",
     "predict",
     "quickstart",
+    "register",
     "train",
     "train_on",
     "validate",

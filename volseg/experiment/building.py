@@ -126,7 +126,8 @@ def build_model(
     Parameters
     ----------
     config : ExperimentConfig
-        Its network, kernels, memory layout and parallel strategy.
+        Its network, kernels, memory layout and parallel strategy. The network as it was planned for the run's spacing
+        (`NetworkPlan.complete`); what its spec leaves open is planned for cubic voxels.
     task : Task
         Channels and classes.
     device : torch.device
@@ -266,9 +267,12 @@ def build_batches(
     device: torch.device,
     *,
     rows: Sequence[slice] | None = None,
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> AugmentedBatches:
-    """Return augmented training batches of prepared cases, or some rows of each."""
-    augmentation = BatchAugmentation(config.augmentation, config.patch.size, num_classes=task.num_classes)
+    """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
+    augmentation = BatchAugmentation(
+        config.augmentation, config.patch.size, num_classes=task.num_classes, spacing=spacing
+    )
     bank = CaseBank(cases, device=device, keep=config.data.keep)
     batches = PatchBatches(
         bank,

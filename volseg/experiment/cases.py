@@ -9,7 +9,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.case_cache import CaseCache, choose_cache_folder
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits

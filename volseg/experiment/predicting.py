@@ -13,7 +13,7 @@ from volseg.data.cases import Case
 from volseg.data.checks import inspect_cases, require_sound, summarise_remarks
 from volseg.data.names import find_doubled
 from volseg.data.preparing import prepare
-from volseg.data.readers import SUFFIXES, stem
+from volseg.data.readers import SUFFIXES, list_files, stem
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import build_predictor, preprocessing_of
 from volseg.experiment.out_of_memory import explaining_memory
@@ -137,7 +137,8 @@ def _prepare_each(cases: Sequence[Case], preprocessing: Preprocessing) -> Iterat
 def _refuse_overwriting(cases: Sequence[Case], output: Path) -> None:
     # Resolved, because a relative path, an absolute one and a link may mean one file.
     written = {(output / f"{case['case']}.nii.gz").resolve() for case in cases}
-    if overwritten := [case["image"] for case in cases if case["image"].resolve() in written]:
+    images = [image for case in cases for image in list_files(case["image"])]
+    if overwritten := [image for image in images if image.resolve() in written]:
         raise DataError(f"{output} holds the image {overwritten[0]} itself; choose another folder for the predictions")
 
 

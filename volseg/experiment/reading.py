@@ -29,9 +29,11 @@ from volseg.workflow.validation import Validation
 __all__ = ["Follower", "Reader", "choose_reading"]
 
 
-def choose_reading(config: ExperimentConfig, mesh: TrainingMesh) -> "Follower":
-    """Return whether this process reads or follows."""
-    return Reader(config, mesh) if mesh.reads else Follower(config, mesh)
+def choose_reading(
+    config: ExperimentConfig, mesh: TrainingMesh, spacing: Sequence[float] = (1.0, 1.0, 1.0)
+) -> "Follower":
+    """Return whether this process reads or follows; ``spacing``: voxel sides after preprocessing, in mm."""
+    return Reader(config, mesh, spacing) if mesh.reads else Follower(config, mesh)
 
 
 class Follower:
@@ -127,11 +129,17 @@ class Reader(Follower):
         Of the training.
     mesh : TrainingMesh
         Whom it trains with.
+    spacing : sequence of float
+        Voxel sides of the prepared cases along D, H, W, in mm.
     """
+
+    def __init__(self, config: ExperimentConfig, mesh: TrainingMesh, spacing: Sequence[float]) -> None:
+        super().__init__(config, mesh)
+        self.spacing = spacing
 
     def _cut_batches(self, prepared: PreparedCases, task: Task, device: torch.device) -> EpochBatches:
         rows = self.mesh.deal(self.config.patch.batch)
-        return build_batches(self.config, task, prepared.training, device, rows=rows)
+        return build_batches(self.config, task, prepared.training, device, rows=rows, spacing=self.spacing)
 
     def _judge(
         self, predictor: Predictor, task: Task, prepared: PreparedCases, folder: Path | None, show: bool

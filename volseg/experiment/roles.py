@@ -16,6 +16,7 @@ from volseg.errors import ConfigError
 from volseg.experiment.building import choose_device
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.folder_lock import only_process_in
+from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment
@@ -52,7 +53,7 @@ class Member:
     def settle(self, config: ExperimentConfig) -> None:
         """Take what the processes have come to for what the config left open, where that is part of the run."""
         if config.training.deterministic:
-            self.config = config
+            self.config = self.config.model_copy(update={"parallel": config.parallel})
 
     def claim(self, resume: bool) -> bool:
         """Return whether the training goes on from a checkpoint, which the leader decides.
@@ -108,9 +109,14 @@ class Member:
     def require_folder(self) -> None:
         """Raise if the run folder is no longer the one that this job locked."""
 
-    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
+    def begin(
+        self,
+        chosen: ChosenCases,
+        fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
+    ) -> None:
         """Describe the new run; see `PreparedCases.fingerprints`."""
-        del chosen, fingerprints
+        del chosen, fingerprints, plan
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
@@ -165,12 +171,17 @@ class Leader(Member):
     def _remove_token(self) -> None:
         (self.folder.path / SEEN).unlink(missing_ok=True)
 
-    def begin(self, chosen: ChosenCases, fingerprints: Mapping[str, str | None] | None = None) -> None:
+    def begin(
+        self,
+        chosen: ChosenCases,
+        fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
+    ) -> None:
         """Make the run folder and describe the run in it."""
         if self._require_lock is None:
             self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
-        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints)
+        self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints, plan)
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""

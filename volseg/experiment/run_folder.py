@@ -6,6 +6,7 @@
         config.yaml              every value, defaults too; runs again
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
+        network.json             spacing and network as they were planned
         split.json               the cases of this run, in nnU-Net's form
         cases.json               a fingerprint of each, null of those that were bad
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
@@ -27,10 +28,11 @@ from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.msd import read_labels, read_modalities
+from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
@@ -51,6 +53,9 @@ LENGTH = ("training.epochs", "training.patience")
 
 CASES = "cases.json"
 """Ids of the cases of the split that were bad when the run was begun."""
+
+NETWORK = "network.json"
+"""Which network was planned, and for which voxel sides."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
@@ -99,13 +104,22 @@ class RunFolder:
         split: Split,
         environment: Mapping[str, Any],
         fingerprints: Mapping[str, str | None] | None = None,
+        plan: NetworkPlan | None = None,
     ) -> None:
         """Describe a new run; see `PreparedCases.fingerprints`."""
         self.require_free()
         self.write_json(CASES, dict(fingerprints or {}))
         self.write_json("environment.json", environment)
-        described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
+        described = {
+            "name": task.name,
+            "modalities": task.modalities,
+            "labels": task.labels,
+            "regions": {name: list(values) for name, values in task.regions.items()},
+            "ignore": task.ignore,
+        }
         self.write_json("task.json", described)
+        if plan is not None:
+            self.write_json(NETWORK, plan.as_json())
         write_splits(self.path / "split.json", [split])
         dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
 
@@ -309,19 +323,27 @@ class RunFolder:
         return load_config(self.config_file)
 
     def task(self) -> Task:
-        """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
+        """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
         file = self.path / "task.json"
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
+        labels = read_regions(described, file)
         return Task(
             name=described["name"],
             root=self.config().data.root,
             modalities=read_modalities(described.get("modalities"), file, "modalities"),
-            labels=read_labels(described.get("labels"), file),
+            labels=labels.labels,
+            regions=labels.regions,
+            ignore=labels.ignore,
             training=(),
             test=(),
         )
+
+    def plan(self) -> NetworkPlan:
+        """Read with which network and spacing the run was begun; a run of an older volseg took voxels for cubes."""
+        file = self.path / NETWORK
+        return NetworkPlan.from_json(read_json(file), file) if file.exists() else NetworkPlan()
 
     def split(self) -> Split:
         """Read which cases train and which validate."""

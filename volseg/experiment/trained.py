@@ -41,14 +41,14 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     """
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
-    config, task = folder.config(), folder.task()
+    config, task, plan = folder.config(), folder.task(), folder.plan()
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
     try:
         state = load_checkpoint(path, "cpu")
     except CheckpointError as fault:
         raise CheckpointError(f"{fault}{_name_others(folder, checkpoint)}") from fault
     try:
-        model = build_model(config, task, choose_device(config), trains=False)
+        model = build_model(plan.complete(config), task, choose_device(config), trains=False)
     except ConfigError as fault:  # this machine is another one than that of the training
         raise ConfigError(f"{fault} (in {folder.config_file})") from fault
     try:

@@ -12,6 +12,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_model, build_training, check_components, choose_device
 from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
@@ -82,7 +83,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     resume = role.claim(resume)
     chosen = choose_cases(role.config)
     require_plausible_sizes(role.config, chosen.task, device)
-    config, mesh = settle_mesh(role.config, chosen.task, device)
+    plan = folder.plan() if resume else plan_network(role.config, chosen.task)
+    config, mesh = settle_mesh(plan.complete(role.config), chosen.task, device)
     role.settle(config)
     seed_everything(config.seed)
     if resume:
@@ -90,7 +92,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         folder.require_same_split(chosen.split)
         folder.require_same_mesh(config)
     model = build_model(config, chosen.task, device, mesh=mesh)
-    reading = choose_reading(config, mesh)
+    reading = choose_reading(config, mesh, plan.spacing)
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     held_out = replace(prepared, training=())
@@ -111,7 +113,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen, held_out.fingerprints)
+        role.begin(chosen, held_out.fingerprints, plan)
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 

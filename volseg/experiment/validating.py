@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from volseg.data.cases import Case
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_all
 from volseg.errors import DataError
 from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of

@@ -3,7 +3,7 @@
 from volseg.models.deep_supervision import DynUNet
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule, grid_divisors, grid_rule
-from volseg.models.networks import NETWORKS, build_network
+from volseg.models.networks import NETWORKS, build_network, complete_spec
 from volseg.models.topology import Topology, plan_topology
 from volseg.models.vnet import VNet
 
@@ -15,6 +15,7 @@ __all__ = [
     "Topology",
     "VNet",
     "build_network",
+    "complete_spec",
     "grid_divisors",
     "grid_rule",
     "plan_topology",

@@ -1,7 +1,7 @@
 """Networks by name: those of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
 
 The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
-network's own parameter. A DynUNet is planned for the patch as nnU-Net would; see `plan_topology`.
+network's own parameter. A DynUNet is planned for the patch and its spacing as nnU-Net would; see `plan_topology`.
 """
 
 import inspect
@@ -17,9 +17,12 @@ from volseg.models.deep_supervision import DynUNet
 from volseg.models.topology import plan_topology
 from volseg.models.vnet import VNet
 
-__all__ = ["NETWORKS", "build_network"]
+__all__ = ["NETWORKS", "build_network", "complete_spec"]
 
 _DATA = ("in_channels", "out_channels")
+
+ISOTROPIC = (1.0, 1.0, 1.0)
+"""Voxel sides that are all alike; a plan depends on their ratios only."""
 
 
 def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
@@ -36,8 +39,8 @@ def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
     return found | sizes | {"DynUNet": DynUNet, "VNet": VNet}
 
 
-NETWORKS = Registry("network", _image_to_image())
-"""Name to class; a network of the user's own joins by ``NETWORKS.register(name, component)``."""
+NETWORKS = Registry("network", _image_to_image(), group="volseg.networks")
+"""Name to class; a network of the user's own joins by ``volseg.register("network", name, component)``."""
 
 
 def build_network(
@@ -46,6 +49,7 @@ def build_network(
     in_channels: int,
     out_channels: int,
     patch_size: Sequence[int] | None = None,
+    spacing: Sequence[float] = ISOTROPIC,
 ) -> nn.Module:
     """Build the network that ``spec`` names.
 
@@ -57,6 +61,8 @@ def build_network(
         Channels of the image, classes of the label.
     patch_size : sequence of int, optional
         D, H, W of a training patch; plans DynUNet's strides and UNETR's grid where ``spec`` does not give them.
+    spacing : sequence of float
+        The patch's voxel sides along D, H, W in mm; DynUNet neither halves nor convolves across thick slices early.
 
     Raises
     ------
@@ -71,33 +77,53 @@ def build_network(
     Traceback (most recent call last):
     volseg.errors.ConfigError: network VNet has no parameter 'droput_prob'; did you mean 'dropout_prob_...
     """
+    fixed = {"in_channels": in_channels, "out_channels": out_channels}
+    completed = complete_spec(spec, patch_size=patch_size, spacing=spacing)
+    if NETWORKS.accepts(spec["name"], "spatial_dims"):
+        fixed["spatial_dims"] = 3
+    return NETWORKS.build(completed, **fixed)
+
+
+def complete_spec(
+    spec: Mapping[str, Any], *, patch_size: Sequence[int] | None = None, spacing: Sequence[float] = ISOTROPIC
+) -> dict[str, Any]:
+    """Return ``spec`` with every parameter that would follow from the patch: it builds the same without one.
+
+    Parameters
+    ----------
+    spec, patch_size, spacing
+        As for `build_network`.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter, and for a patch that cannot be planned for.
+
+    Examples
+    --------
+    >>> prostate = complete_spec({"name": "DynUNet"}, patch_size=(320, 256, 20), spacing=(0.62, 0.62, 3.6))
+    >>> prostate["kernel_size"][:3], prostate["strides"][:3]
+    (((3, 3, 1), (3, 3, 1), (3, 3, 3)), ((1, 1, 1), (2, 2, 1), (2, 2, 1)))
+    """
     NETWORKS.check(spec)
     name = spec["name"]
-    fixed = {"in_channels": in_channels, "out_channels": out_channels}
-    if NETWORKS.accepts(name, "spatial_dims"):
-        fixed["spatial_dims"] = 3
-    defaults = _DEFAULTS[name](spec, patch_size) if name in _DEFAULTS else {}
-    return NETWORKS.build({**defaults, **spec}, **fixed)
+    return {**(_DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}), **spec}
 
 
-def _five_levels(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
+def _five_levels(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Five levels of 16 to 256 channels, as in MONAI's tutorials."""
     channels = spec.get("channels", (16, 32, 64, 128, 256))
     return {"channels": channels, "strides": (2,) * (len(channels) - 1)}
 
 
-def _residual_unet(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:
-    return {**_five_levels(spec, patch_size), "num_res_units": 2}
-
-
-def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:
+def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing: Sequence[float]) -> dict[str, Any]:
     """Plan as nnU-Net does, or complete the strides that the user gave."""
     if "strides" in spec:
         strides = spec["strides"]
         kernels: Sequence[Any] = [3] * len(strides)
         filters = [min(32 * 2**stage, 320) for stage in range(len(strides))]
     elif patch_size is not None:
-        topology = plan_topology(patch_size)
+        topology = plan_topology(patch_size, spacing)
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)
     else:
         raise ConfigError("network DynUNet: its strides are planned for the patch; give patch_size, or strides")
@@ -113,16 +139,16 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[
     return defaults
 
 
-def _fixed_grid(spec: Mapping[str, Any], patch_size: Sequence[int] | None) -> dict[str, Any]:  # noqa: ARG001
+def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
     """UNETR learns one embedding per 16 x 16 x 16 block, so its grid is fixed: the patch, padded to whole blocks."""
     if patch_size is None:
         raise ConfigError("network UNETR: its grid is fixed when it is built; give patch_size, or img_size")
     return {"img_size": tuple(-(-side // 16) * 16 for side in patch_size)}
 
 
-_DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None], dict[str, Any]]] = {
-    "UNet": _residual_unet,
-    "AttentionUnet": _five_levels,
+_DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None, Sequence[float]], dict[str, Any]]] = {
+    "UNet": lambda spec, *_: {**_five_levels(spec), "num_res_units": 2},
+    "AttentionUnet": lambda spec, *_: _five_levels(spec),
     "DynUNet": _planned,
-    "UNETR": lambda spec, patch_size: {} if "img_size" in spec else _fixed_grid(spec, patch_size),
+    "UNETR": lambda spec, patch_size, _: {} if "img_size" in spec else _fixed_grid(patch_size),
 }

@@ -51,10 +51,14 @@ def _losses() -> dict[str, Callable[..., Any]]:
     return {**taken, "DiceCELoss": DiceCELoss}
 
 
-LOSSES = Registry("loss", _losses())
-METRICS = Registry("metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)})
+LOSSES = Registry("loss", _losses(), group="volseg.losses")
+METRICS = Registry(
+    "metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)}, group="volseg.metrics"
+)
 OPTIMIZERS = Registry(
-    "optimizer", {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS}
+    "optimizer",
+    {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS},
+    group="volseg.optimizers",
 )
 
 FUSED = ("Adam", "AdamW", "SGD")

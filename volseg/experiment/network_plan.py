@@ -1,0 +1,125 @@
+"""What a run takes from the geometry of its data: the voxel sides that its network and its augmentation are made for.
+
+Both stand in the run folder from its beginning (``network.json``). A run that goes on, validates or predicts builds its
+network by that file and never by data or rules, which may have changed since. A run of an older volseg has none: its
+network was planned, and its batches were augmented, as if voxels were cubes.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from volseg.config.schema import ComponentConfig, ExperimentConfig
+from volseg.data.affines import read_affine
+from volseg.data.cases import Case, Task
+from volseg.data.threads import map_in_threads
+from volseg.errors import DataError, ReaderError
+from volseg.models.networks import ISOTROPIC, complete_spec
+from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
+from volseg.workflow.processes import gather_over_processes
+
+__all__ = ["NetworkPlan", "plan_network"]
+
+logger = logging.getLogger(__name__)
+
+VARIES = 2.0
+"""Times the median side, or its inverse, from which on a case is remarked on: nnU-Net's rules tell axes apart by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkPlan:
+    """What is decided once for a run."""
+
+    spacing: Sides = ISOTROPIC
+    """Voxel sides along D, H, W in mm, after preprocessing."""
+    network: Mapping[str, Any] = field(default_factory=dict)
+    """The network's spec with all that followed from patch and spacing; empty where nobody wrote it down."""
+
+    def complete(self, config: ExperimentConfig) -> ExperimentConfig:
+        """Return ``config`` with the network as it was planned."""
+        if not self.network:
+            return config
+        return config.model_copy(update={"network": ComponentConfig(**self.network)})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the run folder keeps."""
+        return {"spacing": list(self.spacing), "network": dict(self.network)}
+
+    @classmethod
+    def from_json(cls, content: object, file: Path) -> Self:
+        """Return the plan that `as_json` gave.
+
+        Raises
+        ------
+        DataError
+            If ``content`` is something else.
+        """
+        match content:
+            case {"spacing": [int() | float() as d, int() | float() as h, int() | float() as w], "network": dict(spec)}:
+                if min(d, h, w) > 0 and isinstance(spec.get("name"), str):
+                    return cls(spacing=(float(d), float(h), float(w)), network=spec)
+        raise DataError(f"{file} should hold the spacing and the network of a run; restore it from a copy")
+
+
+def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
+    """Decide for a new run; every process of a job calls it, and all take what the first one finds.
+
+    Raises
+    ------
+    ConfigError
+        If the network cannot be planned for the patch.
+    DataError
+        If no case says how large its voxels are, and the preprocessing does not either.
+    """
+    # Of two machines one may hold the files in another form.
+    d, h, w = json.loads(gather_over_processes([json.dumps(find_spacing(config, task))])[0])
+    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=(d, h, w))
+    return NetworkPlan(spacing=(d, h, w), network=json.loads(json.dumps(spec)))  # as it will be read again
+
+
+def find_spacing(config: ExperimentConfig, task: Task) -> Sides:
+    """Return the voxel sides after preprocessing: those it resamples to, else the median of all cases with labels.
+
+    All of them, whichever fold they are in, so that the folds of a cross-validation train one network.
+    """
+    steps = [component.spec() for component in config.preprocessing]
+    if not depends_on_case(steps):
+        return spacing_after(steps, np.eye(4))
+    read = list(map_in_threads(lambda case: _read_sides(case, steps), task.training))
+    known = {case["case"]: sides for case, sides in zip(task.training, read, strict=True) if sides is not None}
+    if not known:
+        raise DataError(
+            f"of none of the {len(read)} cases of {task.root} the voxel sides could be read, by which the network is "
+            "planned and patches are rotated; see volseg data check, or name the sides by a Spacing step"
+        )
+    d, h, w = np.median(list(known.values()), axis=0).tolist()
+    _remark(known, (d, h, w))
+    return d, h, w
+
+
+def _read_sides(case: Case, steps: Sequence[Mapping[str, Any]]) -> Sides | None:
+    image = case["image"]
+    try:
+        return spacing_after(steps, read_affine(image[0] if isinstance(image, tuple) else image))
+    except ReaderError:
+        return None  # the check of the cases tells what is wrong with it, and with all the others at once
+
+
+def _remark(known: Mapping[str, Sides], median: Sides) -> None:
+    """Say which cases the plan does not fit."""
+    off = {name: np.maximum(np.divide(sides, median), np.divide(median, sides)).max() for name, sides in known.items()}
+    if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
+        logger.warning(
+            "look at the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
+            "first %s with %s mm; the network sees them as they are, for the preprocessing has no Spacing step",
+            *(len(far), len(known), _join(median), VARIES, far[0], _join(known[far[0]])),
+        )
+
+
+def _join(sides: Sides) -> str:
+    return " x ".join(f"{side:.4g}" for side in sides)

@@ -1,0 +1,53 @@
+"""Which voxel sides a preprocessing leaves a volume with, by the volume's affine alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
+
+__all__ = ["Sides", "depends_on_case", "spacing_after"]
+
+Sides = tuple[float, float, float]
+
+
+def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -> Sides:
+    """Return the voxel sides along D, H, W in mm after the preprocessing that ``components`` list.
+
+    ``Orientation`` exchanges axes and ``Spacing`` sets their sides; no other component of ours changes them. One of
+    the user's own that does must be followed by ``Spacing``.
+
+    Parameters
+    ----------
+    components : sequence of mapping
+        As for `build_preprocessing`.
+    affine : ndarray
+        4 x 4, voxel index to RAS+ position in mm, as the case was read.
+
+    Examples
+    --------
+    >>> sagittal = np.diag([4.0, 1.0, 1.0, 1.0])[[1, 0, 2, 3]]  # the first voxel axis points to the front
+    >>> spacing_after([], sagittal), spacing_after([{"name": "Orientation"}], sagittal)
+    ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0))
+    """
+    axes = np.array(affine, dtype=np.float64)[:3, :3]
+    for component in components:
+        if component["name"] == "Spacing":
+            axes = axes / np.linalg.norm(axes, axis=0) * np.asarray(component["spacing"], dtype=np.float64)
+        elif component["name"] == "Orientation":
+            placed = np.eye(4)
+            placed[:3, :3] = axes
+            turn = ornt_transform(io_orientation(placed), axcodes2ornt(component.get("axcodes", "RAS")))
+            axes = axes[:, np.argsort(turn[:, 0])]
+    d, h, w = np.linalg.norm(axes, axis=0).tolist()
+    return d, h, w
+
+
+def depends_on_case(components: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether cases may come out with different voxel sides: none is resampled, or axes are exchanged after it.
+
+    >>> depends_on_case([{"name": "Orientation"}, {"name": "Spacing", "spacing": [1, 1, 3]}])
+    False
+    """
+    geometric = [component["name"] for component in components if component["name"] in ("Orientation", "Spacing")]
+    return "Spacing" not in geometric or geometric[-1] == "Orientation"
