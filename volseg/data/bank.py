@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from volseg.errors import DataError
 
-__all__ = ["MOST_FOREGROUND", "CaseBank", "ForegroundVoxels", "require_fit"]
+__all__ = ["MOST_FOREGROUND", "CaseBank", "ForegroundVoxels", "list_voxels", "require_fit"]
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""
@@ -39,21 +39,25 @@ class ForegroundVoxels:
     """Rows of it, (N, K)."""
 
     @classmethod
-    def find(cls, labels: Sequence[Tensor], most: int, seed: int = 0) -> "ForegroundVoxels":
+    def find(
+        cls, labels: Sequence[Tensor], most: int, seed: int = 0, num_classes: int | None = None
+    ) -> "ForegroundVoxels":
         """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more.
 
-        What is drawn of a case does not depend on the others.
+        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in a label map; larger numbers are of
+        voxels whose class is not known. What is drawn of a case does not depend on the others.
         """
-        return cls.join([cls._find_one(label, most, seed) for label in labels])
+        return cls.join([cls._find_one(label[0], most, seed, num_classes) for label in labels])
 
     @classmethod
-    def _find_one(cls, label: Tensor, most: int, seed: int) -> "ForegroundVoxels":
+    def _find_one(cls, label: Tensor, most: int, seed: int, num_classes: int | None) -> "ForegroundVoxels":
+        last = int(label.max()) if num_classes is None else num_classes - 1
         generator = torch.Generator().manual_seed(seed)
-        voxels = (label[0] > 0).nonzero()
-        value = label[0][voxels.unbind(1)]
+        voxels = ((label > 0) & (label <= last)).nonzero()
+        value = label[voxels.unbind(1)]
         voxels = voxels.to(torch.int16 if max(label.shape) < 2**15 else torch.int32)
         chosen = [voxels[:0]]
-        for index in range(int(label.max())):
+        for index in range(last):
             mine = voxels[value == index + 1]
             if len(mine) > most:
                 mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
@@ -76,6 +80,19 @@ class ForegroundVoxels:
         return cls(torch.cat(voxels) if voxels else torch.zeros(0, 3, dtype=torch.int16), first, count)
 
 
+def list_voxels(
+    label: Tensor, most: int, num_classes: int | None = None, *, is_sparse: bool = False
+) -> dict[str, ForegroundVoxels]:
+    """Return where the classes of a label map lie, ``foreground``, and of a sparse one where any does, ``annotated``.
+
+    See `CaseBank` for the parameters.
+    """
+    found = {"foreground": ForegroundVoxels.find([label], most, num_classes=num_classes)}
+    if is_sparse:
+        found["annotated"] = ForegroundVoxels.find([label.ne(num_classes or 0)], most, seed=1, num_classes=2)
+    return found
+
+
 class CaseBank:
     """Hold preprocessed cases and cut boxes out of them.
 
@@ -83,8 +100,8 @@ class CaseBank:
     ----------
     cases : sequence of mapping
         Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
-        cache has ``foreground`` as well, its `ForegroundVoxels`; then its voxels are not looked at here, which would
-        read them from a disk.
+        cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
+        them from a disk.
     device : torch.device or str
         Where training happens.
     keep : {"auto", "device", "memory"}
@@ -94,6 +111,10 @@ class CaseBank:
         How images are stored; float16 halves the memory. Boxes are float32 in any case.
     most_foreground : int
         Voxels remembered per case and class for oversampling.
+    num_classes : int, optional
+        Classes of the labels, background included, where these may hold larger numbers; see `volseg.data.labels`.
+    is_sparse : bool
+        Whether the number ``num_classes`` stands for voxels that nobody annotated.
 
     Attributes
     ----------
@@ -103,6 +124,8 @@ class CaseBank:
         D, H, W of each case, (N, 3), on the CPU.
     foreground : ForegroundVoxels
         Where each class lies, on the CPU.
+    annotated : ForegroundVoxels or None
+        Where voxels are annotated at all, the background too, in place of classes; None where all are.
     on_device : bool
         Whether the cases are stacked on ``device``.
 
@@ -120,6 +143,8 @@ class CaseBank:
         keep: Literal["auto", "device", "memory"] = "auto",
         image_dtype: torch.dtype = torch.float32,
         most_foreground: int = MOST_FOREGROUND,
+        num_classes: int | None = None,
+        is_sparse: bool = False,
     ) -> None:
         if not cases:
             raise DataError("training needs at least one case, got none")
@@ -127,18 +152,18 @@ class CaseBank:
         self.names = [str(case["case"]) for case in cases]
         images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
-        listed = [case.get("foreground") if most_foreground == MOST_FOREGROUND else None for case in cases]
+        listed = [case.get("voxels") if most_foreground == MOST_FOREGROUND else None for case in cases]
         for name, image, label, known in zip(self.names, images, labels, listed, strict=True):
             require_fit(name, image, label, images[0].shape[0], values=known is None)
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
-        self.foreground = ForegroundVoxels.join(
-            [
-                ForegroundVoxels.find([label], most_foreground) if known is None else known
-                for label, known in zip(labels, listed, strict=True)
-            ]
-        )
+        found = [
+            list_voxels(label, most_foreground, num_classes, is_sparse=is_sparse) if known is None else known
+            for label, known in zip(labels, listed, strict=True)
+        ]
+        self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
+        self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
         self.on_device = self._choose(keep, images[0].element_size())
         self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
 

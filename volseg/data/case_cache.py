@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, require_fit
+from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.file_digests import FileDigests
-from volseg.data.readers import SUFFIXES
+from volseg.data.readers import SUFFIXES, find_suffix, list_files
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.files import replacing
 from volseg.memory import available_bytes
-from volseg.transforms.preprocessing import Preprocessing
+from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
 
 try:
     import fcntl
@@ -61,6 +61,9 @@ LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
 
 OWN_CODE = (Path(__file__).parent, Path(volseg.transforms.__file__).parent)
 """Folders of our own code that reads, checks and prepares."""
+
+VOXEL_PARTS = (".voxels", ".count")
+"""Of a list of voxels, as they are stored beside the volumes."""
 
 SUFFIX = ".case"
 GIB = 2**30
@@ -191,6 +194,7 @@ class CaseCache:
         self.limit_bytes = limit_bytes
         self.num_found = self.num_stored = 0
         self._common = _describe_preparing(task, preprocessing)
+        self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
         self._digests = FileDigests(folder / "files")
         self._writes = True
         self._used_bytes: int | None = None
@@ -203,14 +207,11 @@ class CaseCache:
         """Return the name of what a case is prepared to; None if its files cannot be read."""
         try:
             files = {
-                field: self._digests.of_images(_list_paths(case[field]))
-                for field in ("image", "label")
-                if field in case
+                field: self._digests.of_images(list_files(case[field])) for field in ("image", "label") if field in case
             }
         except (OSError, ReaderError):  # what is wrong is told by the check
             return None
-        others = {name: value for name, value in case.items() if name not in ("case", "image", "label")}
-        return sha256(_say([self._common, others, files])).hexdigest()
+        return sha256(_say([self._common, _without_files(case), files]).encode()).hexdigest()
 
     @contextmanager
     def making(self, key: str) -> Iterator[StoredCase | None]:
@@ -242,9 +243,14 @@ class CaseCache:
             require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
         except DataError:  # whoever takes the case says so
             return None
-        foreground = ForegroundVoxels.find([prepared["label"].as_subclass(Tensor)], MOST_FOREGROUND)
-        listed = {"foreground_voxels": foreground.voxels, "foreground_count": foreground.count}
-        source = _list_paths(case["image"])[0].absolute().parent
+        label = prepared["label"].as_subclass(Tensor)
+        found_voxels = list_voxels(label, MOST_FOREGROUND, self._num_classes, is_sparse=self._is_sparse)
+        listed = {
+            f"{name}{part}": getattr(of, part.removeprefix("."))
+            for name, of in found_voxels.items()
+            for part in VOXEL_PARTS
+        }
+        source = list_files(case["image"])[0].absolute().parent
         about = {"case": str(case["case"]), "source": os.fsdecode(source), "found": found}
         path = self._path(key)
         try:
@@ -368,11 +374,11 @@ class CaseCache:
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
     """Return a stored case as preparing returns it; see `volseg.data.preparing.prepare`.
 
-    One that trains has ``image`` and ``label`` without metadata, and ``foreground``: its `ForegroundVoxels`.
+    One that trains has ``image`` and ``label`` without metadata, and ``voxels``: what `list_voxels` gives.
     """
     volumes = stored.volumes()
-    count = volumes.pop("foreground_count")
-    foreground = ForegroundVoxels.join([ForegroundVoxels.one(volumes.pop("foreground_voxels"), count)])
+    names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
+    voxels = {name: ForegroundVoxels.one(*(volumes.pop(f"{name}{part}") for part in VOXEL_PARTS)) for name in names}
     if keep_reference:
         for name, volume in volumes.items():
             source = case["image" if name == "image" else "label"]
@@ -380,7 +386,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
                 volume.meta["filename_or_obj"] = str(source)  # where it lies now
         return {**case, **volumes, "reference_file": Path(case["label"])}
     plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
-    return {**case, **plain, "foreground": foreground}
+    return {**case, **plain, "voxels": voxels}
 
 
 def _make_folder(folder: Path) -> None:
@@ -405,8 +411,8 @@ def _remove_given_up(folder: Path, latest: float) -> None:
                 file.unlink()
 
 
-def _list_paths(value: Any) -> list[Path]:
-    return [Path(value)] if isinstance(value, str | os.PathLike) else [Path(path) for path in value]
+def _without_files(case: Case) -> Case:
+    return {name: value for name, value in case.items() if name not in ("case", "image", "label")}
 
 
 def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
@@ -417,10 +423,12 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     for name in ("root", "training", "test"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
+    # Which number stands for hidden background goes by what all cases were looked through for.
+    about["cases"] = sorted({_say(_without_files(case)) for case in task.training})
     return {
         "task": about,
         "preprocessing": preprocessing.components,
-        "code": _digest_code(preprocessing),
+        "code": _digest_code(task, preprocessing),
         "libraries": {name: _find_version(name) for name in LIBRARIES},
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
@@ -433,13 +441,16 @@ def _find_version(library: str) -> str | None:
         return None
 
 
-def _digest_code(preprocessing: Preprocessing) -> str:
+def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
     """Return the digest of the source code that reads, checks and prepares cases."""
-    files = [file for folder in OWN_CODE for file in sorted(folder.glob("*.py"))]
+    files = [file for folder in OWN_CODE for file in sorted(folder.rglob("*.py"))]
     steps = [getattr(step, "func", step) for step in preprocessing.transforms]
+    factories = [PREPROCESSING[component["name"]] for component in preprocessing.components or ()]
+    suffixes = {find_suffix(file) for case in task.training for file in list_files(case["image"])}
+    readers = [SUFFIXES[suffix] for suffix in suffixes if suffix is not None]
     made_of = [
         *(cls for step in steps for cls in type(step).__mro__),
-        *(part for part in (*steps, *SUFFIXES.values()) if hasattr(part, "__qualname__")),
+        *(part for part in (*steps, *factories, *readers) if hasattr(part, "__qualname__")),
     ]
     for name in sorted({part.__module__ for part in made_of}):
         if name.partition(".")[0] in ("volseg", *LIBRARIES, *sys.stdlib_module_names) and name != "__main__":
@@ -457,9 +468,9 @@ def _digest_code(preprocessing: Preprocessing) -> str:
     return digest.hexdigest()
 
 
-def _say(content: Any) -> bytes:
+def _say(content: Any) -> str:
     """Return JSON that is the same for the same content; what it cannot say is an error, not its address."""
-    return json.dumps(content, sort_keys=True, default=_say_mapping).encode()
+    return json.dumps(content, sort_keys=True, default=_say_mapping)
 
 
 def _say_mapping(value: Any) -> Any:

@@ -19,7 +19,7 @@ from volseg.data.itk_headers import find_voxels
 from volseg.errors import ReaderError
 from volseg.files import replacing
 
-__all__ = ["FileDigests", "list_files"]
+__all__ = ["FileDigests", "find_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ DETACHED = (".mhd", ".nhdr", ".mha", ".nrrd")
 """Suffixes of headers that may name another file."""
 
 
-def list_files(path: Path) -> list[Path]:
+def find_files(path: Path) -> list[Path]:
     """Return all files on which reading an image depends: itself, the data file of its header, a series' files.
 
     Raises
@@ -66,7 +66,7 @@ class FileDigests:
         OSError, ReaderError
             If a file cannot be read.
         """
-        files = [file for path in paths for file in list_files(path)]
+        files = [file for path in paths for file in find_files(path)]
         if missing := [path for path in paths if not path.exists()]:  # an empty folder is what it is
             raise ReaderError(f"{missing[0]} does not exist")
         return [[file.name, self.of(file)] for file in files]

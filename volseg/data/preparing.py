@@ -17,6 +17,7 @@ from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.labels import to_classes
 from volseg.data.readers import Read, list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
@@ -220,12 +221,12 @@ class _Reading:
             if stored is None:
                 attempt = self._prepare(index)
                 if attempt.prepared is not None:
-                    stored = self._cache.store(key, case, attempt.prepared, _describe_found(attempt))
+                    stored = self._cache.store(key, case, attempt.prepared, _describe_found(attempt, case))
                 if stored is None:
                     return self._keep(index, attempt)
         found = stored.about["found"]
         return _Attempt(
-            remarks=[Remark(kind, case["case"], detail) for kind, detail in found["remarks"]],
+            remarks=[_recall_remark(told, case) for told in found["remarks"]],
             digest=found["digest"],
             fingerprint=found["fingerprint"],
             prepared=take_case(stored, case, keep_reference=validates),
@@ -247,7 +248,8 @@ class _Reading:
         if checked.problems or self._is_refused.is_set():
             return found
         try:
-            return replace(found, prepared=_preprocess(checked.case, case, self._preprocessing, keep_reference=True))
+            prepared = _preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
+            return replace(found, prepared=prepared)
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
             return replace(found, fault=fault)
 
@@ -317,10 +319,20 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
     return hear
 
 
-def _describe_found(attempt: _Attempt) -> dict[str, Any]:
-    """Return what the check found in a sound case; a remark's case is that whose files they are next time."""
-    remarks = [[remark.kind, remark.detail] for remark in attempt.remarks]
+def _describe_found(attempt: _Attempt, case: Case) -> dict[str, Any]:
+    """Return what the check found in a sound case; of a file its place, for it may lie elsewhere next time."""
+    files = _list_all_files(case)
+    remarks = [[files.index(one.file) if one.file in files else None, one.message, one.kind] for one in attempt.remarks]
     return {"remarks": remarks, "digest": attempt.digest, "fingerprint": attempt.fingerprint}
+
+
+def _recall_remark(told: Sequence[Any], case: Case) -> Remark:
+    place, message, kind = told
+    return Remark(case["case"], None if place is None else _list_all_files(case)[place], message, kind)
+
+
+def _list_all_files(case: Case) -> list[Path]:
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
 
 
 def _describe(attempt: _Attempt) -> list[Any]:
@@ -401,7 +413,9 @@ def _map_shared(
     return shared
 
 
-def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:
+def prepare(
+    case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
+) -> Case:
     """Read ``image`` and, where the case has one, ``label``, and preprocess them.
 
     Parameters
@@ -413,14 +427,20 @@ def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = 
     keep_reference : bool
         Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
         ``reference_file``.
+    task : Task, optional
+        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
     """
     fields = [field for field in ("image", "label") if field in case]
-    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference)
+    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
 
 
-def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool) -> Case:
+def _preprocess(
+    read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
+) -> Case:
     with compute_in_one_thread():
         prepared = preprocessing(read)
+    if task is not None and "label" in prepared:
+        prepared["label"] = to_classes(prepared["label"], task, paths)
     if keep_reference and "label" in read:
         # As StoreVoxels keeps labels: a quarter of what was read.
         prepared["reference"] = read["label"].to(choose_label_dtype(read["label"]))
@@ -433,6 +453,7 @@ def prepare_all(
     preprocessing: Preprocessing,
     *,
     keep_reference: bool = False,
+    task: Task | None = None,
     workers: int | None = None,
     show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
 ) -> list[Case]:
@@ -440,7 +461,7 @@ def prepare_all(
 
     Parameters
     ----------
-    cases, preprocessing, keep_reference
+    cases, preprocessing, keep_reference, task
         As for `prepare`.
     workers : int, optional
         Threads; see `map_in_threads`.
@@ -448,5 +469,9 @@ def prepare_all(
         Wraps the prepared cases, for instance in a progress bar.
     """
     return list(
-        show(map_in_threads(lambda case: prepare(case, preprocessing, keep_reference=keep_reference), cases, workers))
+        show(
+            map_in_threads(
+                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
+            )
+        )
     )
