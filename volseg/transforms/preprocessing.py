@@ -30,6 +30,7 @@ from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import Case
 from volseg.memory import available_bytes
 from volseg.transforms.grid import Grid
+from volseg.transforms.resampling import SlabResample
 
 __all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
 
@@ -210,7 +211,13 @@ def spacing(fields: Sequence[str], *, spacing: Sequence[float]) -> Spacingd:
 
 
 class BoundedSpacing(Spacingd):
-    """MONAI's, which refuses before it resamples what no memory could hold."""
+    """MONAI's, a slab at a time, which refuses before it resamples what no memory could hold."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.spacing_transform.sp_resample = SlabResample(
+            mode="bilinear", padding_mode="border", align_corners=False, dtype=np.float64
+        )
 
     def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
         for field in self.key_iterator(data):
