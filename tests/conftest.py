@@ -1,10 +1,14 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
+import locale
 import os
 import shutil
+import subprocess
 import tempfile
 import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 # Never the user's own cache; processes that outlive a test use the session's.
 SESSION_CACHE = tempfile.mkdtemp(prefix="volseg_cache_")
 os.environ["VOLSEG_CACHE"] = SESSION_CACHE
+
+LOCALE = locale.setlocale(locale.LC_ALL)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -43,6 +49,31 @@ def own_cache(tmp_path_factory, monkeypatch):
 def pytest_sessionfinish():
     """Remove what the session's processes have kept."""
     shutil.rmtree(SESSION_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def one_locale() -> Iterator[None]:
+    """Fail a test after which the process has another locale: so would a user's, and read its files as something else.
+
+    SimpleITK sets it to C where it writes a DICOM slice with the metadata of another one, or reads VTK's format.
+    """
+    yield
+    after = locale.setlocale(locale.LC_ALL)
+    locale.setlocale(locale.LC_ALL, LOCALE)
+    assert after == LOCALE
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Return a function that starts a process, as ``subprocess.Popen``; none outlives the test, however that ends."""
+    with ExitStack() as ending:
+
+        def started(command: Sequence[str], **options: object) -> subprocess.Popen:
+            process = ending.enter_context(subprocess.Popen(command, **options))  # waits for it, and closes its pipes
+            ending.callback(process.kill)  # the stack goes backwards
+            return process
+
+        yield started
 
 
 @pytest.fixture

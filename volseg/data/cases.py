@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from volseg.data.splits import Split
 from volseg.errors import DataError
 from volseg.fields import Batch, Case
 
@@ -43,6 +44,8 @@ class Task:
     label map, where a later one lies over the earlier ones. Empty: the values themselves are told apart."""
     ignore: int | None = None
     """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
+    splits: tuple[Split, ...] = ()
+    """Which cases train and which validate, fold by fold, where the data set itself says so."""
 
     def __post_init__(self) -> None:
         shown = sorted(self.labels)

@@ -5,6 +5,7 @@ ends the process, a damaged size takes its memory. So a header must be of the ki
 lines of known fields, and the file must hold the voxels. What is not understood here is refused.
 """
 
+import io
 import math
 import os
 import re
@@ -69,6 +70,8 @@ class _Claim:
     packing: Packing
     skips: int = 0
     """Bytes before the voxels, once unpacked."""
+    packed_bytes: int | None = None
+    """How many bytes ITK unpacks; None: as many as there are."""
 
 
 def require_sound_nrrd(path: Path) -> None:
@@ -90,9 +93,11 @@ def require_sound_meta(path: Path) -> None:
     ReaderError
         Says what is wrong with the header or the data.
     """
-    claim, packed_bytes = _read_meta(path)
+    claim = _read_meta(path)
     if claim.packing == "zlib":  # ITK allocates this as well
-        require_held(packed_bytes, require_regular(claim.file) - claim.begins, claim.file)
+        require_held(claim.packed_bytes or 0, require_regular(claim.file) - claim.begins, claim.file)
+        if claim.file == path and claim.packed_bytes is None:  # ITK would return what was in its memory, without error
+            raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
     _require_room(claim, path)
 
 
@@ -104,7 +109,7 @@ def find_voxels(path: Path) -> Path:
     ReaderError
         If its header is not understood.
     """
-    return (_read_nrrd(path) if path.suffix.lower() in (".nrrd", ".nhdr") else _read_meta(path)[0]).file
+    return (_read_nrrd(path) if path.suffix.lower() in (".nrrd", ".nhdr") else _read_meta(path)).file
 
 
 def _read_nrrd(path: Path) -> _Claim:
@@ -141,8 +146,7 @@ def _read_nrrd(path: Path) -> _Claim:
     )
 
 
-def _read_meta(path: Path) -> tuple[_Claim, int]:
-    """Return what the header claims, and its number of packed bytes, 0 where it gives none."""
+def _read_meta(path: Path) -> _Claim:
     lines, ends = _read_lines(path, end=b"ElementDataFile")
     fields: dict[str, str] = {}
     for line in filter(None, map(str.strip, lines)):
@@ -171,10 +175,11 @@ def _read_meta(path: Path) -> tuple[_Claim, int]:
         file=path if is_local else _find_data(path, data),
         begins=ends if is_local else max(0, int(fields.get("HeaderSize", 0))),
         packing="zlib" if _is_true(fields, "CompressedData", path) else "plain",
+        packed_bytes=int(fields.get("CompressedDataSize", 0)) or None,
     )
     if not _is_true(fields, "BinaryData", path, default=True):
         raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
-    return claim, int(fields.get("CompressedDataSize", 0))
+    return claim
 
 
 def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
@@ -253,7 +258,9 @@ def _require_room(claim: _Claim, path: Path) -> None:
         return
     with claim.file.open("rb") as file:
         file.seek(claim.begins)
-        content = Content(file, claim.file, claim.packing)
+        # What ITK unpacks and no more: of a size too small it returns what was in its memory, without an error.
+        packed = file if claim.packed_bytes is None else io.BytesIO(file.read(claim.packed_bytes))
+        content = Content(packed, claim.file, claim.packing)
         require_held(needed, content.count(needed), claim.file)
         content.finish()
 

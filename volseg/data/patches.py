@@ -61,8 +61,8 @@ def plan_epoch(
     Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). A patch lies anywhere
     within its case, and centred on it along an axis where the case is the smaller one. The last patches of each batch
     are moved so that they hold a random voxel of a random class that the case has, as near to their centre as the
-    case's border allows. Where voxels may lack an annotation, the other patches are moved likewise to a random voxel that
-    has one, as nnU-Net does.
+    case's border allows. Where voxels may lack an annotation, the other patches are moved likewise to a random voxel
+    that has one, as nnU-Net does.
 
     Parameters
     ----------

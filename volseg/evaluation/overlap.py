@@ -12,7 +12,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.cases import LARGEST_VALUE, Structure
+from volseg.data.cases import Structure
 from volseg.errors import DataError, GridError
 from volseg.transforms.grid import Grid
 
@@ -23,6 +23,9 @@ METRICS = ("Dice", "IoU", "FN", "FP", "TN", "TP", "n_pred", "n_ref")
 
 LabelMap = Tensor | np.ndarray
 Metrics = dict[str, float]
+
+OF_UINT16 = 65_535
+"""An unknown value beyond it, or below 0, means that the file is an image, not a label map."""
 
 
 def evaluate_case(
@@ -112,12 +115,12 @@ def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Tensor:
     whole = values.long()
     if values.is_floating_point() and not torch.equal(whole.to(values.dtype), values):
         raise DataError(f"{name} must hold whole numbers, got {values[whole != values][0].item():g}")
-    if whole.min() < 0 or whole.max() > LARGEST_VALUE:
-        raise DataError(f"{name} holds {whole.min().item()} to {whole.max().item()}: an image, not a label map")
     ordered, order = torch.tensor(known, device=whole.device).sort()
     place = torch.searchsorted(ordered, whole).clamp_(max=len(known) - 1)
     is_strange = ordered[place] != whole
     if (strange := whole[is_strange].unique()).numel():
+        if strange[0] < 0 or strange[-1] > OF_UINT16:
+            raise DataError(f"{name} holds {whole.min().item()} to {whole.max().item()}: an image, not a label map")
         raise DataError(
             f"{name} has the label values {strange[:5].tolist()}, declared are {known}; mend the dataset.json"
         )

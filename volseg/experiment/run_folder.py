@@ -4,6 +4,7 @@
 
     runs/task04_unet/
         config.yaml              every value, defaults too; runs again
+        planned.yaml             the plan, with reasons, of a run that was given a data set and no config
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
         network.json             spacing and network as they were planned

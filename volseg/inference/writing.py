@@ -27,8 +27,8 @@ STRIPPED_SHEAR = 1e-3
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
     """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
-    Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or not at
-    all. Equal label maps give equal bytes.
+    Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or
+    not at all. Equal label maps give equal bytes.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Finding", "FindingKind", "Severity", "write_kinds_table"]
+__all__ = ["KINDS", "Finding", "FindingKind", "Severity"]
 
 Severity = Literal["bad", "look"]
 
@@ -111,6 +111,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "the same image trains and validates",
             "no training image holds the voxels of one that validates in the same fold",
             "keep one of them, or both on one side of the split",
+            "the first is kept alone, if the labels are equal too",
         ),
         "label-empty": _look(
             "the label holds background only",
@@ -261,13 +262,3 @@ class Finding:
             "message": said,
             "remedy": kind.remedy,
         }
-
-
-def write_kinds_table() -> str:
-    """Return the table of the docs: a row per kind."""
-    rows = [
-        f"| `{name}` | {kind.severity} | {kind.says} | {kind.rule} | {kind.remedy} | {kind.mended} |"
-        for name, kind in KINDS.items()
-    ]
-    head = "| kind | severity | what it is | expected | remedy | `--fix` |\n| --- | --- | --- | --- | --- | --- |"
-    return "\n".join([head, *rows]) + "\n"
