@@ -29,6 +29,9 @@ VERBS = [
     "data fetch",
     "data make",
     "data check",
+    "data cache list",
+    "data cache clear",
+    "data cache verify",
 ]
 
 
