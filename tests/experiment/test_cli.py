@@ -17,7 +17,7 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
+VERBS = ["configure", "train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

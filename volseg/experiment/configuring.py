@@ -140,7 +140,7 @@ def plan_run(
     if resume and file.is_file():
         if load_config(file).name != name:
             raise ConfigError(
-                f"{file} was planned for {load_config(file).name}, not for {name}; choose another --output"
+                f"{file} plans {load_config(file).name}, not {name}; choose another folder by --output"
             )
         logger.info("going on as planned in %s", file)
         return file

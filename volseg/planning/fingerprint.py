@@ -23,9 +23,9 @@ from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
 
 __all__ = ["Taken", "take_fingerprint"]
 
-SAMPLES = 10_000_000
-"""Foreground voxels that are looked at, in all cases together; a tenth of nnU-Net's number, which a percentile of so
-many voxels does not notice."""
+SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
+"""Foreground voxels that are drawn, in all cases together and of each at most; nnU-Net draws ten times as many, which
+the percentiles do not notice."""
 
 SEED = 1234
 
@@ -69,7 +69,7 @@ def take_fingerprint(
         If a case is bad and ``skip_bad`` is off, all of them at once as `volseg data check` tells them; or if none is
         left.
     """
-    number = max(1, SAMPLES // max(1, len(task.training)))
+    number = max(1, min(SAMPLES_PER_CASE, SAMPLES // max(1, len(task.training))))
     problems: list[Finding] = []
     facts: list[CaseFacts] = []
     samples: list[Voxels] = []
