@@ -121,7 +121,7 @@ def main() -> None:
     assert read_volume(read).numel() in (VOXELS.size, 5 * 4 * 3)
     content = path.read_bytes()
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), limit))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(first, last):

@@ -209,7 +209,9 @@ def predict(
     run: RunArgument,
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, or folders of files."),
+        typer.Argument(
+            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, folders of files, or tables (CSV)."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
@@ -280,25 +282,43 @@ def make(
     typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
-@data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
+@data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.")],
+    output: Annotated[
+        Path | None, typer.Option("--json", "--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
+    split: Annotated[
+        Path | None, typer.Option(help="Split file; default the five folds. No image may train and validate.")
+    ] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write a corrected copy, as far as no guess is needed; bad cases left out."),
+    ] = None,
+    keep_bad: Annotated[bool, typer.Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:
-    """Read every file of a data set to its end and name all bad cases at once."""
+    """Read every file of a data set once; say what is wrong, what is odd, and what to do about it.
+
+    Exit status 1 if a case cannot be used.
+    """
     from volseg import experiment  # imports torch: not for --help
-    from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
+    from volseg.data import check_task, load_task, mend_task, read_splits  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
     experiment.load_components(components or ())
     task = load_task(folder, require_files=False)
-    cases = [*task.training, *task.test]
-    with count_up(len(cases), "checking") as count:
-        found = inspect_cases(cases, task, progress=count)
-    for line in summarise_remarks(found.remarks):
-        typer.echo(f"look at {line}")
-    require_sound(found.problems)
-    typer.echo(f"all {len(cases)} cases of {task.name} can be used")
+    splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
+    with count_up(len(task.training) + len(task.test), "checking") as count:
+        checked = check_task(task, splits=splits, progress=count)
+    typer.echo("\n".join(checked.lines()))
+    if output is not None:
+        checked.write(output)
+    if fix is not None:
+        typer.echo("\n".join(mend_task(checked, fix, keep_bad=keep_bad).lines()))
+    if checked.problems or (strict and checked.remarks):
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: volseg quickstart --output first_run")

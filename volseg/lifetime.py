@@ -60,9 +60,7 @@ def say_last(message: str) -> None:
         close()
     if sys.stderr is None:
         return
-    with suppress(
-        OSError, ValueError
-    ):  # a full disk, nobody who reads it any more, or closed: the end comes all the same
+    with suppress(OSError, ValueError):  # a full disk, nobody who reads it any more, or closed
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
 

@@ -62,6 +62,12 @@ def test_values_of_labels_may_leave_gaps(msd):
     assert load_task(msd(labels={"0": "background", "7": "b", "3": "a"})).labels == {0: "background", 3: "a", 7: "b"}
 
 
+def test_without_a_list_of_cases_names_say_what_belongs_together(msd):
+    root = msd()
+    listed = load_task(root)
+    assert load_task(msd(training=..., test=...)) == listed
+
+
 def test_channels_may_be_named_as_nnunet_names_them(msd):
     assert load_task(msd(modality=..., channel_names={"0": "T1"})).modalities == ("T1",)
 
@@ -105,7 +111,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
     ("changes", "message"),
     [
         ({"training": []}, r"declares no training cases; needed: 'training': \[\{'image'"),
-        ({"training": ...}, r"'training' should be a list of cases, got NoneType"),
+        ({"training": None}, r"'training' should be a list of cases, got NoneType"),
         ({"training": ["imagesTr/a.nii.gz"]}, r"training\[0\] should name image and label, got 'imagesTr/a"),
         ({"training": [{"image": "a.nii.gz"}]}, r"training\[0\] should name image and label, got \{'image'"),
         ({"training": [pair(), pair()]}, r"declares 1 case\(s\) more than once, first 'a'; keep each once"),
@@ -153,7 +159,7 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
     with pytest.raises(
-        DataError, match=r"is no MSD task: there is no dataset\.json in it, .* beside imagesTr and labelsTr"
+        DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and labelsTr"
     ):
         load_task(tmp_path)
     with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
@@ -176,7 +182,7 @@ def test_folder_with_several_tasks(msd, tmp_path):
     ],
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
-    (tmp_path / "dataset.json").write_text(text)
+    (tmp_path / "dataset.json").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_task(tmp_path)
 

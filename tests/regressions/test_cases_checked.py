@@ -158,7 +158,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
         "training": {"epochs": 1, "iterations": 1},
     }
     config = tmp_path / "tiny.yaml"
-    config.write_text(yaml.safe_dump(values))
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
     begun = experiment.train(experiment.load_config(config))
     trained = begun.folder.split().training
     file = root / "imagesTr" / f"{trained[0]}.nii.gz"
@@ -196,7 +196,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
         experiment.train(again, resume=True)
     file.write_bytes(sound[:99])
     assert len(experiment.train(again, resume=True).history) == 2
-    (tmp_path / "other" / "cases.json").write_text("[" * 100_000)
+    (tmp_path / "other" / "cases.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(DataError, match=r"cases\.json cannot be read as JSON"):
         experiment.train(
             experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=3"]), resume=True

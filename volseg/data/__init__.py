@@ -10,6 +10,7 @@ from volseg.data.checks import (
     check_cases,
     check_task,
     inspect_cases,
+    mend_task,
     require_sound,
     summarise_remarks,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "inspect_cases",
     "load_task",
     "make_task",
+    "mend_task",
     "read_splits",
     "read_volume",
     "require_sound",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from volseg.data.splits import Split
 from volseg.errors import DataError
 from volseg.fields import Batch, Case
 
@@ -11,6 +12,9 @@ __all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task"]
 
 MOST_CLASSES = 254
 """Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
+
+LARGEST_VALUE = 2**24 - 1
+"""Of a label file, which is read as float32."""
 
 Structure = int | tuple[int, ...]
 """What is scored: a value of label maps, or the values of a region."""
@@ -40,11 +44,16 @@ class Task:
     label map, where a later one lies over the earlier ones. Empty: the values themselves are told apart."""
     ignore: int | None = None
     """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
+    splits: tuple[Split, ...] = ()
+    """Which cases train and which validate, fold by fold, where the data set itself says so."""
 
     def __post_init__(self) -> None:
         shown = sorted(self.labels)
-        if 0 not in self.labels or min(shown) < 0:
-            raise DataError(f"{self.name}: labels need 0 for the background and positive values, got {shown}")
+        if 0 not in self.labels or not 0 <= shown[0] <= max(shown[-1], self.ignore or 0) <= LARGEST_VALUE:
+            raise DataError(
+                f"{self.name}: labels need 0 for the background and values up to {LARGEST_VALUE}, got {shown} and "
+                f"{self.ignore} to ignore"
+            )
         if len(shown) > MOST_CLASSES:
             raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
         if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):
@@ -116,11 +125,11 @@ class Task:
     def structures(self) -> dict[Structure, str]:
         """Name of what is scored: regions where there are any, else the foreground's values.
 
-        The keys are nnU-Net's: the values of a region, or its value where it has one.
+        The keys are nnU-Net's: the values of a region in order, or its value where it has one.
         """
         if not self.regions:
             return {value: self.labels[value] for value in self.class_values if value != 0}
-        return {values if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
+        return {tuple(sorted(values)) if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
 
     def labelled(self, case: Case) -> tuple[int, ...] | None:
         """Return the values that were looked for in a case, in order; None where all were.

@@ -15,6 +15,7 @@ from torch import Tensor
 from volseg.data.bank import require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.labels import to_classes
 from volseg.data.readers import Read, list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
@@ -211,7 +212,7 @@ class _Reading:
         if checked.problems or self._is_refused.is_set():
             return found
         try:
-            prepared = _preprocess(checked.case, case, self._preprocessing, validates)
+            prepared = _preprocess(checked.case, case, self._preprocessing, validates, self._task)
             if self._store is None or validates:
                 return replace(found, prepared=prepared)
             return replace(found, stored=_put(prepared, self._store))
@@ -342,7 +343,9 @@ def _map_shared(
     return shared
 
 
-def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:
+def prepare(
+    case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
+) -> Case:
     """Read ``image`` and, where the case has one, ``label``, and preprocess them.
 
     Parameters
@@ -354,14 +357,18 @@ def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = 
     keep_reference : bool
         Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
         ``reference_file``.
+    task : Task, optional
+        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
     """
     fields = [field for field in ("image", "label") if field in case]
-    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference)
+    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
 
 
-def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool) -> Case:
+def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None) -> Case:
     with compute_in_one_thread():
         prepared = preprocessing(read)
+    if task is not None and "label" in prepared:
+        prepared["label"] = to_classes(prepared["label"], task, paths)
     if keep_reference and "label" in read:
         prepared["reference"] = read["label"]
         prepared["reference_file"] = Path(paths["label"])
@@ -373,6 +380,7 @@ def prepare_all(
     preprocessing: Preprocessing,
     *,
     keep_reference: bool = False,
+    task: Task | None = None,
     workers: int | None = None,
     show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
 ) -> list[Case]:
@@ -380,7 +388,7 @@ def prepare_all(
 
     Parameters
     ----------
-    cases, preprocessing, keep_reference
+    cases, preprocessing, keep_reference, task
         As for `prepare`.
     workers : int, optional
         Threads; see `map_in_threads`.
@@ -388,5 +396,9 @@ def prepare_all(
         Wraps the prepared cases, for instance in a progress bar.
     """
     return list(
-        show(map_in_threads(lambda case: prepare(case, preprocessing, keep_reference=keep_reference), cases, workers))
+        show(
+            map_in_threads(
+                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
+            )
+        )
     )

@@ -117,6 +117,7 @@ class RunFolder:
             "labels": task.labels,
             "regions": {name: list(values) for name, values in task.regions.items()},
             "ignore": task.ignore,
+            "labelled": _list_labelled(task),
         }
         self.write_json("task.json", described)
         if plan is not None:
@@ -204,7 +205,13 @@ class RunFolder:
         if not (self.path / "task.json").exists():
             return
         begun = self.task()
-        pairs = {"channels": (begun.modalities, task.modalities), "labels": (begun.labels, task.labels)}
+        pairs: dict[str, tuple[Any, Any]] = {
+            "channels": (begun.modalities, task.modalities),
+            "labels": (begun.labels, task.labels),
+            "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
+            "value to ignore": (begun.ignore, task.ignore),
+            "labels looked for": (read_json(self.path / "task.json").get("labelled", {}), _list_labelled(task)),
+        }
         if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
             raise DataError(
                 f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
@@ -391,6 +398,12 @@ class RunFolder:
             if (self.checkpoints / name).exists():
                 logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
         return found[newest]
+
+
+def _list_labelled(task: Task) -> dict[str, list[int]]:
+    """Return what was looked for in the partially labelled training cases."""
+    found = {case["case"]: task.labelled(case) for case in task.training}
+    return {name: list(values) for name, values in found.items() if values is not None}
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:

@@ -53,7 +53,9 @@ def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Valid
     validation = Validation(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
         prepared,
-        trained.task.labels,
+        trained.task.structures,
+        ignore=trained.task.ignore,
+        values=trained.task.class_values,
         metrics=build_metrics(config, trained.task),
         folder=folder.validation if checkpoint == "latest" else folder.path / f"validation_{checkpoint}",
         batch_size=config.inference.batch,

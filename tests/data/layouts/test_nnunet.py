@@ -197,7 +197,7 @@ def test_files_that_nobody_declared(raw, name, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"file_ending": ".png"}, r"'file_ending' is '\.png'; needed: one of \.nii\.gz, \.nii, \.mha"),
+        ({"file_ending": ".png"}, r"'file_ending' is '\.png'; needed: one of \.mha, \.mhd, .*\.nii\.gz"),
         (
             {"cases": (), "channels": ()},
             r"Dataset011_Test has no imagesTr; nnU-Net's layout needs imagesTr and labelsTr",

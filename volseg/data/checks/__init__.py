@@ -8,6 +8,7 @@ compares the cases with each other besides.
 from volseg.data.checks.doubles import find_same_images, refuse_held_out, remark_on_same_images
 from volseg.data.checks.findings import Findings, check_cases, inspect_cases, require_sound, summarise_remarks
 from volseg.data.checks.kinds import KINDS, Finding, FindingKind
+from volseg.data.checks.mending import MendedTask, mend_task
 from volseg.data.checks.reading import CheckedCase, check_case, read_case
 from volseg.data.checks.task import TaskCheck, check_task
 
@@ -23,6 +24,7 @@ __all__ = [
     "Finding",
     "FindingKind",
     "Findings",
+    "MendedTask",
     "Problem",
     "Remark",
     "TaskCheck",
@@ -31,6 +33,7 @@ __all__ = [
     "check_task",
     "find_same_images",
     "inspect_cases",
+    "mend_task",
     "read_case",
     "refuse_held_out",
     "remark_on_same_images",

@@ -10,17 +10,17 @@ References
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from volseg.data.cases import Task
-from volseg.data.checks.facts import CaseFacts, ChannelFacts
+from volseg.data.cases import Case, Task
+from volseg.data.checks.facts import CaseFacts, ChannelFacts, ImageFacts
 from volseg.data.checks.kinds import Finding
 from volseg.data.names import list_some
 from volseg.data.readers import list_files
 
-__all__ = ["compare_cases"]
+__all__ = ["compare_cases", "describe_data"]
 
 FEWEST_CASES = 5
 """Of which one can stand out."""
@@ -52,36 +52,39 @@ CLIPPED_ABOVE, CLIPPED_SHARE = -500.0, 0.01
 OFFSET_HIGH = 1000.0
 """A CT whose lowest value is 0 and whose 99.5th percentile is above this holds soft tissue at about 1024."""
 
+Images = Sequence[tuple[Case, ImageFacts]]
+Channels = Sequence[tuple[Case, ChannelFacts]]
+
 AXES = ("left-right", "front-back", "head-feet")
 
 
 def compare_cases(facts: Sequence[CaseFacts], task: Task) -> list[Finding]:
     """Return what the cases show side by side; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
+    images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
     found = [
         *_find_label_counts(labelled, task),
         *_find_same_labels(labelled, task),
-        *_find_orientations(facts),
-        *_find_grids(facts),
+        *_find_orientations(images),
+        *_find_grids(images),
     ]
-    whole = [fact for fact in facts if len(fact.channels) == task.num_channels]
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
         is_ct = modality.strip().lower() == "ct"
-        channels = [(fact, fact.channels[index]) for fact in whole]
+        channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
         found += _find_ct(channels, where) if is_ct else _find_scales(channels, where)
         found += _find_contrasts(channels, where)
         found += _find_labels_on_air(channels, where, is_ct=is_ct)
     return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
 
 
-def _about(fact: CaseFacts, kind: str, detail: str, field: str = "image") -> Finding:
-    return Finding(fact.case["case"], list_files(fact.case[field])[0], detail, kind)
+def _about(case: Case, kind: str, detail: str, field: str = "image") -> Finding:
+    return Finding(case["case"], list_files(case[field])[0], detail, kind)
 
 
 def _find_label_counts(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
     for value, name in task.foreground.items():
-        looked = [fact for fact in facts if value in fact.case.get("labelled", (value,))]
+        looked = [fact for fact in facts if value in (fact.case.get("labelled") or (value,))]
         holding = sum(value in fact.label_counts for fact in looked)
         if facts and not holding:
             yield Finding("", None, f"{value} ({name})", "label-missing")
@@ -97,36 +100,34 @@ def _find_same_labels(facts: Sequence[CaseFacts], task: Task) -> Iterator[Findin
             by_digest[fact.label_digest].append(fact)
     for first, *rest in by_digest.values():
         # Two names for one image are told as such.
-        others = [fact.case["case"] for fact in rest if fact.channels != first.channels]
+        others = [fact.case["case"] for fact in rest if fact.image != first.image]
         if others:
-            yield _about(first, "same-label", f"also {list_some(others)}", "label")
+            yield _about(first.case, "same-label", f"also {list_some(others)}", "label")
 
 
-def _find_orientations(facts: Sequence[CaseFacts]) -> Iterator[Finding]:
-    counts = Counter(fact.orientation for fact in facts)
+def _find_orientations(images: Images) -> Iterator[Finding]:
+    counts = Counter(image.orientation for _, image in images)
     if len(counts) < 2:
         return
     usual, count = counts.most_common(1)[0]
-    if count < COMMON * len(facts):
+    if count < COMMON * len(images):
         found = ", ".join(f"{codes} {number}" for codes, number in counts.most_common(6))
         yield Finding("", None, f"{len(counts)} orientations: {found}{' ...' * (len(counts) > 6)}", "orientation")
         return
-    for fact in facts:
-        if fact.orientation != usual:
-            yield _about(fact, "orientation", f"{fact.orientation}, elsewhere {usual}")
+    for case, image in images:
+        if image.orientation != usual:
+            yield _about(case, "orientation", f"{image.orientation}, elsewhere {usual}")
 
 
-def _find_grids(facts: Sequence[CaseFacts]) -> Iterator[Finding]:
-    readings: list[tuple[str, Callable[[CaseFacts], Sequence[float]]]] = [
-        ("spacing", lambda fact: fact.spacing),
-        ("extent", lambda fact: fact.extent),
-    ]
-    for kind, read in readings:
+def _find_grids(images: Images) -> Iterator[Finding]:
+    spacings: Sequence[Sequence[float]] = [image.spacing for _, image in images]
+    extents: Sequence[Sequence[float]] = [image.extent for _, image in images]
+    for kind, sides in (("spacing", spacings), ("extent", extents)):
         for index, axis in enumerate(AXES):
-            values = [read(fact)[index] for fact in facts]
+            values = [side[index] for side in sides]
             for place in _find_far(values, FAR_GRID):
                 detail = f"{values[place]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
-                yield _about(facts[place], kind, detail)
+                yield _about(images[place][0], kind, detail)
 
 
 def _find_far(values: Sequence[float], factor: float) -> list[int]:
@@ -138,9 +139,6 @@ def _find_far(values: Sequence[float], factor: float) -> list[int]:
     width = FENCE * (upper - lower)
     far = (np.abs(logs - middle) > np.log(factor)) & ((logs < lower - width) | (logs > upper + width))
     return far.nonzero()[0].tolist() if far.sum() <= max(1, RARE * len(values)) else []
-
-
-Channels = Sequence[tuple[CaseFacts, ChannelFacts]]
 
 
 def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
@@ -156,12 +154,12 @@ def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
 
 
 def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
-    for fact, channel in channels:
+    for case, channel in channels:
         if channel.lowest >= 0 and channel.high > OFFSET_HIGH:
-            yield _about(fact, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
+            yield _about(case, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
         elif channel.lowest > CLIPPED_ABOVE and channel.share_lowest >= CLIPPED_SHARE:
             detail = f"{where}{100 * channel.share_lowest:.0f} % of the voxels at {channel.lowest:g}"
-            yield _about(fact, "ct-clipped", detail)
+            yield _about(case, "ct-clipped", detail)
 
 
 def _find_contrasts(channels: Channels, where: str) -> Iterator[Finding]:
@@ -173,10 +171,10 @@ def _find_contrasts(channels: Channels, where: str) -> Iterator[Finding]:
     clear = [contrast for contrast in known if contrast * usual > LEAST_CONTRAST]
     if len(clear) < (1 - RARE) * len(known) and len(known) - len(clear) > 1:
         return
-    for (fact, _), contrast in zip(channels, contrasts, strict=True):
+    for (case, _), contrast in zip(channels, contrasts, strict=True):
         if contrast is not None and contrast * usual < -LEAST_CONTRAST:
             usually = float(np.median(known))
-            yield _about(fact, "contrast", f"{where}{contrast:+.2f} of the range, elsewhere about {usually:+.2f}")
+            yield _about(case, "contrast", f"{where}{contrast:+.2f} of the range, elsewhere about {usually:+.2f}")
 
 
 def _contrast(channel: ChannelFacts) -> float | None:
@@ -187,15 +185,15 @@ def _contrast(channel: ChannelFacts) -> float | None:
 
 
 def _find_labels_on_air(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    known = [(fact, channel) for fact, channel in channels if channel.foreground is not None]
+    known = [(case, channel) for case, channel in channels if channel.foreground is not None]
     if len(known) < FEWEST_CASES:
         return
     off = [_lies_on_air(channel, is_ct=is_ct) for _, channel in known]
     if sum(off) > max(1, RARE * len(known)):  # lungs, or structures that are the darkest
         return
-    for (fact, channel), is_off in zip(known, off, strict=True):
+    for (case, channel), is_off in zip(known, off, strict=True):
         if is_off:
-            yield _about(fact, "label-on-air", f"{where}its median voxel is {channel.foreground:g}", "label")
+            yield _about(case, "label-on-air", f"{where}its median voxel is {channel.foreground:g}", "label")
 
 
 def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
@@ -205,15 +203,16 @@ def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
 
 def describe_data(facts: Sequence[CaseFacts], task: Task) -> dict[str, object]:
     """Return what the cases are like together, as the JSON of a check tells it."""
+    images = [fact.image for fact in facts if fact.image is not None]
 
     def middle(rows: Iterable[Sequence[float]]) -> list[float]:
-        return [float(value) for value in np.median(list(rows), axis=0)] if facts else []
+        return [float(value) for value in np.median(list(rows), axis=0)] if images else []
 
     labelled = [fact for fact in facts if fact.label_counts]
     return {
-        "orientations": dict(Counter(fact.orientation for fact in facts).most_common()),
-        "median_spacing_mm": middle(fact.spacing for fact in facts),
-        "median_shape_voxels": middle(fact.shape for fact in facts),
+        "orientations": dict(Counter(image.orientation for image in images).most_common()),
+        "median_spacing_mm": middle(image.spacing for image in images),
+        "median_shape_voxels": middle(image.shape for image in images),
         "labels": {
             str(value): {
                 "name": name,

@@ -11,13 +11,16 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.data.checks.reading import CheckedCase
 
-__all__ = ["CaseFacts", "ChannelFacts", "measure"]
+__all__ = ["CaseFacts", "ChannelFacts", "ImageFacts", "measure"]
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
 
 RANGE = (0.005, 0.5, 0.995)
 """Percentiles between which intensities count: single hot voxels do not."""
+
+INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
+"""Kinds of problems with which a case would stand out by what follows from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +45,9 @@ class ChannelFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CaseFacts:
-    """A case among others."""
+class ImageFacts:
+    """An image among others."""
 
-    case: Case
-    """With paths."""
     shape: tuple[int, int, int]
     """Voxels along right-left, front-back and head-feet."""
     spacing: tuple[float, float, float]
@@ -54,8 +55,6 @@ class CaseFacts:
     orientation: str
     """Where the voxel axes of the file point, such as ``RAS``."""
     channels: tuple[ChannelFacts, ...]
-    label_counts: Mapping[int, int]
-    label_digest: str | None = None
 
     @property
     def extent(self) -> tuple[float, ...]:
@@ -63,8 +62,21 @@ class CaseFacts:
         return tuple(side * step for side, step in zip(self.shape, self.spacing, strict=True))
 
 
-def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts | None:
-    """Return the facts of a case whose image could be read and has finite values; None of any other.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseFacts:
+    """A case among others."""
+
+    case: Case
+    """With paths."""
+    image: ImageFacts | None
+    """None of one that cannot be read or is `INCOMPARABLE`."""
+    label_counts: Mapping[int, int]
+    """Voxels of each value; empty without a label that can be read."""
+    label_digest: str | None = None
+
+
+def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts:
+    """Return the facts of a case.
 
     Parameters
     ----------
@@ -74,9 +86,16 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts | None:
         The same with paths.
     """
     image = checked.case.get("image")
-    bad = {problem.kind for problem in checked.problems}
-    if not isinstance(image, MetaTensor) or "not-finite" in bad:
-        return None
+    is_comparable = not any(problem.kind in INCOMPARABLE for problem in checked.problems)
+    return CaseFacts(
+        case=case,
+        image=_measure_image(image, checked, task) if isinstance(image, MetaTensor) and is_comparable else None,
+        label_counts=checked.label_counts,
+        label_digest=checked.label_digest,
+    )
+
+
+def _measure_image(image: MetaTensor, checked: CheckedCase, task: Task) -> ImageFacts:
     affine = image.affine.numpy()
     codes = nibabel.orientations.io_orientation(affine)
     order = [int(axis) for axis in codes[:, 0].argsort()]  # the file's axis that lies along each of the patient's
@@ -87,14 +106,11 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts | None:
         structures = label.as_tensor()[0]
         foreground = structures > 0 if task.ignore is None else (structures > 0) & (structures != task.ignore)
     shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
-    return CaseFacts(
-        case=case,
+    return ImageFacts(
         shape=(int(shape[0]), int(shape[1]), int(shape[2])),
         spacing=(spacing[0], spacing[1], spacing[2]),
         orientation="".join(nibabel.orientations.ornt2axcodes(codes)),
         channels=tuple(_measure_channel(channel, foreground) for channel in image.as_tensor()),
-        label_counts=checked.label_counts,
-        label_digest=checked.label_digest,
     )
 
 

@@ -78,7 +78,7 @@ def summarise_kind(kind: str, same: Sequence[Finding], most: int = 3) -> str:
     says = f"{KINDS[kind].says}; {KINDS[kind].remedy}"
     cases = {remark.case for remark in same if remark.case}
     who = f"{len(cases)} case(s)" if cases else "data set"
-    shown = [" ".join(filter(None, [one.case, f"({one.message})" if one.message else ""])) for one in same]
+    shown = [f"{one.case} ({one.message})" if one.case and one.message else one.case or one.message for one in same]
     return f"{who}: {says}: {list_some(shown, most)}"
 
 

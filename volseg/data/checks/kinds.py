@@ -111,6 +111,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "the same image trains and validates",
             "no training image holds the voxels of one that validates in the same fold",
             "keep one of them, or both on one side of the split",
+            "the first is kept alone, if the labels are equal too",
         ),
         "label-empty": _look(
             "the label holds background only",

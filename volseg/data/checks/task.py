@@ -4,15 +4,16 @@ Of a case only its facts are kept, and no more cases are read at a time than mem
 their size: a CT of 512 x 512 x 700 voxels takes 4 GiB while it is read.
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks.comparing import compare_cases, describe_data
-from volseg.data.checks.doubles import find_leaks, remark_on_same_images
+from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_same_images
 from volseg.data.checks.facts import CaseFacts, measure
 from volseg.data.checks.findings import summarise_kind
 from volseg.data.checks.kinds import Finding
@@ -20,6 +21,7 @@ from volseg.data.checks.reading import CheckedCase, read_case
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
+from volseg.files import replacing
 from volseg.memory import available_bytes
 
 __all__ = ["TaskCheck", "Verdict", "check_task"]
@@ -43,7 +45,8 @@ class TaskCheck:
     cases: tuple[Case, ...]
     findings: tuple[Finding, ...]
     facts: tuple[CaseFacts, ...]
-    """Of the cases whose image could be read."""
+    equal: tuple[tuple[str, ...], ...] = ()
+    """Ids of cases with labels that hold the same image and the same label."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -106,6 +109,11 @@ class TaskCheck:
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
+    def write(self, path: str | Path) -> None:
+        """Write `as_dict` to a JSON file."""
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
 
 def _judge(severities: set[str]) -> Verdict:
     if "bad" in severities:
@@ -138,28 +146,38 @@ def check_task(
     # Half, because what a file says of its size is believed only as far as to put it off.
     allowance = Allowance(available_bytes() // 2)
 
-    def read(case: Case) -> tuple[CheckedCase, CaseFacts | None]:
+    def read(case: Case) -> tuple[CheckedCase, CaseFacts]:
         with allowance.taken(_expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
-            return CheckedCase(
-                case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest
-            ), facts
+            # Without its volumes.
+            return replace(checked, case=case), facts
 
     findings: list[Finding] = []
     digests: list[tuple[Case, str]] = []
+    labels: dict[str, str | None] = {}
     facts: list[CaseFacts] = []
     for checked, known in map_in_threads(read, cases, workers):
         findings += [*checked.problems, *checked.remarks]
         if checked.digest is not None:
             digests.append((checked.case, checked.digest))
-        if known is not None:
-            facts.append(known)
+            labels[checked.case["case"]] = checked.label_digest
+        facts.append(known)
         if progress is not None:
             progress()
     trained = [(case, digest) for case, digest in digests if "label" in case]
-    findings += [*find_leaks(trained, splits), *remark_on_same_images(digests), *compare_cases(facts, task)]
-    return TaskCheck(task=task, cases=cases, findings=tuple(findings), facts=tuple(facts))
+    leaks = find_leaks(trained, splits)
+    leaking = {leak.case for leak in leaks}
+    doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
+    findings += [*leaks, *doubles, *compare_cases(facts, task)]
+    same = [[case["case"] for case in several] for several in find_same_images(trained)]
+    return TaskCheck(
+        task=task,
+        cases=cases,
+        findings=tuple(findings),
+        facts=tuple(facts),
+        equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
+    )
 
 
 def _default_splits(task: Task) -> list[Split]:

@@ -156,7 +156,8 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
     structures = values.counts.keys() - {0, task.ignore}
     if not structures:
         yield Fault("label-empty", "the rest is to be ignored" if task.ignore in values.counts else "")
-    if extra := sorted(structures & declared - {*case.get("labelled", structures)}):
+    labelled = task.labelled(case)
+    if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
         yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
 
 

@@ -1,5 +1,6 @@
 """Which files are the channels of one image: by nnU-Net's numbers (``CASE_0000`` ...), or by names."""
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from volseg.errors import DataError
 __all__ = ["SEPARATORS", "group_channels", "image_of", "number_channels"]
 
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
+
+ALL_CHANNELS = -1
+"""Stands for the number of a channel where a file holds every one."""
 
 SEPARATORS = "_-."
 """What may stand between a case's id and the word that says what a file of it is."""
@@ -53,13 +57,10 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
     for image, (case, channel) in zip(images, _find_channels(images, modalities), strict=True):
         channels = groups[image.parent, case]
         if channel in channels:
-            raise DataError(f"{channels[channel]} and {image} are both channel {channel} of {case}; name one of them")
+            both = "all channels" if channel == ALL_CHANNELS else f"channel {channel}"
+            raise DataError(f"{channels[channel]} and {image} are both {both} of {case}; name one of them")
         channels[channel] = image
     return [_gather(case, channels, modalities) for (_, case), channels in groups.items()]
-
-
-ALL_CHANNELS = -1
-"""Stands for the number of a channel where a file holds every one."""
 
 
 def _find_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tuple[str, int]]:
@@ -82,7 +83,7 @@ def _find_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | Non
     for channel in sorted(range(len(modalities)), key=lambda channel: -len(modalities[channel])):
         ending = modalities[channel].casefold()
         if name.casefold() == ending:
-            return image.absolute().parent.name, channel
+            return Path(os.path.abspath(image)).parent.name, channel
         case = name[: -len(ending) - 1]
         if case and name.casefold() in {f"{case.casefold()}{mark}{ending}" for mark in SEPARATORS}:
             return case, channel
@@ -103,4 +104,4 @@ def _gather(case: str, channels: Mapping[int, Path], modalities: Sequence[str]) 
 
 def name_image(image: Path) -> str:
     """Return the id of a case that is one file, or one folder; the folder "." has a name too."""
-    return stem(image.absolute())
+    return stem(os.path.abspath(image))

@@ -7,7 +7,7 @@ from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
 from volseg.data.names import find_doubled, list_some
-from volseg.data.readers import SUFFIXES, list_files
+from volseg.data.readers import find_suffix, list_files
 from volseg.errors import DataError
 
 __all__ = [
@@ -27,10 +27,7 @@ LONGEST_NAME, LONGEST_PATH = 200, 1000
 
 def list_images(folder: Path) -> list[Path]:
     """Return the files of a folder that have an image's suffix, sorted; hidden ones, as macOS' ``._``, left out."""
-    suffixes = tuple(SUFFIXES)
-    return sorted(
-        path for path in folder.iterdir() if path.name.lower().endswith(suffixes) and not path.name.startswith(".")
-    )
+    return sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
 
 
 def sort_cases(
