@@ -90,7 +90,7 @@ def test_the_second_plan_reads_no_case(folder, tmp_path):
 
 
 def test_a_file_that_is_there_is_refused_before_a_case_is_read(folder, tmp_path):
-    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "mine.yaml").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="exists already; choose another file, or replace it by --force"):
         call("configure", folder, "-o", tmp_path / "mine.yaml")
     assert not (folder / ".volseg").exists()
@@ -126,7 +126,7 @@ def test_processes_of_a_launcher_do_not_plan_each_for_itself(folder, tmp_path, m
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ConfigError, match="run volseg configure .* first, and train with the config it writes"):
+    with pytest.raises(ConfigError, match=r"run volseg configure .* first, and train with the config it writes"):
         call("train", folder, "-o", tmp_path / "run")
 
 

@@ -33,7 +33,7 @@ def write(tmp_path):
             "labels": {"0": "background", "1": "organ", "2": "tumour"},
             "training": [{"image": f"imagesTr/{name}", "label": f"labelsTr/{name}"} for name in names],
         } | declared
-        (root / "dataset.json").write_text(json.dumps(manifest))
+        (root / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
         return load_task(root)
 
     return write_task
@@ -174,12 +174,18 @@ def touch_label(task):
 
 def rename_label(task):
     file = task.root / "dataset.json"
-    file.write_text(file.read_text().replace('"1": "', '"1": "other '))
+    file.write_text(file.read_text(encoding="utf-8").replace('"1": "', '"1": "other '))
 
 
 @pytest.mark.parametrize(
     ("change", "kept"),
-    [(touch_nothing, True), (move_folder, True), (rewrite_in_place, False), (touch_label, False), (rename_label, False)],
+    [
+        (touch_nothing, True),
+        (move_folder, True),
+        (rewrite_in_place, False),
+        (touch_label, False),
+        (rename_label, False),
+    ],
 )
 def test_it_is_kept_until_something_changes(task, change, kept):
     taken = take_fingerprint(task)
@@ -190,15 +196,15 @@ def test_it_is_kept_until_something_changes(task, change, kept):
 
 def test_a_case_more_is_a_change(task):
     keep_fingerprint(take_fingerprint(task), task)
-    more = json.loads((task.root / "dataset.json").read_text())
+    more = json.loads((task.root / "dataset.json").read_text(encoding="utf-8"))
     more["training"] = more["training"][:-1]
-    (task.root / "dataset.json").write_text(json.dumps(more))
+    (task.root / "dataset.json").write_text(json.dumps(more), encoding="utf-8")
     assert load_fingerprint(load_task(task.root)) is None
 
 
 def test_a_folder_that_cannot_be_written_to_leaves_it_in_the_cache(task, tmp_path):
     taken = take_fingerprint(task)
-    (task.root / ".volseg").write_text("a file in the folder's place")
+    (task.root / ".volseg").write_text("a file in the folder's place", encoding="utf-8")
     place = keep_fingerprint(taken, task)
     assert place == find_places(task)[1]
     assert place.is_relative_to(tmp_path / "cache")
@@ -206,8 +212,8 @@ def test_a_folder_that_cannot_be_written_to_leaves_it_in_the_cache(task, tmp_pat
 
 
 def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
-    (task.root / ".volseg").write_text("")
-    (tmp_path / "cache").write_text("")
+    (task.root / ".volseg").write_text("", encoding="utf-8")
+    (tmp_path / "cache").write_text("", encoding="utf-8")
     assert keep_fingerprint(take_fingerprint(task), task) is None
     assert "the fingerprint of Task00_Synthetic cannot be kept" in caplog.text
 
@@ -216,6 +222,6 @@ def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
 def test_a_damaged_one_is_taken_anew(task, content, caplog):
     place = find_places(task)[0]
     place.parent.mkdir()
-    place.write_text(content)
+    place.write_text(content, encoding="utf-8")
     assert load_fingerprint(task) is None
     assert content == '{"key": 1}' or "is no fingerprint" in caplog.text

@@ -10,7 +10,7 @@ from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.planning import (
     PRESETS,
-    CaseFacts,
+    CaseSizes,
     Fingerprint,
     Intensities,
     parse_memory,
@@ -23,7 +23,7 @@ CT = Intensities(mean=99.4, std=39.4, median=101, min=-1000, max=3000, percentil
 
 def make_fingerprint(shape=(35, 50, 36), spacing=(1.0, 1.0, 1.0), *, count=20, kept=1.0, channels=("MRI",), **facts):
     """Return the fingerprint of a data set whose cases are all alike."""
-    cases = tuple(CaseFacts(case=f"case {i}", shape=shape, spacing=spacing, kept=kept) for i in range(count))
+    cases = tuple(CaseSizes(case=f"case {i}", shape=shape, spacing=spacing, kept=kept) for i in range(count))
     given = {"labels": {0: "background", 1: "organ"}, "intensities": (CT,) * len(channels)} | facts
     return Fingerprint(task="Task11_Test", channels=channels, cases=cases, **given)
 
@@ -67,10 +67,10 @@ def test_every_number_says_why(preset):
 
 def test_a_file_is_replaced_by_force_only(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\n")
+    path.write_text("name: mine\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"mine.yaml exists already; choose another file, or replace it by --force"):
         write_config(plan(make_fingerprint()), path)
-    assert path.read_text() == "name: mine\n"
+    assert path.read_text(encoding="utf-8") == "name: mine\n"
     write_config(plan(make_fingerprint()), path, force=True)
     assert load_config(path).name == "task11_test_unet"
     assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
@@ -140,7 +140,8 @@ def test_whole_volumes_are_cut_over_as_many_gpus_as_they_take():
 
 def test_the_longest_case_counts_along_each_axis():
     cases = [
-        CaseFacts(case=str(shape), shape=shape, spacing=(1, 1, 1)) for shape in ((40, 20, 32), (24, 50, 32), (24, 20, 32))
+        CaseSizes(case=str(shape), shape=shape, spacing=(1, 1, 1))
+        for shape in ((40, 20, 32), (24, 50, 32), (24, 20, 32))
     ]
     fingerprint = make_fingerprint()
     fingerprint = Fingerprint(task="T", channels=("a",), labels=fingerprint.labels, cases=tuple(cases))
@@ -148,10 +149,12 @@ def test_the_longest_case_counts_along_each_axis():
 
 
 def test_what_no_gpus_hold_is_refused():
-    with pytest.raises(ConfigError, match=r"whole volumes of .* take \d+ GPUs of 0.01 GiB, and can be cut into 64 slabs"):
+    with pytest.raises(
+        ConfigError, match=r"whole volumes of .* take \d+ GPUs of 0.01 GiB, and can be cut into 64 slabs"
+    ):
         plan(LARGE, "whole", 0.01)
     for preset in ("unet", "resenc", "vnet"):
-        with pytest.raises(ConfigError, match="no patch fits: .* name a GPU with more of it"):
+        with pytest.raises(ConfigError, match=r"no patch fits: .* name a GPU with more of it"):
             plan(LARGE, preset, 1e-4)
 
 

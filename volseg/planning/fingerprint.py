@@ -19,7 +19,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import Finding, read_case, require_sound
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
-from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
+from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 
 __all__ = ["Taken", "take_fingerprint"]
 
@@ -71,10 +71,10 @@ def take_fingerprint(
     """
     number = max(1, min(SAMPLES_PER_CASE, SAMPLES // max(1, len(task.training))))
     problems: list[Finding] = []
-    facts: list[CaseFacts] = []
+    facts: list[CaseSizes] = []
     samples: list[Voxels] = []
 
-    def look(item: tuple[int, Case]) -> tuple[Sequence[Finding], CaseFacts | None, Voxels | None]:
+    def look(item: tuple[int, Case]) -> tuple[Sequence[Finding], CaseSizes | None, Voxels | None]:
         place, case = item
         checked = read_case(case, task)
         if checked.problems:
@@ -106,14 +106,14 @@ def take_fingerprint(
 
 def _describe_case(
     case: Case, counts: Mapping[int, int], task: Task, number: int, place: int
-) -> tuple[CaseFacts, Voxels]:
+) -> tuple[CaseSizes, Voxels]:
     image, label = case["image"], case["label"]
     channels = image.as_subclass(Tensor)
     box = _find_box((channels != 0).any(0))
     axes, spacing = _find_axes(image)
     sides = [stop - start for start, stop in box]
     d, h, w = (sides[axis] for axis in axes)
-    facts = CaseFacts(
+    facts = CaseSizes(
         case=str(case["case"]),
         shape=(d, h, w),
         spacing=spacing,
