@@ -174,7 +174,8 @@ def touch_label(task):
 
 def rename_label(task):
     file = task.root / "dataset.json"
-    file.write_text(file.read_text(encoding="utf-8").replace('"1": "', '"1": "other '))
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"1": "', '"1": "other '), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
