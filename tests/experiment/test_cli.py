@@ -18,6 +18,7 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
 VERBS = [
+    "configure",
     "train",
     "cross-validate",
     "validate",
