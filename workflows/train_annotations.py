@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import read_volume
 from volseg.data.synthetic import make_task
 from volseg.data.synthetic_labels import STYLES, make_annotated_task
