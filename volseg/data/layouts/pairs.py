@@ -148,7 +148,7 @@ def load_pairs(
     ]
     tests = [] if arrangement.test is None else group_channels(_list_volumes(arrangement.test), modalities)
     training, test = sort_cases(cases, tests, source, require_files=require_files)
-    labels = name_labels(declared, source, [case["label"] for case in training], folder)
+    labels = name_labels(declared, source, [case["label"] for case in training], folder, require_files=require_files)
     logger.info("%s: %d pairs of image and label, channels %s", folder, len(training), ", ".join(modalities))
     return Task(
         name=name_task(folder, declared),

@@ -80,7 +80,9 @@ def load_table(path: Path, *, require_files: bool) -> Task:
             case["label"] = _locate(row["label"], "label", table, where)
         listed["test" if side == "test" else "training"].append(case)
     training, test = sort_cases(listed["training"], listed["test"], path, require_files=require_files)
-    labels = name_labels(declared, manifest, [case["label"] for case in training], path.parent)
+    labels = name_labels(
+        declared, manifest, [case["label"] for case in training], path.parent, require_files=require_files
+    )
     looked_for = {row["case"].strip(): _split(row.get("labelled", "")) for _, row in table.rows}
     own = {
         name: cells for name, cells in looked_for.items() if cells and any(case["case"] == name for case in training)
