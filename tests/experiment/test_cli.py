@@ -17,7 +17,23 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
+VERBS = [
+    "configure",
+    "train",
+    "cross-validate",
+    "validate",
+    "predict",
+    "verify",
+    "quickstart",
+    "data list",
+    "data info",
+    "data fetch",
+    "data make",
+    "data check",
+    "data cache list",
+    "data cache clear",
+    "data cache verify",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)
