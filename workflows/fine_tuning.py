@@ -1,7 +1,7 @@
-"""Fine-tuning against training from scratch, on the hippocampi of Task04: from the whole organ to its two parts.
+"""Fine-tuning against training from scratch, on the hippocampi of Task04: from both parts to one of them.
 
-A network learns the whole hippocampus from half of the cases; another task has the other half, and asks for the
-anterior and the posterior part. It is trained for a few iterations, begun with these weights and without::
+A network learns the anterior and the posterior hippocampus from half of the cases. Another task has the other half, and
+asks for the posterior part alone. It is trained for a few iterations, begun with these weights and without::
 
     python workflows/fine_tuning.py ../shared/data/Task04_Hippocampus --output unet_cpu_fine_tuning.json
 """
@@ -31,15 +31,15 @@ training: {epochs: 1}
 """
 
 
-def make_task(folder: Path, cases: Sequence[Case], labels: dict[int, str]) -> Path:
-    """Write a task of these cases, the values beyond its labels made the last one."""
+def make_task(folder: Path, cases: Sequence[Case], labels: dict[int, str], values: Sequence[int]) -> Path:
+    """Write a task of these cases; ``values`` are what 0, 1 and 2 become in its label maps."""
     for name in ("imagesTr", "labelsTr", "imagesTs"):
         (folder / name).mkdir(parents=True)
     for case in cases:
         (folder / "imagesTr" / f"{case['case']}.nii.gz").symlink_to(Path(case["image"]).resolve())
         label = nibabel.load(case["label"])
-        values = np.minimum(np.asanyarray(label.dataobj), max(labels)).astype(np.uint8)
-        nibabel.save(nibabel.Nifti1Image(values, label.affine), folder / "labelsTr" / f"{case['case']}.nii.gz")
+        voxels = np.array(values, dtype=np.uint8)[np.asanyarray(label.dataobj).astype(np.uint8)]
+        nibabel.save(nibabel.Nifti1Image(voxels, label.affine), folder / "labelsTr" / f"{case['case']}.nii.gz")
     listed = [{key: f"./{key}sTr/{case['case']}.nii.gz" for key in ("image", "label")} for case in cases]
     described = {"name": folder.name, "modality": {"0": "MRI"}, "labels": labels, "training": listed, "test": []}
     (folder / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
@@ -63,8 +63,9 @@ def main() -> None:
         folder = Path(name)
         config = folder / "config.yaml"
         config.write_text(CONFIG, encoding="utf-8")
-        whole = make_task(folder / "Task01_Whole", cases[::2], {0: "background", 1: "Hippocampus"})
-        parts = make_task(folder / "Task02_Parts", cases[1::2], {0: "background", 1: "Anterior", 2: "Posterior"})
+        labels = {0: "background", 1: "Anterior", 2: "Posterior"}
+        both = make_task(folder / "Task01_Both", cases[::2], labels, (0, 1, 2))
+        one = make_task(folder / "Task02_One", cases[1::2], {0: "background", 1: "Tail"}, (0, 0, 1))
 
         def dice_of(run: str, root: Path, iterations: int, *more: str) -> float:
             values = [f"data.root={root}", f"output={folder / run}", f"training.iterations={iterations}", *more]
@@ -72,14 +73,14 @@ def main() -> None:
             assert outcome.validated is not None
             return float(outcome.validated.summary["foreground_mean"]["Dice"])
 
-        first = dice_of("first", whole, given.first)
+        first = dice_of("first", both, given.first)
         start = [f"training.start_from={folder / 'first'}"]
         rows = [
             {
                 "iterations": few,
                 "seed": seed,
-                "scratch": dice_of(f"scratch_{few}_{seed}", parts, few, f"seed={seed}"),
-                "fine_tuned": dice_of(f"tuned_{few}_{seed}", parts, few, f"seed={seed}", *start),
+                "scratch": dice_of(f"scratch_{few}_{seed}", one, few, f"seed={seed}"),
+                "fine_tuned": dice_of(f"tuned_{few}_{seed}", one, few, f"seed={seed}", *start),
             }
             for few in given.few
             for seed in range(given.seeds)

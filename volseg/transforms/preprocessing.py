@@ -115,8 +115,8 @@ class CheckedStep:
             volume = made.get(field) if isinstance(made, Mapping) else None
             if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
                 raise GridError(
-                    f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with the meta data that "
-                    f"it got, got a {type(volume).__name__}; change the volume itself, or use copy_meta_from"
+                    f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, got a "
+                    f"{type(volume).__name__}; change the volume itself, or use copy_meta_from"
                 )
             grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
             grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
