@@ -18,6 +18,7 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
 VERBS = [
+    "configure",
     "train",
     "cross-validate",
     "validate",
@@ -29,6 +30,9 @@ VERBS = [
     "data fetch",
     "data make",
     "data check",
+    "data cache list",
+    "data cache clear",
+    "data cache verify",
 ]
 
 

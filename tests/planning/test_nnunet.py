@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from volseg.planning import CaseFacts, Fingerprint, Intensities, plan
+from volseg.planning import CaseSizes, Fingerprint, Intensities, plan
 
 RECORDED = json.loads(Path(__file__).with_name("nnunet_plans.json").read_text(encoding="utf-8"))
 PRESETS = {"ExperimentPlanner": "unet"}
@@ -26,7 +26,7 @@ def make_fingerprint(data_set):
         channels=tuple(data_set["channels"]),
         labels={value: f"label {value}" for value in range(data_set["num_labels"])},
         cases=tuple(
-            CaseFacts(case=str(i), shape=tuple(shape[::-1]), spacing=tuple(spacing[::-1]), kept=data_set["kept"])
+            CaseSizes(case=str(i), shape=tuple(shape[::-1]), spacing=tuple(spacing[::-1]), kept=data_set["kept"])
             for i, (shape, spacing) in enumerate(repeated)
         ),
         intensities=(CHANNEL,) * len(data_set["channels"]),

@@ -128,6 +128,11 @@ class DataConfig(ConfigModel):
     """Leave bad cases out and list them in the report, instead of stopping before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
     """Where the preprocessed cases lie: on the GPU when they fit, or in main memory."""
+    cache: str = "auto"
+    """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
+    ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""
+    cache_limit: Positive = 200.0
+    """GiB that the folder may take, of whatever task; what was used longest ago goes first."""
 
 
 class SplitConfig(ConfigModel):
@@ -325,7 +330,8 @@ class ExperimentConfig(ConfigModel):
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to what it reads, from any working directory."""
-        data = self.data.model_copy(update={"root": _absolute(self.data.root)})
+        cache = self.data.cache if self.data.cache in ("auto", "none") else str(_absolute(Path(self.data.cache)))
+        data = self.data.model_copy(update={"root": _absolute(self.data.root), "cache": cache})
         file = self.split.file
         split = self.split.model_copy(update={"file": file and _absolute(file)})
         start = self.training.start_from

@@ -8,6 +8,7 @@ from pathlib import Path
 from volseg.config.loading import load_config, override
 from volseg.data import load_task
 from volseg.data.cases import Task
+from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import count_up
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 PLANNED = "planned.yaml"
 """In the run folder: the config that was planned for a training that was given a data set only."""
-
-TABLES = (".csv", ".tsv")
 
 
 def configure(
@@ -60,7 +59,10 @@ def configure(
     DataError
         If there is no data set, or a case is bad: all of them at once.
     """
-    task = load_task(folder, require_files=False)
+    return _plan_for(load_task(folder, require_files=False), folder, preset, gpu_memory, name, skip_bad)
+
+
+def _plan_for(task: Task, folder: str | Path, preset: str, gpu_memory: float, name: str | None, skip_bad: bool) -> Plan:
     fingerprint = _find_fingerprint(task, skip_bad)
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
     return plan(fingerprint, preset, gpu_memory, root=root, name=name, skip_bad=skip_bad)
@@ -97,7 +99,7 @@ def configure_words(planned: Plan, path: Path) -> str:
 
 def is_data_set(path: Path) -> bool:
     """Tell whether what stands in a config's place is a data set: a folder, or a table of paths."""
-    return path.is_dir() or path.suffix.lower() in TABLES
+    return path.is_dir() or path.suffix.casefold() in TABLES
 
 
 def plan_run(
@@ -139,9 +141,7 @@ def plan_run(
     file = run.path / PLANNED
     if resume and file.is_file():
         if load_config(file).name != name:
-            raise ConfigError(
-                f"{file} was planned for {load_config(file).name}, not for {name}; choose another --output"
-            )
+            raise ConfigError(f"{file} plans {load_config(file).name}, not {name}; choose another folder by --output")
         logger.info("going on as planned in %s", file)
         return file
     if resume and run.exists:
@@ -154,7 +154,7 @@ def plan_run(
     run.require_free()
     data = values.get("data")
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
-    planned = configure(folder, preset=preset, gpu_memory=gpu_memory, skip_bad=skip_bad)
+    planned = _plan_for(task, folder, preset, gpu_memory, None, skip_bad)
     write_config(planned, file, force=True)
     logger.info("%s", configure_words(planned, file))
     return file

@@ -1,6 +1,6 @@
 """From the fingerprint of a data set to a planned config."""
 
-from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
+from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.planning.fingerprint import Taken, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry
 from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan
@@ -11,7 +11,7 @@ from volseg.planning.writing import require_new, write_config
 __all__ = [
     "DEFAULT_MEMORY",
     "PRESETS",
-    "CaseFacts",
+    "CaseSizes",
     "Fingerprint",
     "Geometry",
     "Intensities",

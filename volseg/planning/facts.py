@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-__all__ = ["CaseFacts", "Fingerprint", "Intensities"]
+__all__ = ["CaseSizes", "Fingerprint", "Intensities"]
 
 Lengths = tuple[float, float, float]
 Sides = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CaseFacts:
+class CaseSizes:
     """One case."""
 
     case: str
@@ -58,7 +58,7 @@ class Fingerprint:
     channels: tuple[str, ...]
     labels: Mapping[int, str]
     """Name of each value, the background's too."""
-    cases: tuple[CaseFacts, ...]
+    cases: tuple[CaseSizes, ...]
     """All cases with labels that can be used."""
     intensities: tuple[Intensities, ...] = ()
     """Of each channel; none where no voxel was looked at."""
@@ -73,7 +73,7 @@ class Fingerprint:
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the fingerprint that `to_json` described."""
         cases = [
-            CaseFacts(
+            CaseSizes(
                 case=case["case"],
                 shape=tuple(case["shape"]),
                 spacing=tuple(case["spacing"]),

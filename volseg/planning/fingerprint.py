@@ -19,13 +19,13 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import Finding, read_case, require_sound
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
-from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
+from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 
 __all__ = ["Taken", "take_fingerprint"]
 
-SAMPLES = 10_000_000
-"""Foreground voxels that are looked at, in all cases together; a tenth of nnU-Net's number, which a percentile of so
-many voxels does not notice."""
+SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
+"""Foreground voxels that are drawn, in all cases together and of each at most; nnU-Net draws ten times as many, which
+the percentiles do not notice."""
 
 SEED = 1234
 
@@ -69,12 +69,12 @@ def take_fingerprint(
         If a case is bad and ``skip_bad`` is off, all of them at once as `volseg data check` tells them; or if none is
         left.
     """
-    number = max(1, SAMPLES // max(1, len(task.training)))
+    number = max(1, min(SAMPLES_PER_CASE, SAMPLES // max(1, len(task.training))))
     problems: list[Finding] = []
-    facts: list[CaseFacts] = []
+    facts: list[CaseSizes] = []
     samples: list[Voxels] = []
 
-    def look(item: tuple[int, Case]) -> tuple[Sequence[Finding], CaseFacts | None, Voxels | None]:
+    def look(item: tuple[int, Case]) -> tuple[Sequence[Finding], CaseSizes | None, Voxels | None]:
         place, case = item
         checked = read_case(case, task)
         if checked.problems:
@@ -106,14 +106,14 @@ def take_fingerprint(
 
 def _describe_case(
     case: Case, counts: Mapping[int, int], task: Task, number: int, place: int
-) -> tuple[CaseFacts, Voxels]:
+) -> tuple[CaseSizes, Voxels]:
     image, label = case["image"], case["label"]
     channels = image.as_subclass(Tensor)
     box = _find_box((channels != 0).any(0))
     axes, spacing = _find_axes(image)
     sides = [stop - start for start, stop in box]
     d, h, w = (sides[axis] for axis in axes)
-    facts = CaseFacts(
+    facts = CaseSizes(
         case=str(case["case"]),
         shape=(d, h, w),
         spacing=spacing,

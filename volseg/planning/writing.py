@@ -80,7 +80,7 @@ def _list_lines(plan: Plan) -> Iterator[str]:
 
 
 def _comment(text: str, indent: str = "") -> Iterator[str]:
-    for line in textwrap.wrap(text, WIDTH - len(indent)):
+    for line in textwrap.wrap(text, WIDTH - len(f"{indent}# ")):
         yield f"{indent}# {line}"
 
 

@@ -1,0 +1,228 @@
+"""What is found out about a data set, and when it is found out anew."""
+
+import json
+import os
+import shutil
+
+import nibabel
+import numpy as np
+import pytest
+
+from volseg.data import load_task
+from volseg.data.synthetic import make_task
+from volseg.errors import DataError
+from volseg.planning import Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
+from volseg.planning.stored import find_places
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a task of two channels from (image, label, affine) of each case."""
+
+    def write_task(cases, **declared):
+        root = tmp_path / "Task77_Drawn"
+        (root / "imagesTr").mkdir(parents=True)
+        (root / "labelsTr").mkdir()
+        names = []
+        for number, (image, label, affine) in enumerate(cases):
+            names.append(f"case_{number}.nii.gz")
+            nibabel.save(nibabel.Nifti1Image(image, affine), root / "imagesTr" / names[-1])
+            nibabel.save(nibabel.Nifti1Image(label, affine), root / "labelsTr" / names[-1])
+        manifest = {
+            "modality": {"0": "CT", "1": "PET"},
+            "labels": {"0": "background", "1": "organ", "2": "tumour"},
+            "training": [{"image": f"imagesTr/{name}", "label": f"labelsTr/{name}"} for name in names],
+        } | declared
+        (root / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
+        return load_task(root)
+
+    return write_task
+
+
+def draw_case(shape=(12, 10, 8), seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.normal(100, 20, (*shape, 2)).astype(np.float32)
+    label = np.zeros(shape, np.uint8)
+    label[2:6, 2:6, 2:6] = 1
+    label[4:6, 4:6, 4:6] = 2
+    return image, label
+
+
+def test_shape_and_spacing_are_along_ras_after_cropping(write):
+    image, label = draw_case()
+    image[:3] = 0
+    image[..., 7:, :] = 0
+    image[0, 0, 0, 1] = 0  # both channels count
+    affine = np.array([[0, 0, -2.5, 0], [0.5, 0, 0, 0], [0, 1.5, 0, 0], [0, 0, 0, 1.0]])  # axes point to A, S, L
+    label[:3] = 0
+    label[3, 3, 3] = 1
+    (case,) = take_fingerprint(write([(image, label, affine)])).fingerprint.cases
+    assert case.shape == (7, 9, 10)
+    assert case.spacing == pytest.approx((2.5, 0.5, 1.5))
+    assert case.kept == pytest.approx(9 * 10 * 7 / (12 * 10 * 8))
+    assert case.voxels == {value: int((label == value).sum()) for value in (0, 1, 2)}
+    assert case.voxel_volume == pytest.approx(2.5 * 0.5 * 1.5 / 1000)
+
+
+def test_a_voxel_of_any_channel_is_kept(write):
+    image, label = draw_case()
+    image[..., 0] = 0
+    image[5, 5, 5, 0] = 7
+    image[:2, ..., 1] = 0
+    (case,) = take_fingerprint(write([(image, label, np.eye(4))])).fingerprint.cases
+    assert case.shape == (10, 10, 8)
+
+
+def test_intensities_are_those_of_the_foreground(write):
+    cases = [(*draw_case(seed=seed), np.eye(4)) for seed in range(3)]
+    found = take_fingerprint(write(cases)).fingerprint.intensities
+    assert len(found) == 2
+    for channel, told in enumerate(found):
+        voxels = np.concatenate([image[label > 0, channel] for image, label, _ in cases])
+        # 600,000 draws: a mean is off by 20 / sqrt(600,000) = 0.03, seeded, so the bounds need no room for bad luck
+        assert told.mean == pytest.approx(voxels.mean(), abs=0.1)
+        assert told.std == pytest.approx(voxels.std(), rel=5e-3)
+        assert (told.min, told.max) == (voxels.min(), voxels.max())
+        # Each of the 192 voxels has a share of 0.52 %, about the percentile: one of the two outermost at either end.
+        ordered = np.sort(voxels)
+        assert ordered[0] <= told.percentile_00_5 <= ordered[1]
+        assert ordered[-2] <= told.percentile_99_5 <= ordered[-1]
+        assert told.median == pytest.approx(np.median(voxels), abs=0.5)
+
+
+def test_every_case_counts_alike_however_large_its_foreground(write):
+    image, label = draw_case()
+    bright, dot = np.full_like(image, 500), np.zeros_like(label)
+    bright[0, 0, 0] = 499
+    dot[3, 3, 3] = 1
+    found = take_fingerprint(write([(image, label, np.eye(4)), (bright, dot, np.eye(4))])).fingerprint
+    assert found.intensities[0].mean == pytest.approx((image[label > 0, 0].mean() + 500) / 2, abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("made") / "Task00_Synthetic", num_cases=6, num_test=0)
+
+
+@pytest.fixture
+def task(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("VOLSEG_CACHE", str(tmp_path / "cache"))
+    return load_task(shutil.copytree(made, tmp_path / made.name))
+
+
+def test_threads_change_nothing(task):
+    one, four = (take_fingerprint(task, workers=workers).fingerprint for workers in (1, 4))
+    assert one == four
+
+
+def test_it_comes_back_from_json_as_it_was(task):
+    fingerprint = take_fingerprint(task).fingerprint
+    assert Fingerprint.from_json(json.loads(json.dumps(fingerprint.to_json()))) == fingerprint
+
+
+def test_bad_cases_are_told_at_once_or_left_out(task):
+    for case in task.training[:2]:
+        case["image"].write_bytes(case["image"].read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"(?s)^2 case\(s\) cannot be used.*_001: .*_002: .* by --skip-bad$"):
+        take_fingerprint(task)
+    taken = take_fingerprint(task, skip_bad=True)
+    assert [case.case for case in taken.fingerprint.cases] == [case["case"] for case in task.training[2:]]
+    assert [told.partition(":")[0] for told in taken.left_out] == ["synthetic_001", "synthetic_002"]
+    keep_fingerprint(taken, task, skip_bad=True)
+    assert load_fingerprint(task, skip_bad=True) == taken
+    assert load_fingerprint(task) is None  # without the bad ones it is another one
+
+
+def test_no_sound_case_is_an_error(task):
+    for case in task.training:
+        case["image"].write_bytes(b"")
+    with pytest.raises(DataError, match="no case of Task00_Synthetic with a label can be used"):
+        take_fingerprint(task, skip_bad=True)
+
+
+def test_progress_is_told_once_a_case(task):
+    done = []
+    take_fingerprint(task, progress=lambda: done.append(1))
+    assert len(done) == 6
+
+
+def touch_nothing(task):
+    pass
+
+
+def move_folder(task):
+    root = task.root.rename(task.root.with_name("Elsewhere")).rename(task.root)
+    assert root == task.root
+
+
+def rewrite_in_place(task):
+    """Change a voxel, but neither the size of the file nor its times: gzip's checksum tells."""
+    file = task.training[3]["image"]
+    told = file.stat()
+    image = nibabel.load(file)
+    voxels = np.asanyarray(image.dataobj).copy()
+    voxels[0, 0, 0] += 1
+    nibabel.save(type(image)(voxels, image.affine, image.header), file)
+    content = file.read_bytes()
+    file.write_bytes(content[: told.st_size].ljust(told.st_size, b"\0"))
+    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns))
+
+
+def touch_label(task):
+    os.utime(task.training[0]["label"], (1, 1))
+
+
+def rename_label(task):
+    file = task.root / "dataset.json"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"1": "', '"1": "other '), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (touch_nothing, True),
+        (move_folder, True),
+        (rewrite_in_place, False),
+        (touch_label, False),
+        (rename_label, False),
+    ],
+)
+def test_it_is_kept_until_something_changes(task, change, kept):
+    taken = take_fingerprint(task)
+    assert keep_fingerprint(taken, task) == task.root / ".volseg" / "fingerprint.json"
+    change(task)
+    assert load_fingerprint(load_task(task.root)) == (taken if kept else None)
+
+
+def test_a_case_more_is_a_change(task):
+    keep_fingerprint(take_fingerprint(task), task)
+    more = json.loads((task.root / "dataset.json").read_text(encoding="utf-8"))
+    more["training"] = more["training"][:-1]
+    (task.root / "dataset.json").write_text(json.dumps(more), encoding="utf-8")
+    assert load_fingerprint(load_task(task.root)) is None
+
+
+def test_a_folder_that_cannot_be_written_to_leaves_it_in_the_cache(task, tmp_path):
+    taken = take_fingerprint(task)
+    (task.root / ".volseg").write_text("a file in the folder's place", encoding="utf-8")
+    place = keep_fingerprint(taken, task)
+    assert place == find_places(task)[1]
+    assert place.is_relative_to(tmp_path / "cache")
+    assert load_fingerprint(task) == taken
+
+
+def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
+    (task.root / ".volseg").write_text("", encoding="utf-8")
+    (tmp_path / "cache").write_text("", encoding="utf-8")
+    assert keep_fingerprint(take_fingerprint(task), task) is None
+    assert "the fingerprint of Task00_Synthetic cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"key": 1}', "null"])
+def test_a_damaged_one_is_taken_anew(task, content, caplog):
+    place = find_places(task)[0]
+    place.parent.mkdir()
+    place.write_text(content, encoding="utf-8")
+    assert load_fingerprint(task) is None
+    assert content == '{"key": 1}' or "is no fingerprint" in caplog.text

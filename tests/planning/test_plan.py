@@ -1,0 +1,210 @@
+"""What a plan holds beside nnU-Net's numbers, and how it is written."""
+
+import math
+import re
+
+import pytest
+import yaml
+
+from volseg.config.loading import load_config
+from volseg.errors import ConfigError
+from volseg.planning import (
+    PRESETS,
+    CaseSizes,
+    Fingerprint,
+    Intensities,
+    parse_memory,
+    plan,
+    write_config,
+)
+
+CT = Intensities(mean=99.4, std=39.4, median=101, min=-1000, max=3000, percentile_00_5=-17, percentile_99_5=201.1234567)
+
+
+def make_fingerprint(shape=(35, 50, 36), spacing=(1.0, 1.0, 1.0), *, count=20, kept=1.0, channels=("MRI",), **facts):
+    """Return the fingerprint of a data set whose cases are all alike."""
+    cases = tuple(CaseSizes(case=f"case {i}", shape=shape, spacing=spacing, kept=kept) for i in range(count))
+    given = {"labels": {0: "background", 1: "organ"}, "intensities": (CT,) * len(channels)} | facts
+    return Fingerprint(task="Task11_Test", channels=channels, cases=cases, **given)
+
+
+THICK = make_fingerprint((320, 320, 20), (0.625, 0.625, 3.6), channels=("T2", "ADC"))
+LARGE = make_fingerprint((512, 512, 300), (0.8, 0.8, 1.5), channels=("CT",))
+
+
+def test_hippocampus_gets_its_published_plan():
+    """MSD Task04 has 260 cases of about 35 x 50 x 36 voxels; nnU-Net publishes 40 x 56 x 40 in batches of 9."""
+    values = plan(make_fingerprint(count=260, labels={0: "background", 1: "Anterior", 2: "Posterior"})).values()
+    assert values["patch"]["size"] == [40, 56, 40]
+    assert values["patch"]["batch"] == 9
+    assert values["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
+    assert values["optimizer"] == {"name": "AdamW", "lr": 3.0e-3, "weight_decay": 0.01}  # as tuned on it
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("fingerprint", [make_fingerprint(), THICK, LARGE], ids=["small", "thick", "large"])
+def test_what_is_written_is_what_was_planned(fingerprint, preset, tmp_path):
+    memory = 80.0 if preset == "whole" else 8.0
+    planned = plan(fingerprint, preset, memory, root=tmp_path / "ein Ordner: é")
+    path = write_config(planned, tmp_path / "planned.yaml")
+    assert load_config(path) == planned.config()
+    assert planned.config().data.root == tmp_path / "ein Ordner: é"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= 400  # a list of strides
+    assert max(len(line) for line in lines if line.lstrip().startswith("#")) <= 110
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_number_says_why(preset):
+    """A setting stands under its own reason, or under that of the setting before it in its section."""
+    for fingerprint in (make_fingerprint(), THICK, LARGE):
+        told = set()
+        for setting in plan(fingerprint, preset, 80.0).settings:
+            section = setting.key.rpartition(".")[0]
+            told |= {section} if setting.reason else set()
+            assert section in told or setting.key in ("name", "data.root"), setting.key
+
+
+def test_a_file_is_replaced_by_force_only(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine.yaml exists already; choose another file, or replace it by --force"):
+        write_config(plan(make_fingerprint()), path)
+    assert path.read_text(encoding="utf-8") == "name: mine\n"
+    write_config(plan(make_fingerprint()), path, force=True)
+    assert load_config(path).name == "task11_test_unet"
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def steps(planned):
+    return {step["name"]: step for step in planned.values()["preprocessing"]}
+
+
+def test_ct_is_clipped_by_the_foregrounds_percentiles():
+    found = steps(plan(LARGE))["ClipZScore"]
+    assert found == {"name": "ClipZScore", "lower": -17.0, "upper": 201.123, "mean": 99.4, "std": 39.4}
+    assert "ZScore" not in steps(plan(LARGE))
+
+
+def test_ct_of_unknown_intensities_is_clipped_by_its_own():
+    found = steps(plan(make_fingerprint(channels=("ct",), intensities=())))
+    assert found["ClipZScore"] == {"name": "ClipZScore", "percentiles": [0.5, 99.5]}
+
+
+def test_each_channel_has_its_scheme():
+    found = steps(plan(make_fingerprint(channels=("PET", "CT", "noNorm", "T2"), kept=0.5)))
+    assert found["ClipZScore"]["channels"] == [1]
+    assert found["ZScore"] == {"name": "ZScore", "nonzero": True, "channels": [0, 3]}
+
+
+@pytest.mark.parametrize(("kept", "nonzero"), [(0.74, True), (0.75, False), (1.0, False)])
+def test_moments_are_those_of_what_is_not_zero_where_cropping_takes_much(kept, nonzero):
+    assert steps(plan(make_fingerprint(kept=kept)))["ZScore"].get("nonzero", False) is nonzero
+
+
+def test_thick_slices_stay_slices():
+    assert steps(plan(THICK))["Spacing"]["thick_slices"] == "nearest"
+    assert "thick_slices" not in steps(plan(make_fingerprint()))["Spacing"]
+    augmentation = plan(THICK).config().augmentation
+    assert augmentation.rotation.degrees == (0.0, 0.0, 180.0)
+    assert augmentation.scaling.axes == augmentation.low_resolution.axes == (True, True, False)
+    assert plan(make_fingerprint()).config().augmentation.rotation.degrees == (30.0, 30.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "mirrors"),
+    [
+        (("left kidney", "Right Kidney"), False),
+        (("kidney_left", "kidney_right"), False),
+        (("left", "right"), False),
+        (("left kidney", "liver"), True),
+        (("cleft", "cright"), True),
+    ],
+)
+def test_sides_of_the_body_are_not_mirrored_into_each_other(names, mirrors):
+    config = plan(make_fingerprint(labels=dict(enumerate(("background", *names))))).config()
+    assert config.augmentation.mirror.axes == (mirrors, True, True)
+    assert config.inference.mirror is mirrors
+
+
+def test_whole_volumes_are_cut_over_as_many_gpus_as_they_take():
+    planned = plan(LARGE, "whole", 40.0)
+    values, geometry = planned.values(), planned.geometry
+    assert [side >= whole for side, whole in zip(values["patch"]["size"], (512, 512, 300), strict=True)] == [True] * 3
+    assert values["patch"]["batch"] == 1
+    assert values["parallel"] == {"spatial": math.ceil(geometry.features / (2 * geometry.reference))}
+    assert values["parallel"]["spatial"] > 1
+    assert values["inference"]["window"] is None
+    assert plan(LARGE, "whole", 1000.0).config().parallel.spatial is None
+
+
+def test_the_longest_case_counts_along_each_axis():
+    cases = [
+        CaseSizes(case=str(shape), shape=shape, spacing=(1, 1, 1))
+        for shape in ((40, 20, 32), (24, 50, 32), (24, 20, 32))
+    ]
+    fingerprint = make_fingerprint()
+    fingerprint = Fingerprint(task="T", channels=("a",), labels=fingerprint.labels, cases=tuple(cases))
+    assert plan(fingerprint, "whole").geometry.patch == (40, 56, 32)
+
+
+def test_what_no_gpus_hold_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"whole volumes of .* take \d+ GPUs of 0.01 GiB, and can be cut into 64 slabs"
+    ):
+        plan(LARGE, "whole", 0.01)
+    for preset in ("unet", "resenc", "vnet"):
+        with pytest.raises(ConfigError, match=r"no patch fits: .* name a GPU with more of it"):
+            plan(LARGE, preset, 1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("shape", [(5, 5, 5), (1, 12, 12), (30, 3, 7), (3, 200, 200)])
+def test_small_cases_get_a_network_too(shape, preset):
+    planned = plan(make_fingerprint(shape), preset)
+    assert all(side >= case for side, case in zip(planned.geometry.patch, shape, strict=True))
+    if planned.geometry.topology:
+        assert len(planned.geometry.topology.strides) >= 3
+
+
+@pytest.mark.parametrize("spacing", [(1, 3, 3), (1, 1, 9), (9, 1, 1), (2, 1, 1)])
+def test_small_cases_of_any_spacing_get_a_network_too(spacing):
+    assert len(plan(make_fingerprint((6, 6, 6), spacing)).geometry.topology.strides) >= 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "unett"}, "no preset is called 'unett'; did you mean 'unet'"),
+        ({"gpu_memory": 0.0}, "must be positive, got 0.0 GiB"),
+        ({"gpu_memory": math.nan}, "must be positive, got nan GiB"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(make_fingerprint(), **changes)
+
+
+def test_no_case_is_refused():
+    with pytest.raises(ConfigError, match="Task11_Test has no case with a label that can be used"):
+        plan(make_fingerprint(count=0))
+
+
+@pytest.mark.parametrize("text", ["16 GiBs", "", "-3", "0", "nan", "1e3"])
+def test_memory_is_a_size(text):
+    with pytest.raises(ConfigError, match=re.escape(f"is a size such as 16GiB, got {text!r}")):
+        parse_memory(text)
+
+
+def test_bad_cases_stay_left_out():
+    assert plan(make_fingerprint(), skip_bad=True).config().data.skip_bad is True
+
+
+def test_smaller_batches_learn_at_smaller_rates():
+    rates = [plan(make_fingerprint(count=count)).values()["optimizer"]["lr"] for count in (10, 100, 1000)]
+    assert rates == [0.0014, 0.002, 0.003]
+
+
+def test_values_survive_yaml():
+    values = plan(THICK).values()
+    assert yaml.safe_load(yaml.safe_dump(values)) == values
