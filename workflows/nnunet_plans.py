@@ -108,7 +108,7 @@ def run_planner(data_set, planner, memory):
         "overwrite_image_reader_writer": "SimpleITKIO",
         "dataset": {"case": {"images": ["case_0000.nii.gz"], "label": "case.nii.gz"}},
     }
-    (raw / "dataset.json").write_text(json.dumps(dataset))
+    (raw / "dataset.json").write_text(json.dumps(dataset), encoding="utf-8")
     times = data_set["num_training"] // len(data_set["shapes"])
     fingerprint = {
         "spacings": data_set["spacings"] * times,
@@ -116,7 +116,7 @@ def run_planner(data_set, planner, memory):
         "foreground_intensity_properties_per_channel": {},
         "median_relative_size_after_cropping": data_set["kept"],
     }
-    (ready / "dataset_fingerprint.json").write_text(json.dumps(fingerprint))
+    (ready / "dataset_fingerprint.json").write_text(json.dumps(fingerprint), encoding="utf-8")
     (ready / "nnUNetPlans.json").unlink(missing_ok=True)
 
     class Quick(PLANNERS[planner]):

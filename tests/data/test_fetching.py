@@ -166,7 +166,9 @@ def test_bytes_of_unknown_origin_are_not_gone_on_from(serve, fetch, tmp_path):
     url, requests = serve(ranged())
     assert fetch(url, before=b"what somebody left") == CONTENT
     assert ranges(requests) == [None]
-    (tmp_path / "file.part.json").write_text(json.dumps({"url": "http://elsewhere", "total": 9, "validator": None}))
+    (tmp_path / "file.part.json").write_text(
+        json.dumps({"url": "http://elsewhere", "total": 9, "validator": None}), encoding="utf-8"
+    )
     assert fetch(url, before=b"of another mirror") == CONTENT
     assert ranges(requests) == [None, None]
 
