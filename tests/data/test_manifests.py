@@ -1,11 +1,15 @@
 """datasets/ holds facts; what can be checked against another source is."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 from monai.apps.datasets import DecathlonDataset
+
+from volseg.data.manifests import list_manifests, read_manifest
+from volseg.errors import DataError
 
 FOLDER = Path(__file__).parents[2] / "datasets" / "msd"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
@@ -27,7 +31,7 @@ def test_address_and_checksum_are_monais(name):
 def test_fields_agree_with_each_other(name):
     manifest = MANIFESTS[name]
     known = {"name", "url", "md5", "licence", "modalities", "tensor_image_size", "labels", "num_training", "num_test"}
-    known |= {"intensity", "plan", "published", "quirks"}
+    known |= {"intensity", "nnunet", "plan", "published", "quirks", "stored"}
     assert set(manifest) <= known
     assert (len(manifest["modalities"]) > 1) == (manifest["tensor_image_size"] == "4D")
     assert list(manifest["labels"]) == list(range(len(manifest["labels"])))
@@ -38,6 +42,45 @@ def test_fields_agree_with_each_other(name):
         assert set(result) == {"method", "evaluation", "dice", "source"}
         assert list(result["dice"]) == list(manifest["labels"])[1:]
         assert all(0 < dice < 1 for dice in result["dice"].values())
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_nnunets_plan_is_whole_and_agrees_with_monais(name):
+    manifest = MANIFESTS[name]
+    plan = manifest["nnunet"]
+    assert plan["source"].startswith(f"automl/AutoNNUnet, output/baseline/Dataset{int(name[4:6]):03d}_{name[7:]}/")
+    assert len(plan["strides"]) == len(plan["kernels"]) == len(plan["filters"])
+    assert all(len(of) == 3 for of in (plan["patch"], plan["spacing"], *plan["strides"], *plan["kernels"]))
+    divisors = [math.prod(stride[axis] for stride in plan["strides"]) for axis in range(3)]
+    assert not any(side % divisor for side, divisor in zip(plan["patch"], divisors, strict=True))
+    found = plan["fingerprint"]
+    assert len(found["intensities"]) == len(manifest["modalities"])
+    for channel in found["intensities"]:
+        assert channel["min"] <= channel["percentile_00_5"] <= channel["median"] <= channel["percentile_99_5"]
+    assert found["median_spacing"][:2] == plan["spacing"][:2]
+    assert found["median_spacing"][2] >= plan["spacing"][2]
+    # MONAI rounds, and plans HepaticVessel and Colon for an older nnU-Net.
+    assert plan["spacing"] == pytest.approx(manifest["plan"]["spacing"], abs=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if "stored" in MANIFESTS[name]])
+def test_stored_ranges_enclose_nnunets_medians(name):
+    stored, found = MANIFESTS[name]["stored"], MANIFESTS[name]["nnunet"]["fingerprint"]
+    low, median, high = stored["spacing"]
+    assert all(a <= b <= c for a, b, c in zip(low, median, high, strict=True))
+    assert found["median_spacing"] == pytest.approx(median, abs=0.01)  # two digits there
+    assert all(inner <= outer for inner, outer in zip(found["median_shape"], stored["shape"][2], strict=True))
+
+
+def test_a_manifest_is_found_by_name_and_by_number():
+    assert list_manifests() == tuple(MANIFESTS)
+    assert read_manifest("9") == read_manifest("Task09_Spleen") == MANIFESTS["Task09_Spleen"]
+
+
+@pytest.mark.parametrize("name", ["Task09_Spleeen", "11", "0", "", "../msd/Task09_Spleen"])
+def test_an_unknown_task_is_refused(name):
+    with pytest.raises(DataError, match="no task of the Decathlon is called"):
+        read_manifest(name)
 
 
 @pytest.mark.real_data

@@ -7,12 +7,10 @@ of labels that were put together or renumbered are other numbers.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from volseg.data.cases import Task
+from volseg.data.manifests import list_manifests, read_manifest
 
 __all__ = ["PublishedResult", "published_results"]
 
@@ -48,11 +46,9 @@ def published_results(task: Task) -> tuple[PublishedResult, ...]:
 
     Labels are compared without regard to case, as tasks are often written anew by hand.
     """
-    path = _find_manifests() / f"{task.name}.yaml"
-    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
-    if path not in _find_manifests().glob("*.yaml"):
+    if task.name not in list_manifests():
         return ()
-    manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
+    manifest = read_manifest(task.name)
     if _fold_names(manifest["labels"]) != _fold_names(task.labels):
         logger.warning(
             "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
@@ -77,9 +73,3 @@ def _read_result(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> Publish
 
 def _fold_names(labels: Mapping[int, str]) -> dict[int, str]:
     return {value: name.casefold() for value, name in labels.items()}
-
-
-def _find_manifests() -> Path:
-    """Return the folder of manifests: beside this file where volseg is installed, else in the source tree."""
-    installed = Path(__file__).with_name("manifests")
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"
