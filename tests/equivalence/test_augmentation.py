@@ -72,7 +72,7 @@ def test_rotation_and_scaling_are_monai_affine_in_the_interior(zoom_only):
     parameters = dataclasses.replace(
         AugmentationParameters.identity(1),
         rotation=torch.tensor([[angle, 0.0, 0.0]]),
-        scale=torch.tensor([1.2]),
+        scale=torch.tensor([[1.2, 1.2, 1.2]]),
     )
     ours, _ = augmentation.apply(x, torch.zeros_like(x, dtype=torch.uint8), parameters)
     theirs = Affine(

@@ -166,6 +166,26 @@ def test_no_border_artefact_enters_where_the_source_has_voxels():
     assert (label == 1).all()
 
 
+def test_flat_patches_are_augmented_within_their_planes():
+    """Turned all the way round and scaled within planes, what lies along the short axis stays, and needs no margin."""
+    within = (True, True, False)
+    config = only(
+        rotation={"probability": 1, "degrees": (0, 0, 180)},
+        scaling={"probability": 1, "factor": (0.7, 1.4), "axes": within},
+    )
+    augmentation = BatchAugmentation(config, (16, 12, 4), num_classes=2, spacing=(0.6, 0.6, 3.6))
+    assert augmentation.source_size[2] == 4
+    assert min(augmentation.source_size[:2]) >= 1.4 * math.hypot(15, 11)
+    ramp = torch.arange(4.0).expand(3, 1, *augmentation.source_size).contiguous()
+    parameters = augmentation.sample(3, rng())
+    assert (parameters.scale[:, 2] == 1).all()
+    assert torch.equal(parameters.scale[:, 0], parameters.scale[:, 1])
+    assert (parameters.scale[:, 0] != 1).all()
+    image, _ = augmentation.apply(ramp, torch.zeros_like(ramp, dtype=torch.uint8), parameters)
+    # float32 coordinates, as above; the patch's outermost columns end at the source's border
+    torch.testing.assert_close(image, torch.arange(4.0).expand_as(image), atol=1e-4, rtol=0)
+
+
 def test_margin_is_not_generous():
     """The worst corner, found by a random search, lies within the margin and close to it."""
     config = only(rotation={"probability": 1})
@@ -233,7 +253,7 @@ def test_draws_are_per_sample_with_the_stated_probability():
     parameters = BatchAugmentation(config, PATCH, num_classes=3).sample(num, rng(11), 2)
     shares = {
         "rotation": ((parameters.rotation != 0).any(1), 0.2),
-        "scale": (parameters.scale != 1, 0.2),
+        "scale": (parameters.scale[:, 0] != 1, 0.2),
         "mirror": (parameters.mirror[:, 1], 0.5),
         "noise": (parameters.noise_std[:, 0] != 0, 0.1),
         "blur": (parameters.blur_sigma[:, 1, 0] != 0, 0.2 * 0.5),

@@ -97,6 +97,47 @@ def test_spacing_keeps_a_linear_image_linear():
     torch.testing.assert_close(image[0, :, :-1].as_tensor(), expected[:, :-1].float(), atol=3e-3, rtol=0)
 
 
+THICK = torch.diag(torch.tensor([0.5, 0.5, 4.0, 1.0], dtype=torch.float64))
+
+
+def test_thick_slices_are_resampled_within_planes_only():
+    """nnU-Net's rule: no plane of the result is a mean of two planes of the file."""
+    image, label = torch.rand(2, 12, 10, 5), (torch.rand(1, 12, 10, 5) > 0.5).float()
+    target = {"name": "Spacing", "spacing": [0.8, 0.8, 2.5], "thick_slices": "nearest"}
+    result = run(case_of(image, label, THICK), target)
+    planes = run(case_of(image, label, THICK), {"name": "Spacing", "spacing": [0.8, 0.8, 4.0]})
+    z = torch.arange(result["image"].shape[3]) * 2.5 / 4
+    assert result["image"].affine.diagonal().tolist() == pytest.approx([0.8, 0.8, 2.5, 1])
+    for field in ("image", "label"):
+        assert torch.equal(result[field].as_tensor(), planes[field].as_tensor()[..., z.round().long()])
+
+
+@pytest.mark.parametrize(
+    ("spacing", "target"),
+    [((1.0, 1.0, 3.0), (0.8, 0.8, 2.4)), ((0.5, 4.0, 4.0), (1.0, 1.0, 1.0))],  # not thick enough; two axes of it
+)
+def test_other_cases_are_resampled_along_all_axes(spacing, target):
+    case = case_of(torch.rand(1, 8, 7, 6), affine=torch.diag(torch.tensor([*spacing, 1.0], dtype=torch.float64)))
+    linear = run(case, {"name": "Spacing", "spacing": target})["image"]
+    assert torch.equal(run(case, {"name": "Spacing", "spacing": target, "thick_slices": "nearest"})["image"], linear)
+
+
+def test_a_target_of_thick_slices_counts_too():
+    case = case_of(torch.rand(1, 8, 8, 9))
+    planes = run(case, {"name": "Spacing", "spacing": [1, 1, 4], "thick_slices": "nearest"})["image"]
+    assert torch.equal(planes.as_tensor(), case["image"].as_tensor()[..., ::4])
+
+
+@pytest.mark.parametrize("step", [{"name": "ZScore"}, {"name": "ClipZScore", "lower": 0.2, "upper": 0.8}])
+def test_intensities_of_some_channels_only(step):
+    voxels = torch.rand(3, 6, 6, 6)
+    image = run(case_of(voxels), {**step, "channels": [0, 2]})["image"].as_tensor()
+    assert torch.equal(image[1], voxels[1])
+    assert torch.equal(image[[0, 2]], run(case_of(voxels[[0, 2]]), step)["image"].as_tensor())
+    with pytest.raises(DataError, match=r"image has 3 channel\(s\) and no channel 3; they count from 0"):
+        run(case_of(voxels), {**step, "channels": [3]})
+
+
 def test_label_takes_the_affine_of_the_image(case):
     case["label"].affine[0, 3] += 1e-4
     result = run(case, {"name": "Spacing", "spacing": [0.7, 0.7, 0.7]})
@@ -183,6 +224,7 @@ def test_other_fields_are_transformed_like_the_image():
         ({"name": "Spcing"}, r"no preprocessing component is called 'Spcing'; did you mean 'Spacing'\?"),
         ({"name": "ZScore", "nonzeros": True}, r"ZScore has no parameter 'nonzeros'; did you mean 'nonzero'\?"),
         ({"name": "Spacing", "spacing": [1, 0, 1]}, "three positive lengths in mm"),
+        ({"name": "Spacing", "spacing": [1, 1, 1], "thick_slices": "cubic"}, "linear or nearest, got 'cubic'"),
         ({"name": "Orientation", "axcodes": "RLS"}, "each body axis once, as RAS or LPI do, got 'RLS'"),
         ({"name": "ClipZScore"}, "give lower < upper, or percentiles"),
         ({"name": "ClipZScore", "lower": 3, "upper": 1}, "give lower < upper, or percentiles"),

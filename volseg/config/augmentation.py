@@ -55,12 +55,14 @@ class RotationConfig(ConfigModel):
 
 
 class ScalingConfig(_Ranged):
-    """Scaling about the patch's centre, alike along the three axes."""
+    """Scaling about the patch's centre, by one factor."""
 
     probability: Probability = 0.2
     """Share of samples that are scaled."""
     factor: tuple[Positive, Positive] = (0.7, 1.4)
     """Extent of the region that fills the patch over the patch's own: above 1, objects shrink."""
+    axes: tuple[bool, bool, bool] = (True, True, True)
+    """Whether D, H and W are scaled; for a flat patch leave out its short axis."""
 
 
 class ElasticConfig(_Ranged):

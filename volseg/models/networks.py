@@ -1,7 +1,8 @@
 """Networks by name: those of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
 
 The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
-network's own parameter. A DynUNet is planned for the patch and its spacing as nnU-Net would; see `plan_topology`.
+network's own parameter. A DynUNet or ResEncUNet is planned for the patch and its spacing as nnU-Net would; see
+`plan_topology`.
 """
 
 import inspect
@@ -14,6 +15,7 @@ from torch import nn
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.models.deep_supervision import DynUNet
+from volseg.models.residual_encoder import ENCODER_BLOCKS, ResEncUNet
 from volseg.models.topology import plan_topology
 from volseg.models.vnet import VNet
 
@@ -36,7 +38,7 @@ def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
             found[name] = member
     # MedNeXt's published sizes are functions that pass everything on to the class.
     sizes = {f"MedNeXt{size}": getattr(nets, f"MedNeXt{size}") for size in "SBML"}
-    return found | sizes | {"DynUNet": DynUNet, "VNet": VNet}
+    return found | sizes | {"DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet}
 
 
 NETWORKS = Registry("network", _image_to_image())
@@ -60,9 +62,9 @@ def build_network(
     in_channels, out_channels : int
         Channels of the image, classes of the label.
     patch_size : sequence of int, optional
-        D, H, W of a training patch; plans DynUNet's strides and UNETR's grid where ``spec`` does not give them.
+        D, H, W of a training patch; plans a U-Net's strides and UNETR's grid where ``spec`` does not give them.
     spacing : sequence of float
-        The patch's voxel sides along D, H, W in mm; DynUNet neither halves nor convolves across thick slices early.
+        The patch's voxel sides along D, H, W in mm; a U-Net neither halves nor convolves across thick slices early.
 
     Raises
     ------
@@ -126,7 +128,7 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
         topology = plan_topology(patch_size, spacing)
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)
     else:
-        raise ConfigError("network DynUNet: its strides are planned for the patch; give patch_size, or strides")
+        raise ConfigError(f"network {spec['name']}: its strides are planned for the patch; give patch_size, or strides")
     defaults = {
         "strides": strides,
         "kernel_size": kernels,
@@ -137,6 +139,15 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
         # nnU-Net gives every decoder stage a head and the coarsest one no weight, so it needs none.
         defaults["deep_supr_num"] = max(1, len(strides) - 3)
     return defaults
+
+
+def _planned_residual(
+    spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing: Sequence[float]
+) -> dict[str, Any]:
+    """Plan as nnU-Net does, with its numbers of residual blocks."""
+    planned = _planned({key: value for key, value in spec.items() if key != "deep_supervision"}, patch_size, spacing)
+    del planned["upsample_kernel_size"]
+    return {**planned, "blocks": ENCODER_BLOCKS[: len(planned["strides"])]}
 
 
 def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
@@ -150,5 +161,6 @@ _DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None, Sequence
     "UNet": lambda spec, *_: {**_five_levels(spec), "num_res_units": 2},
     "AttentionUnet": lambda spec, *_: _five_levels(spec),
     "DynUNet": _planned,
+    "ResEncUNet": _planned_residual,
     "UNETR": lambda spec, patch_size, _: {} if "img_size" in spec else _fixed_grid(patch_size),
 }

@@ -22,9 +22,15 @@ class Topology:
     filters: tuple[int, ...]
     """Channels of each stage."""
 
+    @property
+    def divisors(self) -> Sides:
+        """What each side of a volume must be a multiple of: the product of the strides along it."""
+        d, h, w = (math.prod(stride[axis] for stride in self.strides) for axis in range(3))
+        return d, h, w
+
 
 def plan_topology(
-    patch_size: Sequence[int],
+    patch_size: Sequence[float],
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
     *,
     smallest_side: int = 4,
@@ -38,8 +44,8 @@ def plan_topology(
 
     Parameters
     ----------
-    patch_size : sequence of int
-        D, H, W in voxels.
+    patch_size : sequence of float
+        D, H, W in voxels; a median of sizes may be no whole number.
     spacing : sequence of float
         Voxel size in mm.
     smallest_side, first_filters, most_filters : int

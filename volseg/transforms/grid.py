@@ -15,7 +15,10 @@ from torch import Tensor
 
 from volseg.errors import GridError
 
-__all__ = ["MISPLACED_VOXELS", "Grid"]
+__all__ = ["ANISOTROPY", "MISPLACED_VOXELS", "Grid", "find_coarse_axis"]
+
+ANISOTROPY = 3.0
+"""From how many times the finest spacing on an axis is one of thick slices; nnU-Net's number."""
 
 MISPLACED_VOXELS = 0.1
 """How far two grids' corner voxels may lie apart and count as one grid, in voxels (shortest side).
@@ -109,3 +112,18 @@ class Grid:
         ends = [torch.tensor([0.0, size - 1.0], dtype=torch.float64) for size in self.shape]
         indices = torch.cartesian_prod(*ends).T
         return torch.cat([indices, torch.ones_like(indices[:1])])
+
+
+def find_coarse_axis(spacing: Sequence[float]) -> int | None:
+    """Return the one axis of thick slices, of more than three times the finest spacing; None where there is none.
+
+    Two axes that are equally coarse are none, as in nnU-Net: such a volume is fine along one axis only.
+
+    Examples
+    --------
+    >>> find_coarse_axis((0.625, 0.625, 3.6)), find_coarse_axis((1.25, 1.25, 0.24)), find_coarse_axis((1, 1, 3))
+    (2, None, None)
+    """
+    mm = [float(side) for side in spacing]
+    coarse = [axis for axis, side in enumerate(mm) if side == max(mm)]
+    return coarse[0] if max(mm) / min(mm) > ANISOTROPY and len(coarse) == 1 else None

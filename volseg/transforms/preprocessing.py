@@ -8,7 +8,7 @@ keep image and label on one grid, and refuses what would make the geometry silen
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from monai.transforms import (
     CropForegroundd,
     DivisiblePad,
     MapTransform,
-    NormalizeIntensityd,
+    NormalizeIntensity,
     Orientationd,
     Padd,  # codespell:ignore padd
     Spacingd,
@@ -29,7 +29,7 @@ from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import Case
 from volseg.memory import available_bytes
-from volseg.transforms.grid import Grid
+from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
 
 __all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
 
@@ -182,15 +182,24 @@ def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
     return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
 
-def spacing(fields: Sequence[str], *, spacing: Sequence[float]) -> Spacingd:
+def spacing(
+    fields: Sequence[str], *, spacing: Sequence[float], thick_slices: Literal["linear", "nearest"] = "linear"
+) -> Spacingd:
     """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
 
     An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
+
+    With ``thick_slices: nearest``, a case of which one axis is more than three times coarser than the finest, before
+    or after, is resampled within its planes and takes the nearest plane along that axis: what lies between two thick
+    slices is unknown, and a mean of both shows an anatomy that neither has. That is nnU-Net's rule.
     """
+    if thick_slices not in ("linear", "nearest"):
+        raise ValueError(f"thick_slices must be linear or nearest, got {thick_slices!r}")
     if len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
         raise ValueError(f"spacing must be three positive lengths in mm, got {list(spacing)}")
     modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
-    return BoundedSpacing(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
+    kind = BoundedSpacing if thick_slices == "linear" else PlaneSpacing
+    return kind(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
 
 
 class BoundedSpacing(Spacingd):
@@ -211,6 +220,30 @@ class BoundedSpacing(Spacingd):
         return super().__call__(data, lazy)
 
 
+class PlaneSpacing(BoundedSpacing):
+    """Resamples thick slices within their planes only, and takes the nearest of them."""
+
+    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
+        target = [float(side) for side in self.spacing_transform.pixdim]
+        fields = list(self.key_iterator(data))
+        sides = Grid.of(data[fields[0]]).affine[:3, :3].norm(dim=0).tolist()
+        axis = find_coarse_axis(sides if max(sides) / min(sides) > ANISOTROPY else target)
+        if axis is None:
+            return super().__call__(data, lazy)
+        within = [sides[axis] if i == axis else side for i, side in enumerate(target)]
+        modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
+        planes = BoundedSpacing(fields, pixdim=within, mode=modes, padding_mode="border")
+        return BoundedSpacing(fields, pixdim=target, mode="nearest", padding_mode="border")(planes(data))
+
+
+def choose_channels(volume: MetaTensor, channels: Sequence[int] | None, field: str) -> list[int]:
+    """Return the channels to work on, all of them by default."""
+    chosen = list(range(len(volume)) if channels is None else channels)
+    if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
+        raise DataError(f"{field} has {len(volume)} channel(s) and no channel {absent[0]}; they count from 0")
+    return chosen
+
+
 class ZScore(MapTransform):
     """Shift and scale each channel of each image to mean 0 and standard deviation 1.
 
@@ -218,17 +251,26 @@ class ZScore(MapTransform):
     ----------
     nonzero : bool, optional
         Take the moments over the voxels that are not 0 and leave the others at 0: for skull-stripped images.
+    channels : sequence of int, optional
+        Leave the other channels as they are.
     """
 
-    def __init__(self, fields: Sequence[str], *, nonzero: bool = False) -> None:
+    def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
         super().__init__([field for field in fields if field not in LABEL_FIELDS])
-        self.normalise = NormalizeIntensityd(self.keys, nonzero=nonzero, channel_wise=True)
+        self.channels = channels
+        self.normalise = NormalizeIntensity(nonzero=nonzero, channel_wise=True)
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
         case = dict(data)
         for field in self.key_iterator(case):
-            case[field] = case[field].float().clone()  # NormalizeIntensity writes into what it is given
-        return self.normalise(case)
+            volume = case[field].float().clone()  # NormalizeIntensity writes into what it is given
+            chosen = choose_channels(volume, self.channels, field)
+            if len(chosen) == len(volume):
+                volume = self.normalise(volume)
+            else:
+                volume[chosen] = self.normalise(volume.as_tensor()[chosen])
+            case[field] = volume
+        return case
 
 
 class ClipZScore(MapTransform):
@@ -242,6 +284,8 @@ class ClipZScore(MapTransform):
         Clip each channel at these percentiles of its own voxels, in place of ``lower`` and ``upper``.
     mean, std : float, optional
         Of the foreground of the data set. Without them each channel's own moments after clipping are used.
+    channels : sequence of int, optional
+        Leave the other channels as they are.
     """
 
     def __init__(
@@ -253,6 +297,7 @@ class ClipZScore(MapTransform):
         percentiles: Sequence[float] | None = None,
         mean: float | None = None,
         std: float | None = None,
+        channels: Sequence[int] | None = None,
     ) -> None:
         super().__init__([field for field in fields if field not in LABEL_FIELDS])
         limits = lower is not None and upper is not None and lower < upper
@@ -263,12 +308,16 @@ class ClipZScore(MapTransform):
         if (mean is None) != (std is None) or (std is not None and std <= 0):
             raise ValueError(f"mean and a positive std go together, got mean={mean}, std={std}")
         self.lower, self.upper, self.percentiles = lower, upper, percentiles
-        self.mean, self.std = mean, std
+        self.mean, self.std, self.channels = mean, std, channels
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
         case = dict(data)
         for field in self.key_iterator(case):
-            channels = [self._normalise(channel) for channel in case[field].as_tensor().float()]
+            chosen = choose_channels(case[field], self.channels, field)
+            channels = [
+                self._normalise(channel) if number in chosen else channel
+                for number, channel in enumerate(case[field].as_tensor().float())
+            ]
             case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
         return case
 

@@ -5,6 +5,7 @@ that value, so there are no flags beside the parameters, and a batch of such val
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -23,7 +24,7 @@ class AugmentationParameters:
     rotation: Tensor
     """Angles about D, H, W in radians, (B, 3)."""
     scale: Tensor
-    """Extent of the region that fills the patch over the patch's, (B,)."""
+    """Extent along D, H, W of the region that fills the patch over the patch's, (B, 3)."""
     mirror: Tensor
     """Whether D, H, W are mirrored, (B, 3) bool."""
     elastic: Tensor
@@ -51,7 +52,7 @@ class AugmentationParameters:
         b, c = batch_size, num_channels
         return cls(
             rotation=torch.zeros(b, 3, device=device),
-            scale=torch.ones(b, device=device),
+            scale=torch.ones(b, 3, device=device),
             mirror=torch.zeros(b, 3, dtype=torch.bool, device=device),
             elastic=torch.zeros(b, 3, 0, 0, 0, device=device),
             noise_std=torch.zeros(b, c, device=device),
@@ -109,7 +110,10 @@ def draw_parameters(
     blurred = draws.happens(config.blur.probability)[:, None] * draws.happens(config.blur.per_channel, (num_channels,))
     parameters = {
         "rotation": turns * draws.happens(config.rotation.probability)[:, None],
-        "scale": _unless(draws.happens(config.scaling.probability), draws.within(config.scaling.factor, ()), 1.0),
+        "scale": _spread(
+            _unless(draws.happens(config.scaling.probability), draws.within(config.scaling.factor, ()), 1.0),
+            config.scaling.axes,
+        ),
         "mirror": torch.stack(
             [draws.happens(config.mirror.probability * allowed) for allowed in config.mirror.axes], dim=1
         ),
@@ -117,10 +121,7 @@ def draw_parameters(
         "blur_sigma": draws.within(config.blur.sigma_voxels, (num_channels, 3)) * blurred[..., None],
         "brightness": draws.factor(config.brightness.probability, config.brightness.factor),
         "contrast": draws.factor(config.contrast.probability, config.contrast.factor),
-        "zoom": torch.stack(
-            [_unless(coarse, zoom, 1.0) if axis else torch.ones_like(zoom) for axis in config.low_resolution.axes],
-            dim=-1,
-        ),
+        "zoom": _spread(_unless(coarse, zoom, 1.0), config.low_resolution.axes),
         "inverted_gamma": draws.factor(config.inverted_gamma.probability, config.inverted_gamma.gamma),
         "gamma": draws.factor(config.gamma.probability, config.gamma.gamma),
     }
@@ -168,6 +169,11 @@ def _draw_noise(
 def _unless(happens: Tensor, value: Tensor, idle: float) -> Tensor:
     """Return ``value`` where it happens and exactly ``idle`` elsewhere."""
     return torch.where(happens, value, idle)
+
+
+def _spread(factor: Tensor, axes: Sequence[bool]) -> Tensor:
+    """Return ``factor`` (...) along some of D, H, W and 1 along the others, (..., 3)."""
+    return torch.stack([factor if axis else torch.ones_like(factor) for axis in axes], dim=-1)
 
 
 class _Draws:

@@ -42,26 +42,30 @@ def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing
     grid of angles and widened by what lies between its points.
     """
     half = torch.tensor([(size - 1) / 2 for size in patch_size], dtype=torch.float64)
-    stretch = config.scaling.factor[1] if config.scaling.probability > 0 else 1.0
+    stretch = max(config.scaling.factor[1], 1.0) if config.scaling.probability > 0 else 1.0
     if config.elastic.probability > 0:
         half = half + config.elastic.displacement_voxels[1]
+    scaled = [stretch if scales else 1.0 for scales in config.scaling.axes]
+    half = half * torch.tensor(scaled, dtype=torch.float64)
     limits = config.rotation.degrees if config.rotation.probability > 0 else (0.0, 0.0, 0.0)
     steps = 16
     ticks = [torch.linspace(-math.radians(a), math.radians(a), steps + 1, dtype=torch.float64) for a in limits]
     angles = torch.cartesian_prod(*ticks)
     size = torch.tensor(spacing, dtype=torch.float64)
     turned = (_compute_rotation(angles).abs() @ (half * size)).amax(0)
-    # Between two grid points an angle is off by at most half a step, and the position by that times the radius.
-    gap = sum(math.radians(limit) / steps for limit in limits) * (half * size).norm()
-    reach = torch.maximum(turned, torch.minimum(turned + gap, (half * size).norm())) if gap else turned
-    beyond = (reach / size * max(stretch, 1.0) - torch.tensor([(n - 1) / 2 for n in patch_size])).clamp(min=0)
+    # Between two grid points an angle is off by at most half a step, and the position by that times the radius; not
+    # along an axis that is the only one turned about.
+    moves = torch.tensor([any(limits[:axis] + limits[axis + 1 :]) for axis in range(3)])
+    gap = sum(math.radians(limit) / steps for limit in limits) * (half * size).norm() * moves
+    reach = torch.maximum(turned, torch.minimum(turned + gap, (half * size).norm()))
+    beyond = (reach / size - torch.tensor([(n - 1) / 2 for n in patch_size])).clamp(min=0)
     d, h, w = (math.ceil(voxels * config.margin - 1e-9) for voxels in beyond.tolist())
     return d, h, w
 
 
 def is_moved(parameters: AugmentationParameters) -> Tensor:
     """Tell which samples need interpolation, (B,) bool."""
-    turned = (parameters.rotation != 0).any(1) | (parameters.scale != 1)
+    turned = (parameters.rotation != 0).any(1) | (parameters.scale != 1).any(1)
     return turned | (parameters.elastic != 0).flatten(1).any(1) if parameters.elastic.numel() else turned
 
 
@@ -139,7 +143,7 @@ def _compute_columns(parameters: AugmentationParameters, spacing: Sequence[float
     """Return what one voxel along each axis of an unmirrored patch is in the source, in ``units``, (B, axis, to)."""
     between = [spacing[axis] / spacing[to] * units[to] for to in range(3) for axis in range(3)]  # by way of mm
     turn = _compute_rotation(parameters.rotation) * constant(tuple(between), parameters.rotation.device).view(3, 3)
-    return (turn * parameters.scale[:, None, None]).transpose(1, 2)
+    return (turn * parameters.scale[:, None, :]).transpose(1, 2)
 
 
 def _compute_sign(parameters: AugmentationParameters) -> Tensor:

@@ -1,0 +1,97 @@
+"""What a plan is made from: the fingerprint of a data set, as numbers and names, without a voxel.
+
+Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+__all__ = ["CaseFacts", "Fingerprint", "Intensities"]
+
+Lengths = tuple[float, float, float]
+Sides = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseFacts:
+    """One case."""
+
+    case: str
+    shape: Sides
+    """D, H, W after cropping to the box of what is not 0 in any channel (voxels)."""
+    spacing: Lengths
+    """Along D, H, W (mm)."""
+    kept: float = 1.0
+    """Share of the voxels that the cropping leaves."""
+    voxels: Mapping[int, int] = field(default_factory=dict)
+    """How many voxels each value of the label map has, before cropping."""
+
+    @property
+    def voxel_volume(self) -> float:
+        """Of one voxel (ml)."""
+        return math.prod(self.spacing) / 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intensities:
+    """One channel's intensities in the foreground of all cases, each case counting alike."""
+
+    mean: float
+    std: float
+    median: float
+    min: float
+    max: float
+    percentile_00_5: float
+    percentile_99_5: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What is known of a data set.
+
+    It is made by `volseg.planning.take_fingerprint`, or by hand from published numbers.
+    """
+
+    task: str
+    channels: tuple[str, ...]
+    labels: Mapping[int, str]
+    """Name of each value, the background's too."""
+    cases: tuple[CaseFacts, ...]
+    """All cases with labels that can be used."""
+    intensities: tuple[Intensities, ...] = ()
+    """Of each channel; none where no voxel was looked at."""
+    regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ignore: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what JSON can hold of it: everything."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return the fingerprint that `to_json` described."""
+        cases = [
+            CaseFacts(
+                case=case["case"],
+                shape=tuple(case["shape"]),
+                spacing=tuple(case["spacing"]),
+                kept=case["kept"],
+                voxels=_by_value(case["voxels"]),
+            )
+            for case in content["cases"]
+        ]
+        return cls(
+            task=content["task"],
+            channels=tuple(content["channels"]),
+            labels=_by_value(content["labels"]),
+            cases=tuple(cases),
+            intensities=tuple(Intensities(**channel) for channel in content["intensities"]),
+            regions={name: tuple(values) for name, values in content["regions"].items()},
+            ignore=content["ignore"],
+        )
+
+
+def _by_value(mapping: Mapping[Any, Any]) -> dict[int, Any]:
+    return {int(value): of for value, of in mapping.items()}

@@ -1,0 +1,164 @@
+"""On which grid a task is learned, in which pieces, by a network of which shape: pure.
+
+nnU-Net reads axes in the order of its reader (slices first, as in ``(z, y, x)``) and puts the coarsest one in front.
+Its rules break ties by that order, so they are applied in it here; what comes out is given along D, H, W again.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from volseg.errors import ConfigError
+from volseg.models.topology import Topology
+from volseg.planning.facts import Fingerprint
+from volseg.planning.features import (
+    REFERENCE_BATCH,
+    count_residual_features,
+    count_unet_features,
+    count_vnet_features,
+    reference_features,
+)
+from volseg.planning.patch import plan_batch, plan_cubic_patch, plan_patch, smallest_patch
+from volseg.planning.spacing import plan_spacing, resampled_shape
+
+__all__ = ["PRESETS", "Geometry", "plan_geometry"]
+
+PRESETS = {
+    "unet": "nnU-Net's plain U-Net",
+    "resenc": "nnU-Net's U-Net with a residual encoder",
+    "vnet": "the V-Net of Milletari et al.",
+    "whole": "the plain U-Net on whole volumes, cut over GPUs",
+}
+
+LARGEST_SHARE = {"unet": 0.05, "resenc": 1.0, "vnet": 0.05, "whole": 0.05}
+"""Of the data set's voxels, what one batch may hold; nnU-Net's planners of residual encoders take all of them."""
+
+VNET_MULTIPLE = 16
+"""Of the sides of a V-Net's patches: it halves every axis four times."""
+
+THINNEST_SLAB = 8
+"""Planes of a volume that a GPU should have at least, where the volume is cut."""
+
+Sides = tuple[int, int, int]
+Lengths = tuple[float, float, float]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Sizes of a plan along D, H, W."""
+
+    spacing: Lengths
+    """To which all cases are resampled (mm)."""
+    spacing_rule: str
+    median_shape: Lengths
+    """Of the cases at that spacing (voxels)."""
+    largest_shape: Sides
+    """Of them, along each axis by itself."""
+    voxels: float
+    """Of the whole data set, were each case as large as the median."""
+    coarse: int
+    """The axis of the largest spacing."""
+    patch: Sides
+    batch: int
+    topology: Topology | None
+    """Of a U-Net; None for a V-Net, which has one only."""
+    features: int
+    """Of one patch; see `volseg.planning.features`."""
+    reference: float
+    """How many fit, with a batch of two."""
+    num_gpus: int = 1
+    """That share each volume."""
+
+
+def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> Geometry:
+    """Apply the rules for spacing, patch, network and batch.
+
+    Parameters
+    ----------
+    fingerprint : Fingerprint
+        Of the data set.
+    preset : str
+        A key of `PRESETS`.
+    gpu_memory : float
+        GiB of one GPU.
+
+    Raises
+    ------
+    ConfigError
+        If nothing fits the memory.
+    """
+    spacings = [case.spacing[::-1] for case in fingerprint.cases]
+    shapes = [case.shape[::-1] for case in fingerprint.cases]
+    target, rule = plan_spacing(spacings, shapes)
+    resampled = np.array([resampled_shape(*case, target) for case in zip(shapes, spacings, strict=True)])
+    median = np.median(resampled, 0)
+    coarse = int(np.argmax(target))
+    order = [coarse, *(axis for axis in range(3) if axis != coarse)]
+    mm, sides = [float(target[axis]) for axis in order], [float(median[axis]) for axis in order]
+    largest = [int(resampled[:, axis].max()) for axis in order]
+    voxels = math.prod(sides) * len(fingerprint.cases)
+    reference = reference_features(preset, gpu_memory)
+    num_outputs = count_outputs(fingerprint)
+    topology: Topology | None = None
+    if preset == "vnet":
+        patch, features = plan_cubic_patch(
+            mm, sides, lambda patch: count_vnet_features(patch, num_outputs), reference, multiple=VNET_MULTIPLE
+        )
+    elif preset == "whole":
+        patch, topology = smallest_patch(largest, mm)
+        features = count_unet_features(patch, topology, num_outputs)
+    else:
+        count = count_residual_features if preset == "resenc" else count_unet_features
+        found = plan_patch(mm, sides, lambda patch, topology: count(patch, topology, num_outputs), reference)
+        patch, topology, features = found.size, found.topology, found.features
+    num_gpus = _count_gpus(features, reference, patch, gpu_memory) if preset == "whole" else 1
+    share = LARGEST_SHARE[preset]
+    batch = 1 if num_gpus > 1 else plan_batch(features, reference, math.prod(patch), voxels, share=share)
+    back = [order.index(2 - axis) for axis in range(3)]  # from nnU-Net's order to D, H, W
+    return Geometry(
+        spacing=_pick(mm, back),
+        spacing_rule=rule,
+        median_shape=_pick(sides, back),
+        largest_shape=_pick(largest, back),
+        voxels=voxels,
+        coarse=2 - coarse,
+        patch=_pick(patch, back),
+        batch=batch,
+        topology=topology and turn_topology(topology, back),
+        features=features,
+        reference=reference,
+        num_gpus=num_gpus,
+    )
+
+
+def count_outputs(fingerprint: Fingerprint) -> int:
+    """Return how many labels nnU-Net counts: the entries of its ``labels``, the background and what is ignored too."""
+    told_apart = len(fingerprint.regions) + 1 if fingerprint.regions else len(fingerprint.labels)
+    return told_apart + (fingerprint.ignore is not None)
+
+
+def turn_topology(topology: Topology, axes: Sequence[int]) -> Topology:
+    """Return a network's shape with its axes in another order."""
+    strides, kernels = (tuple(_pick(of, axes) for of in each) for each in (topology.strides, topology.kernels))
+    return Topology(strides=strides, kernels=kernels, filters=topology.filters)
+
+
+def _pick(values: Sequence[Item], axes: Sequence[int]) -> tuple[Item, Item, Item]:
+    d, h, w = (values[axis] for axis in axes)
+    return d, h, w
+
+
+def _count_gpus(features: int, reference: float, volume: Sequence[int], gpu_memory: float) -> int:
+    """Return over how many GPUs one volume is cut so that each one's part fits."""
+    needed = math.ceil(features / (REFERENCE_BATCH * reference))
+    most = max(volume) // THINNEST_SLAB
+    if needed > max(most, 1):
+        raise ConfigError(
+            f"whole volumes of {'x'.join(map(str, volume))} voxels take {needed} GPUs of {gpu_memory:g} GiB, and can "
+            f"be cut into {most} slabs; name GPUs with more memory, or choose another preset"
+        )
+    return needed

@@ -1,0 +1,104 @@
+"""From a fingerprint to a plan, and to the commented config of it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from volseg.config.base import validated
+from volseg.config.nearest import did_you_mean
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+from volseg.planning.facts import Fingerprint
+from volseg.planning.geometry import PRESETS, Geometry, plan_geometry
+from volseg.planning.settings import Setting, list_settings
+
+__all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
+
+DEFAULT_MEMORY = 8.0
+"""GiB of GPU memory that are planned for: nnU-Net's number, so that plans can be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a task will be trained."""
+
+    fingerprint: Fingerprint
+    preset: str
+    gpu_memory: float
+    """Of one GPU (GiB)."""
+    geometry: Geometry
+    settings: tuple[Setting, ...]
+
+    def values(self) -> dict[str, Any]:
+        """Return the settings as a config file holds them."""
+        values: dict[str, Any] = {}
+        for setting in self.settings:
+            section, _, key = setting.key.rpartition(".")
+            if key.isdigit():
+                values.setdefault(section, []).append(setting.value)
+            elif key:
+                (values.setdefault(section, {}) if section else values)[key] = setting.value
+        return values
+
+    def config(self) -> ExperimentConfig:
+        """Return the config of the plan."""
+        return validated(ExperimentConfig, self.values(), f"the plan of {self.fingerprint.task}")
+
+
+def plan(
+    fingerprint: Fingerprint,
+    preset: str = "unet",
+    gpu_memory: float = DEFAULT_MEMORY,
+    *,
+    root: str | Path | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
+
+    Parameters
+    ----------
+    fingerprint : Fingerprint
+        Of its cases; see `take_fingerprint`.
+    preset : str
+        Network and pieces: ``unet``, ``resenc``, ``vnet`` or ``whole``.
+    gpu_memory : float
+        Of one GPU (GiB).
+    root : path, optional
+        Of the data set, for the config; the task's name by default.
+    name : str, optional
+        Of the experiment; by default the task's and the preset's.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown preset, no case, or a memory in which nothing fits.
+    """
+    if preset not in PRESETS:
+        raise ConfigError(f"no preset is called {preset!r}; {did_you_mean(preset, PRESETS)}")
+    if not fingerprint.cases:
+        raise ConfigError(
+            f"{fingerprint.task} has no case with a label that can be used: nothing can be planned for it"
+        )
+    if not gpu_memory > 0:
+        raise ConfigError(f"the memory of a GPU must be positive, got {gpu_memory} GiB")
+    geometry = plan_geometry(fingerprint, preset, gpu_memory)
+    settings = list_settings(
+        fingerprint,
+        geometry,
+        preset,
+        root=fingerprint.task if root is None else root,
+        name=_choose_name(fingerprint.task, preset) if name is None else name,
+    )
+    return Plan(
+        fingerprint=fingerprint,
+        preset=preset,
+        gpu_memory=gpu_memory,
+        geometry=geometry,
+        settings=tuple(settings),
+    )
+
+
+def _choose_name(task: str, preset: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", task).strip("._-").lower() or "task"
+    return f"{plain}_{preset}"

@@ -1,0 +1,299 @@
+"""What a planned config holds: each value with the rule that gave it. Pure."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
+from volseg.planning.facts import Fingerprint, Intensities
+from volseg.planning.geometry import PRESETS, Geometry
+from volseg.planning.spacing import is_flat
+from volseg.transforms.grid import find_coarse_axis
+
+__all__ = ["Setting", "list_settings"]
+
+MASKED_BELOW = 0.75
+"""Share of the voxels that cropping leaves, below which moments are taken over what is not 0: nnU-Net's number."""
+
+PEAK_RATES = {"unet": (3.0e-3, 9), "resenc": (3.0e-3, 9), "vnet": (5.0e-3, 8), "whole": (3.0e-3, 9)}
+"""Learning rate and the batch with which it was found best on MSD Task04."""
+
+EPOCHS, ITERATIONS = 100, 250
+
+CASCADE_BELOW = 0.25
+"""Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One value of a config, and why it is what it is."""
+
+    key: str
+    """Dotted; a number names an item of a list."""
+    value: Any
+    reason: str = ""
+
+
+def list_settings(
+    fingerprint: Fingerprint, geometry: Geometry, preset: str, *, root: str | Path, name: str
+) -> Iterator[Setting]:
+    """Yield the settings in the order in which they stand in the file.
+
+    Parameters
+    ----------
+    fingerprint, geometry
+        Of the task.
+    preset : str
+        A key of `PRESETS`.
+    root : path
+        The data set's folder.
+    name : str
+        Of the experiment.
+    """
+    yield Setting(key="name", value=name)
+    yield from _list_data(fingerprint, geometry, root)
+    yield from _list_preprocessing(fingerprint, geometry)
+    yield from _list_patch(geometry, preset)
+    yield from _list_augmentation(fingerprint, geometry, preset)
+    yield from _list_network(geometry, preset)
+    yield Setting(key="losses.0", value={"name": "DiceCELoss"}, reason="Dice and cross entropy, summed as in nnU-Net")
+    yield from _list_training(geometry, preset)
+    yield from _list_inference(fingerprint, geometry, preset)
+
+
+def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path) -> Iterator[Setting]:
+    yield Setting(key="data.root", value=str(root))
+    size = geometry.voxels * (4 * len(fingerprint.channels) + 1) / 2**30
+    reason = f"all prepared cases take about {size:.2g} GiB: on the GPU where that is at most 30 % of what is free"
+    yield Setting(key="data.keep", value="auto", reason=reason)
+    yield Setting(key="split.fold", value=0, reason="of nnU-Net's five: KFold(5, shuffle=True, random_state=12345)")
+
+
+def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
+    orientation = {"name": "Orientation", "axcodes": "RAS"}
+    reason = "axes mean the same in every case, however its file is stored; nnU-Net takes them as they are stored"
+    yield Setting(key="preprocessing.0", value=orientation, reason=reason)
+    kept = [case.kept for case in fingerprint.cases]
+    reason = (
+        f"to the box of what is not 0, which leaves {np.median(kept):.0%} of the median case ({min(kept):.0%} at least)"
+    )
+    yield Setting(key="preprocessing.1", value={"name": "CropForeground"}, reason=reason)
+    number = 2
+    for value, reason in _normalise(fingerprint):
+        yield Setting(key=f"preprocessing.{number}", value=value, reason=reason)
+        number += 1
+    value = {"name": "Spacing", "spacing": [_shorten(mm) for mm in geometry.spacing]}
+    reason = f"mm: {geometry.spacing_rule}"
+    if any(
+        find_coarse_axis(mm) is not None for mm in (geometry.spacing, *(case.spacing for case in fingerprint.cases))
+    ):
+        value["thick_slices"] = "nearest"
+        reason += (
+            "; where one axis is more than 3 times the finest, planes are resampled by themselves, the nearest taken"
+        )
+    yield Setting(key=f"preprocessing.{number}", value=value, reason=reason)
+
+
+def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield a step per scheme that the channels' names ask for, by nnU-Net's names."""
+    kept = float(np.median([case.kept for case in fingerprint.cases]))
+    schemes = [_find_scheme(name) for name in fingerprint.channels]
+    for channel, scheme in enumerate(schemes):
+        if scheme != "ct":
+            continue
+        only = {} if len(schemes) == 1 else {"channels": [channel]}
+        yield (
+            _clip_ct(fingerprint.intensities[channel] if fingerprint.intensities else None) | only,
+            (
+                "the channel is called CT, whose numbers mean the same everywhere: clip to percentiles 0.5 and 99.5 of "
+                "the foreground of all cases, subtract its mean and divide by its standard deviation"
+            ),
+        )
+    scored = [channel for channel, scheme in enumerate(schemes) if scheme == "zscore"]
+    if scored:
+        value: dict[str, Any] = {"name": "ZScore"}
+        reason = "each channel of each case to mean 0 and standard deviation 1, as it is not called CT"
+        if kept < MASKED_BELOW:
+            value["nonzero"] = True
+            reason += f"; over what is not 0, for cropping leaves {kept:.0%} of the median case, less than 75 %"
+        if len(scored) < len(schemes):
+            value["channels"] = scored
+        yield value, reason
+
+
+def _find_scheme(channel: str) -> str:
+    return {"ct": "ct", "nonorm": "none"}.get(channel.casefold(), "zscore")
+
+
+def _clip_ct(found: Intensities | None) -> dict[str, Any]:
+    if found is None:  # no voxel was looked at
+        return {"name": "ClipZScore", "percentiles": [0.5, 99.5]}
+    lower, upper, mean = (_shorten(x) for x in (found.percentile_00_5, found.percentile_99_5, found.mean))
+    return {"name": "ClipZScore", "lower": lower, "upper": upper, "mean": mean, "std": _shorten(max(found.std, 1e-8))}
+
+
+def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
+    median = " x ".join(f"{side:g}" for side in geometry.median_shape)
+    million = f"{geometry.features / 1e6:.0f} million features"
+    if preset == "whole":
+        reason = (
+            f"the longest case along each axis ({_join(geometry.largest_shape)} voxels; the median one is {median}), "
+            f"up to what the network divides by, so that no case is ever cut out of: {million}"
+        )
+    else:
+        reason = (
+            f"proportions of the median case ({median} voxels at this spacing), as large as fits: {million} a patch of "
+            f"the {geometry.reference / 1e6:.0f} that a batch of 2 may take"
+        )
+    yield Setting(key="patch.size", value=list(geometry.patch), reason=reason)
+    share = geometry.batch * math.prod(geometry.patch) / geometry.voxels
+    reason = (
+        f"what fits the memory, within nnU-Net's limit to the share of the data that a batch holds, here {share:.2%}, "
+        "and 2 at least"
+    )
+    if geometry.num_gpus > 1:
+        reason = f"one volume at a time, by {geometry.num_gpus} GPUs"
+    yield Setting(key="patch.batch", value=geometry.batch, reason=reason)
+    reason = "share of a batch that surely holds foreground: nnU-Net's number"
+    yield Setting(key="patch.foreground", value=0.33, reason=reason)
+    covered = math.prod(geometry.patch) / math.prod(geometry.median_shape)
+    if covered < CASCADE_BELOW:
+        yield Setting(
+            key="",
+            value=None,
+            reason=f"A patch covers {covered:.0%} of the median case: nnU-Net would plan a cascade from a coarser grid "
+            "too. There is none here; the preset whole sees all of a case instead, on several GPUs.",
+        )
+
+
+def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
+    if preset == "whole":
+        yield Setting(
+            key="augmentation.margin", value=0.0, reason="a whole volume has nothing beyond its border to read"
+        )
+        if geometry.num_gpus > 1:
+            off = {"probability": 0.0}
+            reason = "what interpolates or filters would hold several volumes at once on the one GPU that cuts them"
+            for effect in ("rotation", "scaling", "blur", "low_resolution"):
+                yield Setting(key=f"augmentation.{effect}", value=off, reason=reason)
+                reason = ""
+    else:
+        yield Setting(key="augmentation.margin", value=0.43, reason="reads as much around a patch as nnU-Net does")
+    if geometry.num_gpus == 1 and is_flat(geometry.patch, geometry.coarse):
+        others = [axis != geometry.coarse for axis in range(3)]
+        degrees = [0.0 if other else 180.0 for other in others]
+        reason = (
+            "the patch is flat (more than 3 times shorter along its coarsest axis): turned about that axis only, but "
+            "all the way round, as nnU-Net's dummy 2D augmentation"
+        )
+        yield Setting(key="augmentation.rotation", value={"degrees": degrees}, reason=reason)
+        yield Setting(
+            key="augmentation.scaling", value={"axes": others}, reason="within planes only, for the same reason"
+        )
+        yield Setting(key="augmentation.low_resolution", value={"axes": others}, reason="likewise")
+    if sides := _find_sides(fingerprint):
+        reason = (
+            f"{sides[0]} and {sides[1]} differ by their side of the body, which mirroring along D (left to right) "
+            "would swap; nnU-Net mirrors nevertheless"
+        )
+        yield Setting(key="augmentation.mirror", value={"axes": [False, True, True]}, reason=reason)
+
+
+def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
+    """Return the first two labels whose names differ by left and right only."""
+    names = {name.casefold(): name for name in fingerprint.labels.values()}
+    for lowered, name in names.items():
+        other = re.sub(r"(?<![a-z])left(?![a-z])", "right", lowered)
+        if other != lowered and other in names:
+            return name, names[other]
+    return None
+
+
+def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
+    topology = geometry.topology
+    if topology is None:
+        yield Setting(key="network.name", value="VNet", reason=PRESETS[preset])
+        reason = "found best on MSD Task04; its authors use none"
+        yield Setting(key="network.dropout_prob_down", value=0.2, reason=reason)
+        yield Setting(key="network.dropout_prob_up", value=[0.2, 0.2])
+        yield Setting(key="network.dropout_prob_fine", value=0.1)
+        return
+    residual = preset == "resenc"
+    yield Setting(key="network.name", value="ResEncUNet" if residual else "DynUNet", reason=PRESETS[preset])
+    reason = "an axis is halved while it has 8 voxels or more, and its spacing is below twice the finest of such axes"
+    yield Setting(key="network.strides", value=_nest(topology.strides), reason=reason)
+    reason = "3 voxels along an axis once its spacing is below twice the finest, 1 before"
+    yield Setting(key="network.kernel_size", value=_nest(topology.kernels), reason=reason)
+    yield Setting(key="network.filters", value=list(topology.filters), reason="doubled with each stage, up to 320")
+    if residual:
+        blocks = list(ENCODER_BLOCKS[: len(topology.strides)])
+        yield Setting(key="network.blocks", value=blocks, reason="residual blocks of each stage: nnU-Net's numbers")
+        yield Setting(
+            key="network.decoder_blocks", value=DECODER_BLOCKS, reason="convolutions of each stage on the way up"
+        )
+    reason = "a loss on the coarser stages too, weighted 1, 1/2, 1/4 ..."
+    yield Setting(key="network.deep_supervision", value=True, reason=reason)
+
+
+def _list_training(geometry: Geometry, preset: str) -> Iterator[Setting]:
+    peak, batch = PEAK_RATES[preset]
+    rate = float(f"{min(peak, peak * math.sqrt(geometry.batch / batch)):.2g}")
+    reason = (
+        f"best on MSD Task04 with averaged weights, where {peak:g} suited a batch of {batch}; for smaller ones in "
+        "proportion to the batch's square root (Malladi et al., arXiv:2205.10287). nnU-Net: SGD at 0.01"
+    )
+    yield Setting(key="optimizer.name", value="AdamW", reason=reason)
+    yield Setting(key="optimizer.lr", value=rate)
+    yield Setting(key="optimizer.weight_decay", value=0.01)
+    yield Setting(
+        key="schedule.name", value="cosine", reason="from the peak to 0, after a rise over 4 % of the training"
+    )
+    yield Setting(key="schedule.warmup", value=0.04)
+    reason = (
+        f"{EPOCHS * ITERATIONS:,} batches, a tenth of nnU-Net's 250,000: Task04 needed a fiftieth for the Dice that "
+        "its SGD comes to. Difficult tasks gain by more: --set training.epochs=400"
+    )
+    yield Setting(key="training.epochs", value=EPOCHS, reason=reason)
+    yield Setting(key="training.iterations", value=ITERATIONS, reason="batches per epoch: nnU-Net's number")
+    yield Setting(key="training.validate_every", value=10, reason="epochs: ten looks at the Dice on the way")
+    yield Setting(key="training.clip", value=12, reason="largest norm of the gradient: nnU-Net's number")
+    reason = "what is validated and predicted with are weights averaged over about 1000 batches"
+    yield Setting(key="training.ema", value=0.999, reason=reason)
+
+
+def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
+    if preset != "whole":
+        reason = (
+            "the patch, as the network was trained on it; windows are half covered by their neighbours, as nnU-Net's"
+        )
+        yield Setting(key="inference.window", value=list(geometry.patch), reason=reason)
+        yield Setting(key="inference.overlap", value=0.5)
+    else:
+        yield Setting(key="inference.window", value=None, reason="the whole volume at once")
+    sides = _find_sides(fingerprint)
+    reason = "no average over mirrorings, which would swap the sides" if sides else "average over the eight mirrorings"
+    yield Setting(key="inference.mirror", value=sides is None, reason=reason)
+    if geometry.num_gpus > 1:
+        reason = (
+            f"slabs into which each volume is cut, a GPU for each: {geometry.features / 1e6:.0f} million features, of "
+            f"which {2 * geometry.reference / 1e6:.0f} fit one GPU"
+        )
+        yield Setting(key="parallel.spatial", value=geometry.num_gpus, reason=reason)
+
+
+def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(triple) for triple in triples]
+
+
+def _shorten(number: float) -> float:
+    """Return a number with six digits, which says enough about millimetres and intensities."""
+    return float(f"{number:.6g}")
+
+
+def _join(sides: Sequence[int]) -> str:
+    return " x ".join(map(str, sides))

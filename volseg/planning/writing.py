@@ -1,0 +1,84 @@
+"""A plan as a YAML file in which every value says why it is what it is."""
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from volseg.config.loading import load_config
+from volseg.errors import ConfigError
+from volseg.files import replacing
+from volseg.planning.geometry import PRESETS
+from volseg.planning.plan import Plan
+from volseg.version import __version__
+
+__all__ = ["write_config"]
+
+WIDTH = 110
+
+SOURCES = (
+    "Rules: docs/planning.md. Spacing, patch, batch, network, intensities are nnU-Net's (Isensee et al. 2021,",
+    "doi:10.1038/s41592-020-01008-z; its residual encoders: Isensee et al. 2024, arXiv:2404.09556).",
+)
+
+
+def write_config(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
+    """Write the config of a plan, whole or not at all; `load_config` reads what `Plan.config` is.
+
+    Parameters
+    ----------
+    plan : Plan
+        See `volseg.planning.plan`.
+    path : path
+        The file.
+    force : bool
+        Replace a file that is there.
+
+    Raises
+    ------
+    ConfigError
+        If there is one and ``force`` is off.
+    """
+    path = Path(path)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already; choose another file, or replace it by --force")
+    with replacing(path) as partial:
+        partial.write_text("\n".join(_list_lines(plan)) + "\n", encoding="utf-8")
+        written = load_config(partial)
+        assert written == plan.config(), "the file says something else than the plan"
+    return path
+
+
+def _list_lines(plan: Plan) -> Iterator[str]:
+    fingerprint = plan.fingerprint
+    yield from _comment(
+        f"{fingerprint.task}: {PRESETS[plan.preset]}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
+        f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases of {len(fingerprint.channels)} "
+        f"channel(s) ({', '.join(fingerprint.channels)}) and {len(fingerprint.labels)} labels. D, H, W of a case "
+        "point to the right, to the front and to the head."
+    )
+    yield from (f"# {line}" for line in SOURCES)
+    section = ""
+    for setting in plan.settings:
+        now, _, key = setting.key.rpartition(".")
+        if now != section and now:
+            yield f"{now}:"
+        section = now if setting.key else section
+        indent = "  " if section else ""
+        yield from _comment(setting.reason, indent)
+        if key.isdigit():
+            yield f"{indent}- {_as_yaml(setting.value)}"
+        elif key:
+            yield f"{indent}{key}: {_as_yaml(setting.value)}"
+
+
+def _comment(text: str, indent: str = "") -> Iterator[str]:
+    for line in textwrap.wrap(text, WIDTH - len(indent)):
+        yield f"{indent}# {line}"
+
+
+def _as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("...\n").rstrip("\n")
