@@ -3,6 +3,7 @@
 from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
 from volseg.planning.geometry import PRESETS, Geometry
 from volseg.planning.plan import DEFAULT_MEMORY, Plan, plan
+from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
 from volseg.planning.writing import write_config
 
@@ -16,5 +17,6 @@ __all__ = [
     "Plan",
     "Setting",
     "plan",
+    "published_fingerprint",
     "write_config",
 ]
