@@ -1,7 +1,11 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
+import locale
 import os
+import subprocess
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,8 @@ settings.load_profile("untimed")
 # Processes that a test starts of its own file find the modules that tests share, as pytest does.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+LOCALE = locale.setlocale(locale.LC_ALL)
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -23,6 +29,31 @@ def exact_and_seeded():
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def one_locale() -> Iterator[None]:
+    """Fail a test after which the process has another locale: so would a user's, and read its files as something else.
+
+    SimpleITK sets it to C where it writes a DICOM slice with the metadata of another one, or reads VTK's format.
+    """
+    yield
+    after = locale.setlocale(locale.LC_ALL)
+    locale.setlocale(locale.LC_ALL, LOCALE)
+    assert after == LOCALE
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Return a function that starts a process, as ``subprocess.Popen``; none outlives the test, however that ends."""
+    with ExitStack() as ending:
+
+        def started(command: Sequence[str], **options: object) -> subprocess.Popen:
+            process = ending.enter_context(subprocess.Popen(command, **options))  # waits for it, and closes its pipes
+            ending.callback(process.kill)  # the stack goes backwards
+            return process
+
+        yield started
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ class Group:
 
     def _told(self, rank: int) -> str:
         """Return the end of what a process wrote."""
-        return self._log(rank).read_text(errors="replace")[-4000:]
+        return self._log(rank).read_text(errors="replace", encoding="utf-8")[-4000:]
 
     def end(self, politely: bool) -> None:
         """End the processes: at once where they may wait for each other."""

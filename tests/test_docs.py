@@ -53,11 +53,12 @@ def test_links_and_paths_of_a_page_exist(page: Path) -> None:
 
 
 def test_a_link_to_nowhere_is_found(tmp_path: Path) -> None:
-    (tmp_path / "there.md").write_text("# One `idea`, said\n\n```\n# no heading\n```\n")
+    (tmp_path / "there.md").write_text("# One `idea`, said\n\n```\n# no heading\n```\n", encoding="utf-8")
     page = tmp_path / "page.md"
     good = "[a](there.md) [b](there.md#one-idea-said) [c](https://nowhere.invalid/x) [d](#own) `docs/data.md`"
     page.write_text(
-        f"# Own\n{good}\n[e](gone.md) [f](there.md#no-heading) [g](#gone) `docs/gone.md`\n```\ncall[0](x)\n```\n"
+        f"# Own\n{good}\n[e](gone.md) [f](there.md#no-heading) [g](#gone) `docs/gone.md`\n```\ncall[0](x)\n```\n",
+        encoding="utf-8",
     )
     assert broken_links(page) == ["gone.md", "there.md#no-heading", "#gone", "docs/gone.md"]
 

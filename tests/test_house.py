@@ -103,7 +103,7 @@ def test_the_graph_sees_what_imports_what(tmp_path: Path) -> None:
         "floor": "import torch",
     }
     for name, text in texts.items():
-        (package / f"{name}.py").write_text(text)
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
     graph = graph_of(modules_of(package))
     assert graph["house.roof"] == {"house.wall"}
     assert circles_of(graph) == [["house.door", "house.wall", "house.door"]]
@@ -140,7 +140,8 @@ def test_an_unexplained_import_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         "import os\ndef one():\n    import sys\ndef two():\n    import sys  # slow\n    import re\ndef three():\n"
-        "    # slow\n    import sys\n    x = 1\n    import re\n"
+        "    # slow\n    import sys\n    x = 1\n    import re\n",
+        encoding="utf-8",
     )
     assert unexplained(path) == [3, 11]
 
@@ -258,3 +259,58 @@ def test_pages_obey_the_glossary() -> None:
 def test_a_forbidden_name_is_seen(text: str, names: set[str]) -> None:
     assert forbidden("volseg.some.module", text) == names
     assert forbidden("volseg.sharding", text) == names | {"sharding"}
+
+
+MODES = re.compile(r"[rwax+t]+")
+"""Of a file that is opened as text."""
+
+
+def without_encoding(text: str) -> list[int]:
+    """Return the lines on which text is read or written in whatever encoding the process's locale has."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+            continue
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "encoding" in given or None in given:
+            continue
+        is_method = isinstance(node.func, ast.Attribute)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        behind_path = node.args if is_method else node.args[1:]
+        mode = given.get("mode", next(iter(behind_path), ast.Constant("r")))
+        is_text = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and MODES.fullmatch(mode.value)
+        if (
+            (is_method and name == "read_text" and not node.args)
+            or (is_method and name == "write_text" and len(node.args) == 1)
+            or (name == "open" and is_text)
+            or given.keys() & {"text", "universal_newlines"}
+        ):
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+def test_text_has_an_encoding() -> None:
+    """What a process reads and writes by its locale is another one where that is C, and a library may change it."""
+    files = [
+        path for folder in ("volseg", "tests", "workflows") for path in sorted((REPOSITORY / folder).rglob("*.py"))
+    ]
+    found = {
+        str(path.relative_to(REPOSITORY)): lines
+        for path in files
+        if (lines := without_encoding(path.read_text(encoding="utf-8")))
+    }
+    assert not found, f'say encoding="utf-8": {found}'
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("path.read_text()\npath.write_text(text)", [1, 2]),
+        ("open(path)\nopen(path, 'w')\npath.open()\npath.open(mode='a')", [1, 2, 3, 4]),
+        ("run(command, text=True)", [1]),
+        ("path.read_text(encoding='utf-8')\nopen(path, 'rb')\npath.open('wb')\nos.open(path, flags)", []),
+        ("folder.write_text(name, text)\nrun(command, **options)", []),
+    ],
+)
+def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None:
+    assert without_encoding(text) == lines

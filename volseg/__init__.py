@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from volseg.version import __version__
 
 if TYPE_CHECKING:
+    from volseg.experiment.own_components import load_components, register
     from volseg.inference.predictor import Predictor
     from volseg.parallel import FastKernels, ModelParallel
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
@@ -25,18 +26,22 @@ __all__ = [
     "Training",
     "Validation",
     "__version__",
+    "load_components",
+    "register",
 ]
 
 _HOMES = {
     "FastKernels": "volseg.parallel",
     "ModelParallel": "volseg.parallel",
     "Predictor": "volseg.inference.predictor",
+    "load_components": "volseg.experiment.own_components",
+    "register": "volseg.experiment.own_components",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parallel":  # volseg.parallel.verify, whole, pointwise_function
-        return import_module("volseg.parallel")
+    if name in ("experiment", "parallel"):  # volseg.experiment.train; volseg.parallel.verify, whole
+        return import_module(f"volseg.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'volseg' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "volseg.workflow")), name)

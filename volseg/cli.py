@@ -33,11 +33,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(name="data", help="Make and check data sets.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Fetch, make, describe and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+]
+Components = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
+    ),
 ]
 ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 """What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
@@ -61,9 +67,38 @@ Checkpoint = Annotated[
 ]
 
 
+Preset = Annotated[
+    str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
+]
+GpuMemory = Annotated[str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")]
+
+
+@app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml")
+def configure(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    preset: Preset = "unet",
+    gpu_memory: GpuMemory = "8GiB",
+    name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.planning import parse_memory, require_new, write_config
+
+    memory = parse_memory(gpu_memory)
+    require_new(output, force=force)  # before minutes of reading
+    planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
+    write_config(planned, output, force=force)
+    typer.echo(experiment.configure_words(planned, output))
+
+
 @app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment; or a data set, to be planned for.")
+    ],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[
@@ -83,13 +118,30 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
     ] = 0,
+    components: Components = None,
+    preset: Annotated[
+        str | None, typer.Option(help="With a data set: what is planned, as in `volseg configure`; default unet.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
+    ] = None,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
     from volseg.parallel.devices import count_launched, is_launched
+    from volseg.planning import parse_memory
 
+    experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    if experiment.is_data_set(config):
+        memory = parse_memory(gpu_memory or "8GiB")
+        goes_on = resume or restart
+        config = experiment.plan_run(
+            config, preset=preset or "unet", gpu_memory=memory, overrides=overrides, resume=goes_on
+        )
+    elif preset or gpu_memory:
+        raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
@@ -122,6 +174,7 @@ def cross_validate(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+    components: Components = None,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
     from volseg import experiment  # imports torch: not for --help
@@ -129,6 +182,7 @@ def cross_validate(
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
+    experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
@@ -140,10 +194,11 @@ def cross_validate(
 
 
 @app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
-def validate(run: RunArgument, checkpoint: Checkpoint = "latest") -> None:
+def validate(run: RunArgument, checkpoint: Checkpoint = "latest", components: Components = None) -> None:
     """Predict the run's validation cases and write their summary.json."""
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     folder = experiment.RunFolder(run)
     validated = experiment.validate(folder, checkpoint=checkpoint)
     typer.echo(experiment.dice_table(validated.summary, folder.task()))
@@ -154,7 +209,9 @@ def predict(
     run: RunArgument,
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, or folders of files."),
+        typer.Argument(
+            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, folders of files, or tables (CSV)."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
@@ -163,10 +220,12 @@ def predict(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
     ] = False,
+    components: Components = None,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's own grid."""
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     folder = experiment.RunFolder(run)
     for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
         typer.echo(path)
@@ -193,6 +252,7 @@ def verify(
         str | None, typer.Option(help="spatial or pipeline; default the config's, spatial where it names none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was compared as JSON.")] = False,
+    components: Components = None,
 ) -> None:
     """Compare the network on several devices with itself on one, in training and evaluation, recomputed and recorded.
 
@@ -200,12 +260,61 @@ def verify(
     """
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
     report = experiment.verify(loaded, num_devices=devices, shape=shape, strategy=strategy)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@data_app.command("list", epilog="Example: volseg data list")
+def list_tasks() -> None:
+    """List the public tasks that can be fetched: the ten of the Medical Segmentation Decathlon."""
+    from volseg.data.describing import tabulate_public_tasks  # imports torch: not for --help
+
+    typer.echo(tabulate_public_tasks())
+
+
+@data_app.command(epilog="Example: volseg data info Task04_Hippocampus")
+def info(
+    name: Annotated[str, typer.Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
+    components: Components = None,
+) -> None:
+    """Say what is in a data set: of a folder cases, channels, labels, sizes and spacings; every image is read."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.data import load_task
+    from volseg.data.catalogue import find_public_task
+    from volseg.data.describing import describe_public_task, describe_task
+    from volseg.monitoring.progress import count_up
+
+    if not Path(name).exists() and Path(name).name == name:
+        typer.echo(describe_public_task(find_public_task(name)))
+        return
+    experiment.load_components(components or ())
+    task = load_task(name)
+    with count_up(len(task.training) + len(task.test), "reading") as count:
+        described = describe_task(task, progress=count)
+    typer.echo(described)
+
+
+@data_app.command(epilog="Example: volseg data fetch Task04_Hippocampus --output data")
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder in which the task's own folder is made.")
+    ] = Path(),
+    url: Annotated[str | None, typer.Option(help="A mirror of the archive, which must be the same file.")] = None,
+) -> None:
+    """Fetch a public task; what has come before an interruption is not fetched again."""
+    from volseg.data.catalogue import find_public_task  # imports torch: not for --help
+    from volseg.data.fetching import fetch_task
+    from volseg.monitoring.progress import show_bytes
+
+    with show_bytes() as show:
+        folder = fetch_task(find_public_task(name), output, url=url, show=show)
+    typer.echo(folder)
 
 
 @data_app.command(epilog="Example: volseg data make Task09_Twin --like Task09_Spleen --cases 8")
@@ -236,20 +345,43 @@ def make(
         typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
-@data_app.command(epilog="Example: volseg data check Task04_Hippocampus")
-def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task in MSD layout.")]) -> None:
-    """Read every file of a data set to its end and name all bad cases at once."""
-    from volseg.data import inspect_cases, load_task, require_sound, summarise_remarks  # imports torch: not for --help
+@data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.")],
+    output: Annotated[
+        Path | None, typer.Option("--json", "--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
+    split: Annotated[
+        Path | None, typer.Option(help="Split file; default the five folds. No image may train and validate.")
+    ] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write a corrected copy, as far as no guess is needed; bad cases left out."),
+    ] = None,
+    keep_bad: Annotated[bool, typer.Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
+    components: Components = None,
+) -> None:
+    """Read every file of a data set once; say what is wrong, what is odd, and what to do about it.
+
+    Exit status 1 if a case cannot be used.
+    """
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.data import check_task, load_task, mend_task, read_splits  # imports torch: not for --help
     from volseg.monitoring.progress import count_up
 
+    experiment.load_components(components or ())
     task = load_task(folder, require_files=False)
-    cases = [*task.training, *task.test]
-    with count_up(len(cases), "checking") as count:
-        found = inspect_cases(cases, task, progress=count)
-    for line in summarise_remarks(found.remarks):
-        typer.echo(f"look at {line}")
-    require_sound(found.problems)
-    typer.echo(f"all {len(cases)} cases of {task.name} can be used")
+    splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
+    with count_up(len(task.training) + len(task.test), "checking") as count:
+        checked = check_task(task, splits=splits, progress=count)
+    typer.echo("\n".join(checked.lines()))
+    if output is not None:
+        checked.write(output)
+    if fix is not None:
+        typer.echo("\n".join(mend_task(checked, fix, keep_bad=keep_bad).lines()))
+    if checked.problems or (strict and checked.remarks):
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: volseg quickstart --output first_run")
@@ -263,6 +395,21 @@ def quickstart(
     from volseg import experiment  # imports torch: not for --help
 
     typer.echo(experiment.quickstart(output))
+
+
+@app.command("components", epilog="Example: volseg components network --components components.py")
+def list_components(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="network, loss, transform, ...; default all kinds.")
+    ] = None,
+    components: Components = None,
+) -> None:
+    """List what a config may name: built in, of installed packages, and of your own."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    for line in experiment.list_components(kind):
+        typer.echo(line)
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,6 +6,8 @@
     ├── ConfigError (ValueError)            a config that cannot be run as written
     ├── DataError (ValueError)              a task folder, case or split that cannot be trained on
     │   └── ReaderError                     a file that cannot be read as an image
+    │       ├── DamagedFileError            a file that ends early, or whose bytes do not fit its header or checksum
+    │       └── LargeVolumeError            a volume that needs more memory than is free
     ├── GridError (ValueError)              a volume whose sides a network or transform cannot take
     ├── BatchFieldError (KeyError)          a field that a named module needs and the batch lacks, or the reverse
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
@@ -25,8 +27,10 @@ __all__ = [
     "BatchFieldError",
     "CheckpointError",
     "ConfigError",
+    "DamagedFileError",
     "DataError",
     "GridError",
+    "LargeVolumeError",
     "NonFiniteLossError",
     "NonFinitePredictionError",
     "OutOfMemoryError",
@@ -57,6 +61,14 @@ class DataError(VolsegError, ValueError):
 
 class ReaderError(DataError):
     """A file that cannot be read as an image."""
+
+
+class DamagedFileError(ReaderError):
+    """A file that ends early, or whose bytes do not fit its header or its checksum."""
+
+
+class LargeVolumeError(ReaderError):
+    """A volume that needs more memory than is free."""
 
 
 class GridError(VolsegError, ValueError):

@@ -10,7 +10,9 @@ __all__ = ["Batch", "Case"]
 Case = dict[str, Any]
 """One patient: ``case`` (id), ``image`` and, except for prediction, ``label``.
 
-``image`` and ``label`` are paths until a reader replaces them by MetaTensors ``(C, D, H, W)`` and ``(1, D, H, W)``.
+``image`` and ``label`` are paths until a reader replaces them by MetaTensors ``(C, D, H, W)`` and ``(1, D, H, W)``; an
+``image`` in a file per channel is a tuple of paths. ``labelled`` are the values of the label that were looked for,
+where these are not all; see `volseg.data.labels`.
 """
 
 Batch = dict[str, Any]

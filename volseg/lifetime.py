@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
@@ -54,11 +55,14 @@ def call_before_last_words(close: Callable[[], object]) -> None:
 
 
 def say_last(message: str) -> None:
-    """Write why this process ends, on lines of its own."""
+    """Write why this process ends, on lines of its own, if standard error can be written."""
     for close in _before_last_words:
         close()
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()
+    if sys.stderr is None:
+        return
+    with suppress(OSError, ValueError):  # a full disk, nobody who reads it any more, or closed
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
 
 
 def end_now(status: int) -> NoReturn:
@@ -68,11 +72,9 @@ def end_now(status: int) -> NoReturn:
     status into -6.
     """
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        try:
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the process was started without one
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more, or it is closed
-            continue
     os._exit(status)
 
 

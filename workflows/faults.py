@@ -95,7 +95,9 @@ class Sitting:
             where = self.look()
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
-            raise SystemExit(f"a training hung for {LIMIT} s in {where}; its log:\n{self.log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"a training hung for {LIMIT} s in {where}; its log:\n{self.log.read_text(encoding='utf-8')[-3000:]}"
+            )
         return status
 
     def look(self) -> str:
@@ -104,7 +106,7 @@ class Sitting:
         os.kill(self.pid, signal.SIGUSR2)
         for _ in range(50):
             time.sleep(0.002)
-            if text := self.traceback.read_text():
+            if text := self.traceback.read_text(encoding="utf-8"):
                 break
         else:
             return "start"  # it had not come to install the handler yet
@@ -177,7 +179,7 @@ class Bench:
         """Write the config with other values of the training."""
         content = {**CONFIG, **more, "training": {**CONFIG["training"], **training}, "data": {"root": str(self.task)}}
         path = self.place / name
-        path.write_text(yaml.safe_dump(content))
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path
 
     def start(self, folder: Path, *more: str, environ: dict[str, str] | None = None) -> Sitting:
@@ -191,7 +193,7 @@ class Bench:
         for name in ("undisturbed", "undisturbed_again"):
             sitting = self.start(self.place / name)
             if sitting.end() != 0:
-                raise SystemExit(sitting.log.read_text()[-3000:])
+                raise SystemExit(sitting.log.read_text(encoding="utf-8")[-3000:])
             durations.append(time.monotonic() - sitting.begun)
         self.seconds = min(durations)
         self.weights = fingerprint(load_checkpoint(self.place / "undisturbed" / "checkpoints" / "latest.pt"))
@@ -374,7 +376,7 @@ def spot(bench: Bench, count: int) -> dict:
 
     longest = bench.place / "longer"
     if bench.start(longest, *LONGER).end() != 0:
-        raise SystemExit(longest.with_suffix(".log").read_text()[-3000:])
+        raise SystemExit(longest.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
     longer = fingerprint(load_checkpoint(longest / "checkpoints" / "latest.pt"))
     return summarise(bench.each(count, run))
 
@@ -428,7 +430,7 @@ def worker(bench: Bench, count: int) -> dict:
 
     calm = bench.place / "calm"
     if job(calm).wait(timeout=LIMIT) != 0:
-        raise SystemExit(calm.with_suffix(".log").read_text()[-3000:])
+        raise SystemExit(calm.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
     expected = fingerprint(load_checkpoint(calm / "checkpoints" / "latest.pt"))
     runs = []
     for number in range(count):
@@ -459,7 +461,7 @@ def worker(bench: Bench, count: int) -> dict:
 
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
     return sorted(int(child) for child in text.split())
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import find_public_task, list_public_tasks
 from volseg.files import replacing
 from volseg.planning import Plan, plan, write_config
 from volseg.planning.published import MOSTLY_ZERO, published_fingerprint
@@ -19,13 +19,14 @@ from volseg.planning.published import MOSTLY_ZERO, published_fingerprint
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "configs" / "msd"
 PAGE = REPOSITORY / "docs" / "tasks.md"
+TASKS = [public.name for public in list_public_tasks()]
 BEGIN, END = "<!-- made by workflows/msd_plans.py -->", "<!-- end -->"
 
 
 def main() -> None:
     """Write the configs and the table."""
     CONFIGS.mkdir(exist_ok=True)
-    for task in list_manifests():
+    for task in TASKS:
         print(write_task_config(task, CONFIGS))
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
@@ -41,7 +42,7 @@ def write_task_config(task: str, folder: Path) -> Path:
         f"# Made by workflows/msd_plans.py from datasets/msd/{task}.yaml: what the comments say of the cases\n"
         "# follows from published medians, as if every case were the median one.\n"
     )
-    manifest = read_manifest(task)
+    manifest = find_public_task(task).manifest
     if manifest["nnunet"]["fingerprint"]["mostly_zero"] and "stored" not in manifest:
         known += f"# {MOSTLY_ZERO:.0%} stands for a share that is only known to be below 75 %.\n"
     text = path.read_text(encoding="utf-8")
@@ -67,13 +68,13 @@ def file_name(task: str) -> str:
 def make_table() -> str:
     """Return the table of all tasks, in Markdown."""
     head = ("task", "spacing (mm)", "patch", "batch", "strides", "kernels", "nnU-Net 2", "MONAI, after nnU-Net 1")
-    rows = [head, ["---"] * len(head), *map(make_row, list_manifests())]
+    rows = [head, ["---"] * len(head), *map(make_row, TASKS)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def make_row(task: str) -> list[str]:
     """Return what is planned for a task, and what of it others planned differently."""
-    manifest, geometry = read_manifest(task), plan_task(task).geometry
+    manifest, geometry = find_public_task(task).manifest, plan_task(task).geometry
     assert geometry.topology is not None, "a U-Net has a topology"
     ours = {
         "spacing": [float(f"{side:.3g}") for side in geometry.spacing],

@@ -19,7 +19,7 @@ MINIMAL = {
 def write(tmp_path):
     def written(**changes):
         path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump({**MINIMAL, **changes}))
+        path.write_text(yaml.safe_dump({**MINIMAL, **changes}), encoding="utf-8")
         return path
 
     return written
@@ -102,10 +102,10 @@ def test_an_override_that_leads_nowhere_says_why(write, assignment, message):
 def test_files_that_are_no_config_say_so(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
         load_config(tmp_path / "none.yaml")
-    (tmp_path / "list.yaml").write_text("- a")
+    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"list\.yaml must hold `key: value` lines, got list"):
         load_config(tmp_path / "list.yaml")
-    (tmp_path / "code.yaml").write_text("name: !!python/object/apply:os.getcwd []")
+    (tmp_path / "code.yaml").write_text("name: !!python/object/apply:os.getcwd []", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"code\.yaml is not valid YAML"):
         load_config(tmp_path / "code.yaml")
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from volseg.data.cases import Task
-from volseg.data.checks import Problem, check_case, check_cases, require_sound
+from volseg.data.checks import Problem, check_case, check_cases, read_case, require_sound
 from volseg.data.msd import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
@@ -92,7 +92,7 @@ def test_truncated_file(case, task):
         (np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
         (
             np.stack([IMAGE, IMAGE], -1),
-            "has 2 channel(s), but dataset.json declares 1 (MRI); mend the file or 'modality'",
+            "has 2 channel(s) (a time series?), but the task declares 1 (MRI); mend the file, or what the task",
         ),
     ],
     ids=["nan", "inf", "beyond float32", "constant", "channels"],
@@ -108,21 +108,26 @@ def test_bad_images(case, task, image, message):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but dataset.json declares [0, 1, 2]; mend the label map"),
-        (changed(LABEL, -1), "holds -1 in 1 voxel(s), but dataset.json declares [0, 1, 2]"),
+        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; mend the label map"),
+        (changed(LABEL, -1), "holds -1 in 1 voxel(s), but the task declares [0, 1, 2]"),
         (changed(LABEL, 0.5), "holds values that are no integers (0.5); it was probably resampled linearly"),
         (changed(LABEL, np.nan), "holds 1 voxel(s) that are NaN or infinite"),
-        (np.zeros_like(LABEL), "holds background only; label the structures or leave the case out"),
         (np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number per structure"),
         (LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the image's grid"),
     ],
-    ids=["undeclared", "negative", "fraction", "nan", "empty", "channels", "shape"],
+    ids=["undeclared", "negative", "fraction", "nan", "channels", "shape"],
 )
 def test_bad_labels(case, task, label, message):
     bad = case(label=label)
     problem = only(check_case(bad, task))
     assert problem.file == bad["label"]
     assert message in problem.message
+
+
+def test_an_empty_label_is_told_and_refused_no_more(case, task):
+    checked = read_case(case(label=np.zeros_like(LABEL)), task)
+    assert checked.problems == ()
+    assert [remark.kind for remark in checked.remarks] == ["label-empty"]
 
 
 def test_label_shifted_by_half_a_voxel(case, task, affine):
@@ -143,13 +148,13 @@ def test_a_rounded_header_is_no_fault(case, task, affine):
 
 
 def test_all_bad_cases_at_once_in_order(case, task):
-    good, empty, double = (
+    good, wrong, double = (
         case(name="a"),
-        case(label=np.zeros_like(LABEL), name="b"),
+        case(label=changed(LABEL, 9), name="b"),
         case(np.ones_like(IMAGE), LABEL + 1, "c"),
     )
     seen = []
-    problems = check_cases([good, empty, double], task, workers=2, progress=lambda: seen.append(1))
+    problems = check_cases([good, wrong, double], task, workers=2, progress=lambda: seen.append(1))
     assert [problem.case for problem in problems] == ["b", "c", "c"]
     assert len(seen) == 3
     with pytest.raises(DataError) as caught:

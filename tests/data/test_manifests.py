@@ -8,9 +8,6 @@ import pytest
 import yaml
 from monai.apps.datasets import DecathlonDataset
 
-from volseg.data.manifests import list_manifests, read_manifest
-from volseg.errors import DataError
-
 FOLDER = Path(__file__).parents[2] / "datasets" / "msd"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
 
@@ -70,17 +67,6 @@ def test_stored_ranges_enclose_nnunets_medians(name):
     assert all(a <= b <= c for a, b, c in zip(low, median, high, strict=True))
     assert found["median_spacing"] == pytest.approx(median, abs=0.01)  # two digits there
     assert all(inner <= outer for inner, outer in zip(found["median_shape"], stored["shape"][2], strict=True))
-
-
-def test_a_manifest_is_found_by_name_and_by_number():
-    assert list_manifests() == tuple(MANIFESTS)
-    assert read_manifest("9") == read_manifest("Task09_Spleen") == MANIFESTS["Task09_Spleen"]
-
-
-@pytest.mark.parametrize("name", ["Task09_Spleeen", "11", "0", "", "../msd/Task09_Spleen"])
-def test_an_unknown_task_is_refused(name):
-    with pytest.raises(DataError, match="no task of the Decathlon is called"):
-        read_manifest(name)
 
 
 @pytest.mark.real_data

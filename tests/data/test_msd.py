@@ -58,6 +58,20 @@ def test_the_quirks_of_the_real_files(msd, caplog):
     assert "numTest is 140, but 1 cases are listed" in caplog.text
 
 
+def test_values_of_labels_may_leave_gaps(msd):
+    assert load_task(msd(labels={"0": "background", "7": "b", "3": "a"})).labels == {0: "background", 3: "a", 7: "b"}
+
+
+def test_without_a_list_of_cases_names_say_what_belongs_together(msd):
+    root = msd()
+    listed = load_task(root)
+    assert load_task(msd(training=..., test=...)) == listed
+
+
+def test_channels_may_be_named_as_nnunet_names_them(msd):
+    assert load_task(msd(modality=..., channel_names={"0": "T1"})).modalities == ("T1",)
+
+
 def test_byte_order_mark(msd):
     root = msd()
     text = (root / "dataset.json").read_text(encoding="utf-8")
@@ -97,7 +111,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
     ("changes", "message"),
     [
         ({"training": []}, r"declares no training cases; needed: 'training': \[\{'image'"),
-        ({"training": ...}, r"'training' should be a list of cases, got NoneType"),
+        ({"training": None}, r"'training' should be a list of cases, got NoneType"),
         ({"training": ["imagesTr/a.nii.gz"]}, r"training\[0\] should name image and label, got 'imagesTr/a"),
         ({"training": [{"image": "a.nii.gz"}]}, r"training\[0\] should name image and label, got \{'image'"),
         ({"training": [pair(), pair()]}, r"declares 1 case\(s\) more than once, first 'a'; keep each once"),
@@ -107,17 +121,16 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"training": [pair("C:\\a.nii.gz")]}, r"training\[0\] names 'C:.*; needed: a path inside"),
         ({"training": [pair(label=" ")]}, r"training\[0\] names ''; needed: a path inside"),
         ({"test": ["imagesTs/case_a.nii.gz"]}, r"declares 1 case\(s\) more than once, first 'case_a'"),
-        ({"labels": ...}, r"'labels' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
-        ({"labels": {"background": 0}}, r"'labels' should map the numbers .*, got the keys \['background'\]"),
+        ({"labels": ...}, r"'labels' should map values to names .* or names to values, got None"),
+        ({"labels": []}, r"'labels' should map values to names .* or names to values, got \[\]"),
+        ({"labels": {"background": 0}}, r"declares the labels \{0: 'background'\}; needed: 0 .* one structure"),
         (
             {"labels": {"0": "background"}},
             r"declares the labels \{0: 'background'\}; needed: 0 .* at least one structure",
         ),
-        ({"labels": {"1": "a", "2": "b"}}, r"'labels' should map .* without a gap, got the keys \['1', '2'\]"),
-        (
-            {"labels": {"0": "b", "1": "a", "4": "c"}},
-            r"without a gap, got the keys .*; renumber them, in the label files",
-        ),
+        ({"labels": {"1": "a", "2": "b"}}, r"declares the labels \{1: 'a', 2: 'b'\}; needed: 0 for the background"),
+        ({"labels": {"0": "b", "-1": "a"}}, r"the label 'a' should have an integer from 0 to 16777215 .*, got '-1'"),
+        ({"labels": {"0": "b", "1": "a", "01": "c"}}, r"gives the value 1 to 'a' and to 'c'"),
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
         ({"labels": {"0": "background", "1": None}}, r"'labels' should give 1 a name, got None; reports go by names"),
         ({"labels": {"0": "background", "1": " "}}, r"'labels' should give 1 a name, got ' '"),
@@ -135,8 +148,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"training": [pair("imagesTr/\0.nii")]}, r"which no file can be called"),
         ({"training": [pair("imagesTr/\ud800.nii")]}, r"which no file can be called"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
-        ({"modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, not MSD's: it lacks 'modality'"),
-        ({"training": ..., "modality": ..., "channel_names": {"0": "T1"}}, r"is nnU-Net's, .* into one 4D file"),
+        ({"channel_names": {"0": "T1"}}, r"'channel_names' and 'modality' name other channels; keep one of them"),
     ],
 )
 def test_what_would_cost_a_training_is_refused(msd, changes, message):
@@ -147,7 +159,7 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
     with pytest.raises(
-        DataError, match=r"is no MSD task: there is no dataset\.json in it, .* beside imagesTr and labelsTr"
+        DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and labelsTr"
     ):
         load_task(tmp_path)
     with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
@@ -170,7 +182,7 @@ def test_folder_with_several_tasks(msd, tmp_path):
     ],
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
-    (tmp_path / "dataset.json").write_text(text)
+    (tmp_path / "dataset.json").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_task(tmp_path)
 

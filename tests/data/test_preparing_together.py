@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -86,7 +85,7 @@ def fingerprint(cases):
 def mappings():
     """Return the memory of cases that this process maps: inode, and kilobytes that are its own."""
     found, own = [], None
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         fields = line.split()
         if "-" in fields[0] and not fields[0].endswith(":"):
             own = fields[4] if fields[-2:-1] == ["/memfd:volseg"] else None
@@ -353,31 +352,31 @@ def be_killed(meeting, root):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1)
     assert fingerprint(prepared.training) == before
-    Path(f"{meeting}.pages").write_text(" ".join(inode for inode, _ in mappings()))
+    Path(f"{meeting}.pages").write_text(" ".join(inode for inode, _ in mappings()), encoding="utf-8")
     os._exit(3)
 
 
 @pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
-def test_nothing_is_left_of_a_process_that_is_killed(made, tmp_path):
+def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
     """What lay in memory stays for those who use it, and goes with the last of them."""
     folders = [Path("/dev/shm"), tmp_path]
     before = [sorted(folder.iterdir()) for folder in folders]
     processes = [
-        subprocess.Popen(
+        start(
             [sys.executable, __file__, str(tmp_path / "meet"), str(made)],
             env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]
     assert [process.wait(timeout=90) for process in processes] == [-signal.SIGKILL, 3]
-    pages = (tmp_path / "meet.pages").read_text().split()
+    pages = (tmp_path / "meet.pages").read_text(encoding="utf-8").split()
     assert len(pages) == 2
     for name in ("meet", "meet.pages"):
         (tmp_path / name).unlink(missing_ok=True)
     assert [sorted(folder.iterdir()) for folder in folders] == before
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            lines = maps.read_text().splitlines()
+            lines = maps.read_text(encoding="utf-8").splitlines()
         except OSError:  # it has just ended, or is another user's
             continue
         assert not [line for line in lines if "memfd:volseg" in line and line.split()[4] in pages]

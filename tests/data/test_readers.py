@@ -6,10 +6,11 @@ import sys
 import nibabel
 import numpy as np
 import pytest
+import SimpleITK
 import torch
 from monai.data import MetaTensor
 
-from volseg.data.readers import Read, read_volume, stem
+from volseg.data.readers import Read, list_files, name_files, read_volume, stem
 from volseg.errors import BatchFieldError, ReaderError
 
 
@@ -131,7 +132,7 @@ def test_an_affine_that_flattens_the_patient(save, ramp):
 def test_unknown_suffix_and_single_slice(tmp_path):
     for name, advice in (("scan.png", "convert it"), ("scan.dcm", "name the folder of the series")):
         (tmp_path / name).touch()
-        with pytest.raises(ReaderError, match=rf"{name} has none of the suffixes \.nii\.gz, .*{advice}"):
+        with pytest.raises(ReaderError, match=rf"{name} has none of the suffixes .*\.nii\.gz, .*{advice}"):
             read_volume(tmp_path / name)
 
 
@@ -183,3 +184,66 @@ def test_real_volumes_are_what_nibabel_reads(msd_task04):
         volume = read_volume(path)
         np.testing.assert_array_equal(volume.numpy()[0], expected.get_fdata(dtype=np.float32))
         np.testing.assert_array_equal(volume.affine, expected.affine)
+
+
+def test_a_file_per_channel_is_one_image(save, ramp, affine):
+    """Formats and types may differ; the first file says what a writer needs."""
+    first, second = save(ramp, "a_0000.nii.gz"), save(2.5 * ramp, "a_0001.nii")
+    volume = read_volume([first, str(second)])
+    np.testing.assert_array_equal(volume.numpy(), np.stack([ramp, np.float32(2.5) * ramp]))
+    np.testing.assert_allclose(volume.affine, affine, atol=1e-6)
+    alone = read_volume(first).meta
+    assert {key: volume.meta[key] for key in ("filename_or_obj", "original_dtype", "sform_code", "spatial_shape")} == {
+        key: alone[key] for key in ("filename_or_obj", "original_dtype", "sform_code", "spatial_shape")
+    }
+    torch.testing.assert_close(volume.meta["original_affine"], alone["original_affine"])
+    read = Read(["image"])({"case": "a", "image": (first, second)})
+    torch.testing.assert_close(read["image"].as_tensor(), volume.as_tensor())
+
+
+def test_formats_may_be_mixed_among_the_channels(save, ramp, tmp_path):
+    first = save(ramp, "a_0000.nii.gz")
+    SimpleITK.WriteImage(SimpleITK.ReadImage(str(first)), str(tmp_path / "a_0001.mha"))
+    volume = read_volume((first, tmp_path / "a_0001.mha"))
+    np.testing.assert_array_equal(volume.numpy(), np.stack([ramp, ramp]))
+
+
+def test_one_path_in_a_tuple_may_hold_all_channels(save, ramp):
+    assert read_volume((save(np.stack([ramp, ramp], axis=-1)),)).shape == (2, *ramp.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda voxels, affine: (voxels[:2], affine),
+            r"a_0001\.nii\.gz has the shape \(2, 4, 5\), but its first channel \(.*a_0000\.nii\.gz\) has \(3, 4, 5\)",
+        ),
+        (
+            lambda voxels, affine: (voxels, affine + np.eye(4, k=3) * 0.4),
+            r"a_0001\.nii\.gz lies up to 0\.4 mm away from its first channel \(.*a_0000\.nii\.gz\) \(at most 0\.08 mm",
+        ),
+        (
+            lambda voxels, affine: (np.stack([voxels, voxels], axis=-1), affine),
+            r"a_0001\.nii\.gz holds 2 channels, but stands for one of several; name it alone, or split it",
+        ),
+    ],
+    ids=["shape", "place", "4D"],
+)
+def test_channels_that_do_not_fit_name_both_files(save, ramp, affine, change, message):
+    voxels, moved = change(ramp, affine)
+    paths = (save(ramp, "a_0000.nii.gz"), save(voxels, "a_0001.nii.gz", moved))
+    with pytest.raises(ReaderError, match=message):
+        read_volume(paths)
+
+
+def test_an_image_without_a_file_is_refused():
+    with pytest.raises(ReaderError, match="an image needs a file, or one per channel, got none"):
+        read_volume(())
+
+
+def test_files_are_named_shortly(tmp_path):
+    names = [tmp_path / f"scan_000{channel}.nii.gz" for channel in range(3)]
+    assert name_files(names) == f"{names[0]}, scan_0001.nii.gz, scan_0002.nii.gz"
+    assert name_files((names[0], "elsewhere/scan.nii")) == f"{names[0]}, elsewhere/scan.nii"
+    assert list_files(str(names[0])) == (names[0],)

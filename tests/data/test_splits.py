@@ -77,7 +77,7 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
     ],
 )
 def test_bad_split_files(tmp_path, content, message):
-    (tmp_path / "splits.json").write_text(content)
+    (tmp_path / "splits.json").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         read_splits(tmp_path / "splits.json", ["a", "b", "hippocampus_001"])
 

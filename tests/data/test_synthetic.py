@@ -85,7 +85,7 @@ def test_label_and_image_share_one_grid(task):
 
 def test_its_own_output_is_replaced_and_foreign_files_stay(tmp_path):
     root = make_task(tmp_path, num_cases=4, num_test=0)
-    (root / "notes.txt").write_text("mine")
+    (root / "notes.txt").write_text("mine", encoding="utf-8")
     make_task(root, num_cases=2, num_test=1)
     assert len(load_task(root).training) == 2
     assert len(list((root / "imagesTr").iterdir())) == 2
@@ -94,9 +94,9 @@ def test_its_own_output_is_replaced_and_foreign_files_stay(tmp_path):
 
 @pytest.mark.parametrize("manifest", [None, "no json", "[]", json.dumps({"name": "Hippocampus"})])
 def test_a_folder_of_the_users_own_is_left_alone(tmp_path, manifest):
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     if manifest is not None:
-        (tmp_path / "dataset.json").write_text(manifest)
+        (tmp_path / "dataset.json").write_text(manifest, encoding="utf-8")
     before = digests(tmp_path)
     with pytest.raises(DataError, match="is not empty and was not made by volseg; name a new or an empty folder"):
         make_task(tmp_path)

@@ -9,13 +9,19 @@ import pytest
 from scipy.ndimage import binary_dilation, binary_erosion
 
 from volseg.data import inspect_cases, load_task
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import find_public_task, list_public_tasks
 from volseg.data.synthetic import make_task
 from volseg.data.twins import make_twin
 from volseg.errors import DataError
 
-TASKS = list_manifests()
-CT = [name for name in TASKS if read_manifest(name)["modalities"] == ["CT"]]
+TASKS = [public.name for public in list_public_tasks()]
+
+
+def manifest_of(name):
+    return find_public_task(name).manifest
+
+
+CT = [name for name in TASKS if manifest_of(name)["modalities"] == ["CT"]]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def volumes(task):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_twin_declares_and_holds_what_its_task_does(twins, name):
-    task, manifest = twins(name), read_manifest(name)
+    task, manifest = twins(name), manifest_of(name)
     assert list(task.modalities) == manifest["modalities"]
     assert task.labels == manifest["labels"]
     assert not inspect_cases([*task.training, *task.test], task).problems
@@ -52,7 +58,7 @@ def test_a_twin_declares_and_holds_what_its_task_does(twins, name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_spacings_are_about_the_tasks(twins, name):
-    manifest = read_manifest(name)
+    manifest = manifest_of(name)
     found, target = manifest["nnunet"]["fingerprint"]["median_spacing"], manifest["nnunet"]["spacing"]
     sides = np.array([image.header.get_zooms()[:3] for image, *_ in volumes(twins(name))])
     assert (sides[:, 0] == sides[:, 1]).all()  # pixels are square
@@ -62,7 +68,7 @@ def test_spacings_are_about_the_tasks(twins, name):
 
 
 def test_fields_of_view_keep_their_proportions(twins):
-    manifest = read_manifest("Task03_Liver")["nnunet"]["fingerprint"]
+    manifest = manifest_of("Task03_Liver")["nnunet"]["fingerprint"]
     for image, *_ in volumes(twins("Task03_Liver")):
         view = np.array(image.shape) * image.header.get_zooms()
         whole = np.array(manifest["median_shape"]) * manifest["median_spacing"]
@@ -83,7 +89,7 @@ def test_structures_differ_from_what_surrounds_them(twins, name):
     """In some channel by more than the noise, so that they can be learned; the hippocampus by its shape too."""
     for _, voxels, label in volumes(twins(name)):
         channels = np.moveaxis(voxels, -1, 0) if voxels.ndim == 4 else voxels[None]
-        for value in read_manifest(name)["labels"]:
+        for value in manifest_of(name)["labels"]:
             here = label == value
             if value == 0 or here.sum() < 5:
                 continue

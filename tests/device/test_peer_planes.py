@@ -303,7 +303,7 @@ def exchange(folder: Path) -> None:
             torch.cuda._sleep(10_000_000)
         graph.replay()
         rounds.check(recorded, rank, shards, repeat)
-    (folder / str(rank)).write_text("equal")
+    (folder / str(rank)).write_text("equal", encoding="utf-8")
     del graph
     dist.destroy_process_group()
 
@@ -354,7 +354,7 @@ def compare(folder: Path) -> None:
                 assert (int(box.calls[0]) > before) == (found is not None)
             for through_nccl, through_memory in zip(*results, strict=True):
                 assert torch.equal(through_nccl, through_memory)
-    (folder / str(rank)).write_text("equal")
+    (folder / str(rank)).write_text("equal", encoding="utf-8")
     dist.destroy_process_group()
 
 

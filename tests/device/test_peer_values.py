@@ -154,7 +154,7 @@ def exchange(folder: Path) -> None:
         check(recorded, 100.0 * repeat)
     large = torch.full((CAPACITY + 1,), float(rank), device=device)  # NCCL's
     assert torch.equal(group.stack(large)[:, 0], torch.arange(float(shards), device=device))
-    (folder / str(rank)).write_text("equal")
+    (folder / str(rank)).write_text("equal", encoding="utf-8")
     del graph
     dist.destroy_process_group()
 

@@ -154,4 +154,4 @@ def test_what_every_network_does_is_in_the_table(name: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     table = {name: verdicts(name) for name in NETWORKS}
-    TABLE.write_text(json.dumps({"counts": counts(table), "networks": table}, indent=1) + "\n")
+    TABLE.write_text(json.dumps({"counts": counts(table), "networks": table}, indent=1) + "\n", encoding="utf-8")

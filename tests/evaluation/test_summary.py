@@ -64,7 +64,9 @@ def test_summary_is_json_and_reads_back(summary, tmp_path):
 
 def test_summary_of_nnunet_is_read(tmp_path):
     path = tmp_path / "summary.json"
-    path.write_text('{"foreground_mean": {"Dice": 0.9}, "mean": {"1": {"Dice": NaN}}, "metric_per_case": []}')
+    path.write_text(
+        '{"foreground_mean": {"Dice": 0.9}, "mean": {"1": {"Dice": NaN}}, "metric_per_case": []}', encoding="utf-8"
+    )
     assert math.isnan(read_summary(path)["mean"]["1"]["Dice"])
 
 
@@ -73,7 +75,7 @@ def test_summary_of_nnunet_is_read(tmp_path):
 )
 def test_what_is_no_summary_is_refused(tmp_path, text):
     path = tmp_path / "summary.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=r"summary\.json is not a summary.json as volseg and nnU-Net write it"):
         read_summary(path)
 

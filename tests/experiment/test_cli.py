@@ -17,7 +17,19 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["train", "cross-validate", "validate", "predict", "verify", "quickstart", "data make", "data check"]
+VERBS = [
+    "train",
+    "cross-validate",
+    "validate",
+    "predict",
+    "verify",
+    "quickstart",
+    "data list",
+    "data info",
+    "data fetch",
+    "data make",
+    "data check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -62,9 +74,25 @@ def test_data_check_names_all_bad_cases(task, tmp_path):
     damaged = shutil.copytree(task, tmp_path / task.name)
     for file in (damaged / "imagesTr" / "synthetic_002.nii.gz", damaged / "imagesTs" / "synthetic_007.nii.gz"):
         file.write_bytes(file.read_bytes()[:2000])
-    fault = CliRunner().invoke(app, ["data", "check", str(damaged)]).exception
-    assert isinstance(fault, DataError)
-    assert str(fault).startswith("2 case(s) cannot be used:\n  synthetic_002: ")
+    found = CliRunner().invoke(app, ["data", "check", str(damaged)], catch_exceptions=False)
+    assert found.exit_code == 1
+    first, second, *_ = found.output[found.output.index("bad ") :].splitlines()
+    assert first.split()[:3] == ["bad", "synthetic_002", "truncated"]
+    assert second.split()[:3] == ["bad", "synthetic_007", "truncated"]
+    assert "2 of 7 cases of Task00_Synthetic cannot be used" in found.output
+
+
+def test_data_check_counts_remarks_when_strict_and_writes_json_and_a_corrected_copy(task, tmp_path):
+    told, mended = tmp_path / "check.json", tmp_path / "mended"
+    command = ["data", "check", str(task), "--json", str(told), "--fix", str(mended)]
+    found = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert found.exit_code == 0
+    assert json.loads(told.read_text(encoding="utf-8"))["findings"][0]["kind"] == "orientation"
+    assert f"{mended} holds the corrected copy: 0 case(s) mended, 0 left out" in found.output
+    assert CliRunner().invoke(app, ["data", "check", str(mended), "--strict"]).exit_code == 1
+    refused = CliRunner().invoke(app, command).exception
+    assert isinstance(refused, DataError)
+    assert "is there and not empty" in str(refused)
 
 
 def test_verify_prints_a_table_or_json(config_file):
@@ -110,28 +138,28 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
-def test_ctrl_c_says_how_to_go_on(config_file, tmp_path, gpus):
+def test_ctrl_c_says_how_to_go_on(start, config_file, tmp_path, gpus):
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", gpus]
     command += ["--set", "training.iterations=5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
-        while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
-            time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        said = running.communicate()[1]
+    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
+    while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
     assert running.returncode == 130
     assert "interrupted; a training that had begun is saved, go on with it by --resume" in said
     assert "Traceback" not in said
     assert (tmp_path / "run" / "checkpoints" / "latest.pt").exists()
 
 
-def test_sigterm_leaves_no_lock_whenever_it_comes(config_file, tmp_path):
+def test_sigterm_leaves_no_lock_whenever_it_comes(start, config_file, tmp_path):
     train(load_config(config_file, ["training.epochs=1"]))
     command = [sys.executable, "-m", "volseg", "train", str(config_file), "--resume", "--set", "training.epochs=5000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
-        while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
-            time.sleep(0.01)
-        running.send_signal(signal.SIGTERM)
-        said = running.communicate()[1]
+    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
+    while not (tmp_path / "run" / LOCK).exists() and running.poll() is None:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate()[1]
     assert running.returncode == 128 + signal.SIGTERM
     assert "go on with it by --resume" in said
     assert "Traceback" not in said

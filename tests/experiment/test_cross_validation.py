@@ -227,15 +227,19 @@ def test_what_cannot_be_cross_validated_is_refused(quick, tmp_path, overrides, o
 def test_the_folds_of_a_split_file(quick, task, tmp_path):
     names = [case["case"] for case in load_task(task).training]
     path = tmp_path / "splits.json"
-    path.write_text(json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[:4], "val": names[4:]}]))
+    path.write_text(
+        json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[:4], "val": names[4:]}]), encoding="utf-8"
+    )
     assert [fold.split.validation for fold in plan_folds(quick(f"split.file={path}"), load_task(task))] == [
         tuple(names[:2]),
         tuple(names[4:]),
     ]
-    path.write_text(json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[2:], "val": names[1:2]}]))
+    path.write_text(
+        json.dumps([{"train": names[2:], "val": names[:2]}, {"train": names[2:], "val": names[1:2]}]), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"):
         cross_validate(quick(f"split.file={path}"))
-    path.write_text(json.dumps([{"train": names, "val": []}]))
+    path.write_text(json.dumps([{"train": names, "val": []}]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"fold 0 of .*splits\.json validates no case"):
         cross_validate(quick(f"split.file={path}"))
 

@@ -27,15 +27,12 @@ with only_process_in(Path(sys.argv[1])):
 
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(start, tmp_path):
     """Return another process that holds ``tmp_path/run``."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), folder_lock.__file__]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process = start(command, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    return process
 
 
 def hold(folder: Path) -> None:

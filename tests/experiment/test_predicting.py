@@ -72,11 +72,11 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(outcome, images,
     output = tmp_path / "out"
     predict(outcome.folder, [images], output)
     settings = outcome.folder.config_file
-    text = settings.read_text()
-    settings.write_text(text.replace("mirror: false", "mirror: true"))
+    text = settings.read_text(encoding="utf-8")
+    settings.write_text(text.replace("mirror: false", "mirror: true"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(inference differ\); name another folder by --output, or"):
         predict(outcome.folder, [images], output, resume=True)
-    settings.write_text(text)
+    settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(checkpoint differ\)"):
         predict(outcome.folder, [images], output, resume=True, checkpoint="best")
     before = contents(output)
@@ -88,12 +88,12 @@ def test_label_maps_of_an_earlier_prediction_are_not_taken_for_this_one(outcome,
     """The earlier one was of other weights; this one was begun and interrupted before its first label map."""
     output = tmp_path / "out"
     predict(outcome.folder, [images], output)
-    lines = (output / FILE).read_text().splitlines()
-    (output / FILE).write_text(lines[0] + "\n" + lines[1][:30])  # the last line was cut off as well
+    lines = (output / FILE).read_text(encoding="utf-8").splitlines()
+    (output / FILE).write_text(lines[0] + "\n" + lines[1][:30], encoding="utf-8")  # the last line was cut off as well
     written = times(output)
     predict(outcome.folder, [images], output, resume=True)
     assert not [name for name, at in times(output).items() if at == written[name]]
-    assert len(json.loads((output / FILE).read_text().splitlines()[0])["weights"]) == 32
+    assert len(json.loads((output / FILE).read_text(encoding="utf-8").splitlines()[0])["weights"]) == 32
 
 
 def test_what_cannot_be_written_is_told_before_the_first_prediction(outcome, images, tmp_path):
@@ -116,16 +116,16 @@ def test_a_pipe_is_no_image(outcome, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_prediction_goes_on(outcome, images, tmp_path, number):
+def test_a_killed_prediction_goes_on(start, outcome, images, tmp_path, number):
     for copy in range(30):
         shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
     output = tmp_path / "out"
     command = [sys.executable, "-m", "volseg", "predict", str(outcome.folder.path), str(images), "-o", str(output)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as running:
-        while len(contents(output)) < 3 and running.poll() is None:
-            time.sleep(0.005)
-        running.send_signal(number)
-        said = running.communicate()[1]
+    running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
+    while len(contents(output)) < 3 and running.poll() is None:
+        time.sleep(0.005)
+    running.send_signal(number)
+    said = running.communicate()[1]
     assert running.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     written = times(output)
     assert 3 <= len(written) < 34

@@ -16,14 +16,17 @@ from volseg.workflow import load_checkpoint
 ENDLESS = ["--set", "training.epochs=100000"]
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "volseg", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
-    )
+TOLD = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+
+
+def volseg(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "volseg", *arguments]
 
 
 def children(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    ]
 
 
 def wait_until(holds, seconds: float) -> None:
@@ -33,25 +36,22 @@ def wait_until(holds, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def test_a_killed_process_is_started_again_and_the_job_goes_on(config_file, tmp_path):
+def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_file, tmp_path):
     mesh = ["--set", "parallel.spatial=2", "--set", "training.epochs=8", "--set", "training.checkpoint_minutes=0.001"]
-    job = start("train", str(config_file), *mesh, "--gpus", "2", "--max-restarts", "1")
-    try:
-        wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest.pt").exists(), 120)
-        killed = children(job)[-1]
-        os.kill(killed, signal.SIGKILL)
-        told, errors = job.communicate(timeout=200)
-    finally:
-        job.kill()
-        job.wait()
+    job = start(volseg("train", str(config_file), *mesh, "--gpus", "2", "--max-restarts", "1"), **TOLD)
+    wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest.pt").exists(), 120)
+    killed = children(job)[-1]
+    os.kill(killed, signal.SIGKILL)
+    told, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     assert "| mean " in told
     history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
     assert [record.epoch for record in history] == list(range(8))
 
 
-def test_an_error_is_told_once_and_without_gloo(config_file):
-    job = start("train", str(config_file), "--gpus", "2", "--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30")
+def test_an_error_is_told_once_and_without_gloo(start, config_file):
+    settings = ["--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30"]
+    job = start(volseg("train", str(config_file), "--gpus", "2", *settings), **TOLD)
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 1
     assert "Traceback" not in errors
@@ -66,9 +66,9 @@ def test_an_error_is_told_once_and_without_gloo(config_file):
     [["train", "--gpus", "2", "--set", "parallel.spatial=2"], ["cross-validate", "--folds", "0", "1", "--gpus", "2"]],
     ids=["train", "cross-validate"],
 )
-def test_nobody_outlives_a_killed_launcher(command, config_file, tmp_path):
-    job = subprocess.Popen(
-        [sys.executable, "-m", "volseg", command[0], str(config_file), *command[1:], *ENDLESS],
+def test_nobody_outlives_a_killed_launcher(start, command, config_file, tmp_path):
+    job = start(
+        volseg(command[0], str(config_file), *command[1:], *ENDLESS),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -23,7 +23,9 @@ def outcome(msd_task04, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("real")
     fold = folds([case["case"] for case in load_task(msd_task04).training])[0]
-    (folder / "splits.json").write_text(json.dumps([{"train": fold.training[:60], "val": fold.validation[:12]}]))
+    (folder / "splits.json").write_text(
+        json.dumps([{"train": fold.training[:60], "val": fold.validation[:12]}]), encoding="utf-8"
+    )
     config = {
         "name": "real",
         "output": str(folder / "run"),
@@ -35,7 +37,7 @@ def outcome(msd_task04, tmp_path_factory):
         "optimizer": {"name": "AdamW", "lr": 0.005},
         "training": {"epochs": 1, "iterations": 200, "ema": 0.98},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return train(load_config(folder / "config.yaml"))
 
 

@@ -89,9 +89,9 @@ def test_restart_begins_where_a_run_was_killed_while_it_was_described(config_fil
     folder = configured().folder
     folder.mkdir()
     for name in written:
-        (folder / name).write_text("{}")
+        (folder / name).write_text("{}", encoding="utf-8")
     for partial in (".config.yaml.1234.partial", LOCK):
-        (folder / partial).write_text("half")
+        (folder / partial).write_text("half", encoding="utf-8")
     assert run(config_file, "--restart").exit_code == 0
     assert not list(folder.glob(".*.partial"))
 
@@ -179,11 +179,19 @@ def test_sigterm_is_heeded_between_the_windows_of_one_volume(configured):
     assert load_checkpoint(config.folder / "checkpoints" / "latest.pt").progress == (1, 3)
 
 
-def started(config_file, *more, **environment):
-    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "training.iterations=100000", *more]
-    return subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8", env={**os.environ, **environment}
-    )
+ENDLESS = ["--set", "training.iterations=100000"]
+
+
+@pytest.fixture
+def train_endlessly(start, config_file):
+    """Return a function that starts a training, with more arguments and variables."""
+
+    def started(*more, **environment):
+        command = [sys.executable, "-m", "volseg", "train", str(config_file), *ENDLESS, *more]
+        streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "encoding": "utf-8"}
+        return start(command, env={**os.environ, **environment}, **streams)
+
+    return started
 
 
 def wait_for_batches(folder, process):
@@ -192,14 +200,14 @@ def wait_for_batches(folder, process):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_each_signal_saves_and_ends_within_seconds_with_its_status(config_file, configured, number, status):
+def test_each_signal_saves_and_ends_within_seconds_with_its_status(train_endlessly, configured, number, status):
     """SIGHUP, of an ssh connection that drops, ended a training unsaved."""
     folder = configured().folder
-    with started(config_file, "--set", "training.checkpoint_minutes=0") as process:
-        wait_for_batches(folder, process)
-        process.send_signal(number)
-        sent = time.monotonic()
-        said = process.communicate(timeout=60)[1]
+    process = train_endlessly("--set", "training.checkpoint_minutes=0")
+    wait_for_batches(folder, process)
+    process.send_signal(number)
+    sent = time.monotonic()
+    said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert time.monotonic() - sent < 20  # the promise; it takes milliseconds on an idle machine
     assert "go on with it by --resume" in said
@@ -207,7 +215,7 @@ def test_each_signal_saves_and_ends_within_seconds_with_its_status(config_file, 
     assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
 
 
-def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(config_file, configured):
+def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly, configured):
     notice = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -231,11 +239,11 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(config_file, co
     endpoint = {ENDPOINT_VARIABLE: f"http://127.0.0.1:{server.server_port}"}
     folder = configured().folder
     settings = ["--set", "training.spot=aws", "--set", "training.checkpoint_minutes=0"]
-    with started(config_file, *settings, **endpoint) as process:
-        wait_for_batches(folder, process)
-        notice.set()
-        sent = time.monotonic()
-        said = process.communicate(timeout=60)[1]
+    process = train_endlessly(*settings, **endpoint)
+    wait_for_batches(folder, process)
+    notice.set()
+    sent = time.monotonic()
+    said = process.communicate(timeout=60)[1]
     server.shutdown()
     server.server_close()
     assert process.returncode == 143, said

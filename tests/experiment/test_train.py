@@ -166,7 +166,7 @@ def test_a_run_of_an_older_volseg_goes_on(outcome, configured):
         .replace("  record: true\n", "  capture: true\n")
         .replace("  kernels: auto\n", "")
     )
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.warns(FutureWarning, match=r"training\.capture is training\.record now"):
         assert outcome.folder.config() == configured()
     with pytest.warns(FutureWarning):
@@ -217,15 +217,16 @@ def test_a_summary_made_on_the_way_is_never_taken_for_that_of_the_end(configured
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
 def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured):
     file = outcome.folder.config_file
-    file.write_text(file.read_text(encoding="utf-8").replace("device: auto", "device: cuda"))
+    file.write_text(file.read_text(encoding="utf-8").replace("device: auto", "device: cuda"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no GPU is visible; set device to auto or cpu \(in .*run/config\.yaml\)"):
         validate(outcome.folder)
     file.write_text(
         file.read_text(encoding="utf-8")
         .replace("device: cuda", "device: auto")
-        .replace("devices: null", "devices: [cuda:0]")
+        .replace("devices: null", "devices: [cuda:0]"),
+        encoding="utf-8",
     )
-    file.write_text(file.read_text(encoding="utf-8").replace("strategy: none", "strategy: spatial"))
+    file.write_text(file.read_text(encoding="utf-8").replace("strategy: none", "strategy: spatial"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"names cuda:0, which is not there; there are cpu \(in .*config"):
         validate(outcome.folder)
 
@@ -320,7 +321,7 @@ def test_all_cases_train_when_none_validates(configured, task):
 def test_a_split_file_of_ones_own(configured, tmp_path, task):
     names = [case["case"] for case in load_task(task).training]
     path = tmp_path / "splits.json"
-    path.write_text(json.dumps([{"train": names[:3], "val": names[3:5]}]))
+    path.write_text(json.dumps([{"train": names[:3], "val": names[3:5]}]), encoding="utf-8")
     assert train(configured(f"split.file={path}")).folder.split().validation == tuple(names[3:5])
     with pytest.raises(ConfigError, match=r"split\.fold is 4, but .*splits\.json holds folds 0 to 0"):
         train(configured(f"split.file={path}", "split.fold=4", f"output={tmp_path / 'other'}"))
@@ -381,7 +382,7 @@ def test_an_unknown_component_is_refused_before_anything_is_read(configured, ove
 
 def test_a_folder_that_is_no_task_says_so(configured, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="is no MSD task"):
+    with pytest.raises(DataError, match="is no data set"):
         train(configured(f"data.root={tmp_path / 'empty'}"))
 
 
@@ -433,7 +434,7 @@ def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_p
     moved = outcome.folder.path.rename(tmp_path / "moved run é")
     assert validate(RunFolder(moved)).summary["mean"] == outcome.validated.summary["mean"]
     config = RunFolder(moved).config_file
-    config.write_text(config.read_text(encoding="utf-8").replace(str(task), str(tmp_path / "gone")))
+    config.write_text(config.read_text(encoding="utf-8").replace(str(task), str(tmp_path / "gone")), encoding="utf-8")
     with pytest.raises(DataError, match=r"gone, the task of .*moved run é, does not exist; .* data\.root into"):
         validate(RunFolder(moved))
 
@@ -465,7 +466,7 @@ def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_
     smaller = shutil.copytree(task, tmp_path / "Task00_Smaller")
     manifest = json.loads((smaller / "dataset.json").read_text(encoding="utf-8"))
     manifest["training"].pop()
-    (smaller / "dataset.json").write_text(json.dumps(manifest))
+    (smaller / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
     with pytest.raises(DataError, match=r"no longer those of .*split\.json: .* must not validate"):
         train(configured(f"data.root={smaller}", "training.epochs=3"), resume=True)
 

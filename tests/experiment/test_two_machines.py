@@ -60,7 +60,7 @@ def test_both_launchers_start_again_what_one_has_lost(machines, tmp_path):
     jobs = machines.torchrun([JOB, "again", str(tmp_path)], max_restarts=2, stderr=subprocess.PIPE, encoding="utf-8")
     shown = outputs(jobs, 200)
     assert [job.returncode for job in jobs] == [0, 0], shown
-    lines = [line for file in tmp_path.glob("start.*") for line in file.read_text().splitlines()]
+    lines = [line for file in tmp_path.glob("start.*") for line in file.read_text(encoding="utf-8").splitlines()]
     assert sorted(json.loads(line)[2:] for line in lines) == [[count, 2.0] for count in (0, 0, 1, 1, 2, 2)]
 
 

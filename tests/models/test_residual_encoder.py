@@ -28,8 +28,8 @@ def test_a_block_begins_as_its_skip():
 
 
 def test_heads_are_fed_while_training_only():
-    net = ResEncUNet(1, 2, **SMALL | {"strides": [1, 2, 2, 2], "kernel_size": [3] * 4, "filters": [4] * 4, "blocks": [1] * 4},
-                     deep_supervision=True)  # fmt: skip
+    four = {"strides": [1, 2, 2, 2], "kernel_size": [3] * 4, "filters": [4] * 4, "blocks": [1] * 4}
+    net = ResEncUNet(1, 2, **four, deep_supervision=True)
     x = torch.rand(2, 1, 16, 16, 16)
     fine, coarse = net(x)
     assert (fine.shape, coarse.shape) == ((2, 2, 16, 16, 16), (2, 2, 8, 8, 8))

@@ -1,5 +1,6 @@
 """Bars on streams that cannot be written; the stream is that of a process, so each is one."""
 
+import errno
 import io
 import logging
 import os
@@ -12,7 +13,8 @@ from volseg.lifetime import say_last
 from volseg.monitoring.console import BesideBars, open_bar
 
 BARS = """
-import logging, sys
+import logging, sys, traceback
+sys.excepthook = lambda *fault: print(*traceback.format_exception(*fault), flush=True)
 {before}
 logging.basicConfig(level=logging.INFO)
 import torch
@@ -28,7 +30,7 @@ training.run()
 assert len(list(progress(range(3), "three"))) == 3
 with count_up(3, "counted") as count:
     count()
-open(sys.argv[1], "w").write("done")
+print("done")
 """
 
 
@@ -43,24 +45,28 @@ open(sys.argv[1], "w").write("done")
     ],
     ids=["full", "closed", "closed descriptor", "none", "nobody reads"],
 )
-def test_a_bar_never_ends_a_training(tmp_path, before, stream):
+def test_a_bar_never_ends_a_training(before, stream):
     """The log on a full disk ended one at 16 %, unsaved."""
-    command = [sys.executable, "-c", BARS.format(before=before), str(tmp_path / "end")]
+    command = [sys.executable, "-c", BARS.format(before=before)]
+    # A stream with a buffer, as it is for most, keeps what it could not write, and fails at every flush from then on.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     if stream == "gone":
         reading, writing = os.pipe()
         os.close(reading)
     else:
         writing = os.open(stream, os.O_WRONLY)
     try:
-        done = subprocess.run(command, stderr=writing, stdout=subprocess.PIPE, check=False)
+        done = subprocess.run(
+            command, stderr=writing, stdout=subprocess.PIPE, encoding="utf-8", env=environment, check=False
+        )
     finally:
         os.close(writing)
-    assert (tmp_path / "end").read_text() == "done"
-    assert done.returncode in (0, 120), done.stdout  # 120: Python could not flush its own standard error
+    assert done.stdout == "done\n"
+    assert done.returncode in (0, 120)  # 120: Python could not flush its own standard error
 
 
-def test_a_bar_is_drawn_on_standard_error(tmp_path):
-    command = [sys.executable, "-c", BARS.format(before=""), str(tmp_path / "end")]
+def test_a_bar_is_drawn_on_standard_error():
+    command = [sys.executable, "-c", BARS.format(before="")]
     said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
     assert "training: 100%" in said
     assert "6/6" in said
@@ -77,3 +83,35 @@ def test_a_line_of_the_log_stands_by_itself_beside_an_open_bar(monkeypatch):
         assert shown.getvalue().split("\n")[0].rpartition("\r")[2] == "a line"
         say_last("the last words")
     assert "\nthe last words\n" in shown.getvalue()
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_bar_is_opened_beside_a_stream_that_cannot_be_flushed(monkeypatch, name):
+    """tqdm flushed both when it took the bar's stream for standard error, which a full disk refuses."""
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, name, Full())
+    with open_bar(total=3, desc="counted") as bar:
+        bar.update()
+    assert bar.n == 1
+
+
+def test_a_line_of_the_log_on_a_closed_stream_ends_nothing(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with open_bar(total=3, desc="counted") as bar:
+        BesideBars().emit(logging.makeLogRecord({"msg": "a line"}))
+        bar.update()
+    assert bar.n == 1
+
+
+@pytest.mark.parametrize("before", ["", "sys.stderr = None", "sys.stderr.close()"], ids=["full", "none", "closed"])
+def test_last_words_that_nobody_can_hear_change_no_exit_status(before):
+    """The status was that of the error which writing them raised."""
+    code = f"import sys; {before}\nfrom volseg.lifetime import end_now, say_last\nsay_last('words'); end_now(7)"
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full, check=False).returncode == 7

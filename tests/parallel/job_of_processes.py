@@ -18,7 +18,7 @@ from volseg.parallel.progress import report_progress
 
 def put_down(folder: str, name: str, value: Any) -> None:
     """Leave a line for the test in a file of this process."""
-    with Path(folder, f"{name}.{find_rank()}").open("a") as file:
+    with Path(folder, f"{name}.{find_rank()}").open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
@@ -57,7 +57,9 @@ def main(mode: str, folder: str) -> None:
     add()
     leave_processes()
     tasks = os.listdir("/proc/self/task")
-    put_down(folder, "threads", [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks])
+    put_down(
+        folder, "threads", [Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8").strip() for task in tasks]
+    )
 
 
 if __name__ == "__main__":

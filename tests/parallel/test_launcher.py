@@ -11,7 +11,9 @@ from volseg.parallel import is_worker, launch
 
 def test_processes_know_their_rank(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
-    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n")
+    script.write_text(
+        "import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n", encoding="utf-8"
+    )
     launch([str(script), str(tmp_path)], 2)
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
 
@@ -31,7 +33,9 @@ def test_signals_find_their_handlers_again_afterwards() -> None:
 
 def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
-    script.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)\n")
+    script.write_text(
+        "import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)\n", encoding="utf-8"
+    )
     with pytest.raises(ParallelError, match=r"process 1 of 2 \(\S+, \S+\) failed with exit code 3"):
         launch([str(script)], 2)
 

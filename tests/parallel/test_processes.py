@@ -20,7 +20,9 @@ SCRIPT = [str(Path(__file__).with_name("job_of_processes.py"))]
 
 def written(folder: Path, name: str) -> list[list]:
     """Return what the processes put down, in any order."""
-    return [json.loads(line) for file in folder.glob(f"{name}.*") for line in file.read_text().splitlines()]
+    return [
+        json.loads(line) for file in folder.glob(f"{name}.*") for line in file.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def wait_until(holds, seconds: float) -> None:
@@ -90,8 +92,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_nobody_outlives_a_killed_launcher(launcher: list[str], tmp_path: Path) -> None:
-    job = subprocess.Popen([*launcher, *SCRIPT, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
+def test_nobody_outlives_a_killed_launcher(start, launcher: list[str], tmp_path: Path) -> None:
+    job = start([*launcher, *SCRIPT, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: len(written(tmp_path, "start")) == 2, 60)
         pids = [pid for pid, *_ in written(tmp_path, "start")]
@@ -108,12 +110,12 @@ def test_nobody_outlives_a_killed_launcher(launcher: list[str], tmp_path: Path) 
     wait_until(lambda: not any(map(is_running, pids)), 10)
 
 
-def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(tmp_path: Path) -> None:
+def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_path: Path) -> None:
     # One of the two reads twice as long as the timeout, while the other waits for it in a collective.
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step["SLURM_STEP_NODELIST"] = "localhost"
     tasks = [
-        subprocess.Popen(
+        start(
             [sys.executable, *SCRIPT, "read", str(tmp_path)],
             env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
         )

@@ -1,7 +1,6 @@
 """Who watches whom, and when a job is ended; in one process, where several of them watch each other by a store."""
 
 import os
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -97,8 +96,8 @@ def test_one_without_a_sign_of_life_is_named_soon(monkeypatch):
         assert "its machine or the network to it is gone" in told
 
 
-def test_a_dead_process_of_this_machine_is_named_at_once():
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+def test_a_dead_process_of_this_machine_is_named_at_once(start):
+    dead = start([sys.executable, "-c", ""])
     assert is_running(os.getpid())
     while is_running(dead.pid):  # nobody has asked for its status yet
         time.sleep(0.05)

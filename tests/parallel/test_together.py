@@ -170,13 +170,13 @@ def die_or_wait(meeting):
         os._exit(3)
 
 
-def test_the_others_hear_of_a_process_that_is_killed(tmp_path):
+def test_the_others_hear_of_a_process_that_is_killed(start, tmp_path):
     processes = [
-        subprocess.Popen(
+        start(
             [sys.executable, __file__, str(tmp_path / "meet")],
             env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE if rank == 0 else None,
-            text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]

@@ -54,8 +54,8 @@ def test_a_wrong_unit_is_named_for_image_and_label(task, factor, said):
         change(path, affine=scaled(nibabel.load(path).affine, factor))
     if factor == 40:  # sides of 40 mm may be, 5 m of them may not
         voxels = np.random.default_rng(0).integers(1, 3, (200, 8, 8)).astype(np.uint8)
-        for field in ("image", "label"):
-            change(task.training[2][field], affine=np.diag([40.0, 40, 40, 1]), voxels=voxels)
+        for field, held in (("image", 3 * voxels), ("label", voxels)):
+            change(task.training[2][field], affine=np.diag([40.0, 40, 40, 1]), voxels=held)
     problems = check_cases(task.training, task)
     assert [(problem.case, problem.file) for problem in problems] == [
         (task.training[2]["case"], task.training[2][field]) for field in ("image", "label")
@@ -104,9 +104,9 @@ def test_a_rounded_qform_is_no_remark(task):
 
 
 def test_a_single_slice_is_told(task):
-    for field in ("image", "label"):
-        voxels = np.random.default_rng(0).integers(1, 3, (8, 8, 1)).astype(np.uint8)
-        change(task.training[1][field], affine=np.eye(4), voxels=voxels)
+    voxels = np.random.default_rng(0).integers(1, 3, (8, 8, 1)).astype(np.uint8)
+    for field, held in (("image", 3 * voxels), ("label", voxels)):
+        change(task.training[1][field], affine=np.eye(4), voxels=held)
     [line] = summarise_remarks(inspect_cases(task.training, task).remarks)
     said = "the volume is a single slice; is a volume missing?"
     assert line == f"1 case(s): {said}: {task.training[1]['case']} ((8, 8, 1) voxels)"
@@ -158,7 +158,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
         "training": {"epochs": 1, "iterations": 1},
     }
     config = tmp_path / "tiny.yaml"
-    config.write_text(yaml.safe_dump(values))
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
     begun = experiment.train(experiment.load_config(config))
     trained = begun.folder.split().training
     file = root / "imagesTr" / f"{trained[0]}.nii.gz"
@@ -196,7 +196,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(tmp_path):
         experiment.train(again, resume=True)
     file.write_bytes(sound[:99])
     assert len(experiment.train(again, resume=True).history) == 2
-    (tmp_path / "other" / "cases.json").write_text("[" * 100_000)
+    (tmp_path / "other" / "cases.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(DataError, match=r"cases\.json cannot be read as JSON"):
         experiment.train(
             experiment.load_config(config, [f"output={tmp_path / 'other'}", "training.epochs=3"]), resume=True

@@ -197,8 +197,25 @@ def test_a_step_that_is_half_gathered_is_never_written(tmp_path):
     assert seen == {(0, 2), (0, 3)}
 
 
-def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path):
-    """A loss is looked at before its step, and a state after it; of two checkpoints one would soon be left."""
+@pytest.fixture
+def threads_start():
+    """Return an event for which every new thread waits before its first line, as on a machine that has much to do."""
+    event = threading.Event()
+
+    def hold(*call):
+        event.wait()
+
+    threading.settrace(hold)
+    yield event
+    threading.settrace(None)
+
+
+@pytest.mark.parametrize("start", ["at once", "late"])
+def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path, threads_start, start):
+    """A loss is looked at before its step, and a state after it; of two checkpoints one would soon be left.
+
+    Where the thread began late the good one was not even written: it waited, and the bad one took its place.
+    """
     training = made(epochs=1)
     checkpoints = Checkpoints(tmp_path, every_minutes=0)
 
@@ -206,10 +223,43 @@ def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path):
         with torch.no_grad():
             next(training.network.parameters()).fill_(torch.nan)
 
-    training.hooks = [At(0, 3, spoil), checkpoints]
+    class Start(Hook):
+        def on_epoch_end(self, training, record):
+            threads_start.set()
+
+    if start == "at once":
+        threads_start.set()
+    training.hooks = [At(0, 3, spoil), checkpoints, Start()]
     with pytest.raises(NonFiniteLossError, match=r"0\.weight is not a number after epoch"):
         training.run()
     assert load_checkpoint(tmp_path / LATEST).progress in [(0, 1), (0, 2)]
+
+
+def test_an_error_lets_the_checkpoint_that_is_written_come_to_its_end(tmp_path):
+    """A copy that a failed device never made raised before the writer was waited for, which ended with the process."""
+
+    class Failed:
+        """An event of a GPU after an error of its."""
+
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        synchronize = query
+
+    is_failed = threading.Event()
+    checkpoints = Checkpoints(tmp_path, every_minutes=0, require_folder=is_failed.wait)
+    training = made()
+
+    def fail():
+        snapshot = checkpoints._copies.take(training.state())
+        checkpoints._on_the_way[BEST] = replace(snapshot, copied=[Failed()])
+        is_failed.set()
+
+    training.hooks = [checkpoints, At(0, 1, fail)]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        training.run()
+    assert load_checkpoint(tmp_path / LATEST).progress == (0, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint writer"]
 
 
 FULL = """

@@ -93,7 +93,7 @@ def test_one_gpu_of_each_of_several_processes(tmp_path, monkeypatch, processes, 
         "optimizer": {"name": "SGD", "lr": 0.1},
         "parallel": {"strategy": "spatial"},
     }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     trained = []
 
     def note(loaded, **_):

@@ -30,7 +30,9 @@ from volseg.workflow.hooks import Hook
 def config_file(tmp_path):
     task = make_task(tmp_path / "data" / "Task00_Synthetic", num_cases=6, num_test=1)
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}))
+    path.write_text(
+        yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}), encoding="utf-8"
+    )
     return path
 
 
@@ -88,7 +90,7 @@ def test_nothing_is_written_to_a_folder_that_was_taken_away(place, minutes, conf
         run.rename(moved)
         if place == "another's":
             run.mkdir()
-            (run / "in_use.json").write_text("of another training")
+            (run / "in_use.json").write_text("of another training", encoding="utf-8")
 
     with pytest.raises(CheckpointError, match=r"in_use\.json was removed or replaced while this training ran"):
         train(config, hooks=[At(1, replace)])
@@ -101,9 +103,11 @@ def test_nothing_is_written_to_a_folder_that_was_taken_away(place, minutes, conf
 def test_a_run_does_not_go_on_with_labels_of_another_meaning(stopped_run, config_file, tmp_path):
     """The scores of two structures changed places in the report, and status was 0."""
     manifest = tmp_path / "data" / "Task00_Synthetic" / "dataset.json"
-    described = json.loads(manifest.read_text())
+    described = json.loads(manifest.read_text(encoding="utf-8"))
     first, second = described["labels"]["1"], described["labels"]["2"]
-    manifest.write_text(json.dumps({**described, "labels": {**described["labels"], "1": second, "2": first}}))
+    manifest.write_text(
+        json.dumps({**described, "labels": {**described["labels"], "1": second, "2": first}}), encoding="utf-8"
+    )
     config = load_config(config_file)
     with pytest.raises(DataError, match=rf"labels .*1: '{first}', 2: '{second}'.* -> .*1: '{second}', 2: '{first}'"):
         train(config, resume=True)

@@ -38,14 +38,14 @@ else:
 
 
 @pytest.mark.parametrize(("way", "status"), [("left", 0), ("143", 143), ("error", 1)])
-def test_no_process_aborts_at_its_end(way: str, status: int, tmp_path: Path) -> None:
+def test_no_process_aborts_at_its_end(start, way: str, status: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     tasks = [
-        subprocess.Popen(
+        start(
             [sys.executable, str(script), way],
             env={**os.environ, **variables, "RANK": rank, "LOCAL_RANK": rank},
             stderr=subprocess.PIPE,

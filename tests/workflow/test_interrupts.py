@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,72 +11,78 @@ from volseg.workflow.interrupts import LookInterval
 WAITING = """
 import signal, sys, time
 from volseg.workflow import interrupts
-interrupts.ONE_EVENT_SECONDS = 0.3
+interrupts.ONE_EVENT_SECONDS = {one_event_seconds}
 {before}
 with interrupts.catch_signals() as interruption:
     print("ready", flush=True)
+    {inside}
     while not interruption:
         time.sleep(0.005)
     print("caught", interruption.signal.name, flush=True)
-    end = time.monotonic() + {seconds}
-    while time.monotonic() < end:
-        time.sleep(0.005)
+    sys.stdin.readline()
 interruption.raise_as_signal()
 """
 
 
-def started(seconds, before=""):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING.format(seconds=seconds, before=before)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        encoding="utf-8",
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
+@pytest.fixture
+def listen(start):
+    """Return a function that starts a process that listens for signals, and after one works until told to end."""
+
+    def started(before="", inside="", one_event_seconds=0.0):
+        code = WAITING.format(before=before, inside=inside, one_event_seconds=one_event_seconds)
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = start([sys.executable, "-c", code], **streams, encoding="utf-8")
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    return started
+
+
+def end(process):
+    """Let a process end its work; return its exit status."""
+    process.communicate("\n", timeout=60)
+    return process.returncode
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", -signal.SIGINT)])
-def test_a_signal_is_recorded_and_ends_with_its_status(number, status):
+def test_a_signal_is_recorded_and_ends_with_its_status(listen, number, status):
     """An interpreter that a KeyboardInterrupt ends kills itself by SIGINT, which a shell shows as 130."""
-    with started(0) as process:
-        process.send_signal(getattr(signal, number))
-        assert process.stdout.readline() == f"caught {number}\n"
-        assert process.wait(20) == status
+    process = listen()
+    process.send_signal(getattr(signal, number))
+    assert process.stdout.readline() == f"caught {number}\n"
+    assert end(process) == status
 
 
-def test_a_signal_that_comes_twice_at_once_is_one():
-    with started(0.1) as process:
-        for _ in range(2):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.02)
-        assert process.wait(20) == 143
-
-
-def test_a_second_signal_acts_at_once():
-    with started(100) as process:
+def test_a_signal_that_comes_twice_at_once_is_one(listen):
+    process = listen(one_event_seconds=1000)
+    for _ in range(2):
         process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "caught SIGTERM\n"
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == -signal.SIGTERM
+    assert process.stdout.readline() == "caught SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == 143
 
 
-def test_under_nohup_a_closed_terminal_is_no_matter():
-    with started(0, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)") as process:
-        process.send_signal(signal.SIGHUP)
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "caught SIGTERM\n"
-        assert process.wait(20) == 143
+def test_a_second_signal_acts_at_once(listen):
+    process = listen()
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "caught SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
 
 
-def test_a_request_of_this_process_is_a_sigterm_and_the_first_real_one_is_not_the_second():
-    request = "import threading; threading.Timer(0.2, interrupts.request_stop).start()"
-    with started(1, before=request) as process:
-        assert process.stdout.readline() == "caught SIGTERM\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 143
+def test_under_nohup_a_closed_terminal_is_no_matter(listen):
+    process = listen(before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "caught SIGTERM\n"
+    assert end(process) == 143
+
+
+def test_a_request_of_this_process_is_a_sigterm_and_the_first_real_one_is_not_the_second(listen):
+    process = listen(inside="interrupts.request_stop()")
+    assert process.stdout.readline() == "caught SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == 143
 
 
 def test_a_request_while_nobody_listens_ends_the_process():

@@ -149,7 +149,7 @@ def follow(folder):
     torch.backends.cudnn.allow_tf32 = False
     start_group()
     results = {"interrupted": interrupted(), "trained": trained_thrice()}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.ended").touch()
 

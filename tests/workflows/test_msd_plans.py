@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from volseg import experiment
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import find_public_task
 from volseg.data.msd import load_task
 from volseg.data.twins import make_twin
 from volseg.experiment.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
 
-from msd_plans import BEGIN, CONFIGS, END, PAGE, file_name, make_table, plan_task, write_task_config
-
-TASKS = list_manifests()
+from msd_plans import BEGIN, CONFIGS, END, PAGE, TASKS, file_name, make_table, plan_task, write_task_config
 
 
 def config_of(task, *overrides):
@@ -47,7 +45,7 @@ def test_the_table_is_what_the_rules_make():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_plan_is_nnunets(task):
-    theirs, config = read_manifest(task)["nnunet"], config_of(task)
+    theirs, config = find_public_task(task).manifest["nnunet"], config_of(task)
     [spacing] = [step.spec()["spacing"] for step in config.preprocessing if step.name == "Spacing"]
     assert spacing == pytest.approx(theirs["spacing"], rel=1e-5)  # six digits in both
     assert list(config.patch.size) == theirs["patch"]

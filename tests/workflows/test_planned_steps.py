@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import list_public_tasks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
@@ -51,10 +51,10 @@ def test_what_failed_always_says_why():
     assert summarise([{"failed": "a"}, {"failed": "b"}]) == {"failed": "b"}
 
 
-@pytest.mark.parametrize("task", list_manifests())
+@pytest.mark.parametrize("task", list_public_tasks(), ids=lambda task: task.name)
 def test_nnunet_gets_its_own_plan(task):
-    known = read_manifest(task)["nnunet"]
-    configuration = nnunet_plans(read_manifest(task))["configurations"]["3d_fullres"]
+    known = task.manifest["nnunet"]
+    configuration = nnunet_plans(task.manifest)["configurations"]["3d_fullres"]
     architecture = configuration["architecture"]["arch_kwargs"]
     assert configuration["patch_size"] == known["patch"][::-1]
     assert configuration["batch_size"] == known["batch"]

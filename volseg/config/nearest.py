@@ -17,4 +17,4 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 3) -> str:
     near = [lower[match] for match in get_close_matches(name.lower(), lower, n=most, cutoff=0.6)]
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"known: {', '.join(known)}"
+    return f"known: {', '.join(known)}" if known else "there is none yet"

@@ -2,18 +2,24 @@
 
 A component in a config is ``{name: VNet, dropout_prob: 0.1}``: a name looked up in a table, and parameters checked
 against the component's own signature. A dotted path is never imported and no text is ever evaluated, so a config from
-a stranger can at most build what these tables hold.
+a stranger can at most build what these tables hold: what is built in, what the program registered, and what installed
+packages offer by entry points. Of these the one that is asked for is imported, and no other.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.sources import Source
 from volseg.errors import ConfigError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "explain_import"]
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -25,6 +31,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         What the components are, for messages: ``"network"``, ``"loss"``.
     components : mapping, optional
         Name to class or function.
+    group : str, optional
+        Group of the entry points by which installed packages offer more: ``"volseg.networks"``.
 
     Examples
     --------
@@ -36,30 +44,92 @@ class Registry(Mapping[str, Callable[..., Any]]):
     volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'?
     """
 
-    def __init__(self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None, *, group: str | None = None
+    ) -> None:
         self.kind = kind
+        self.group = group
         self._components = dict(components or {})
+        self._sources: dict[str, Source] = {}
+        self._loaded: dict[EntryPoint, Callable[..., Any]] = {}
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        try:
+        point = self._find_point(name)
+        if point is not None:
+            return self._load(point)
+        if name in self._components:
             return self._components[name]
-        except KeyError:
-            raise ConfigError(f"no {self.kind} is called {name!r}; {did_you_mean(name, self)}") from None
+        raise ConfigError(f"no {self.kind} is called {name!r}; {did_you_mean(name, self)}{self._name_ways()}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._components))
+        return iter(sorted({*self._components, *self._points()}))
 
     def __len__(self) -> int:
-        return len(self._components)
+        return len({*self._components, *self._points()})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._components
+        return name in self._components or name in self._points()
 
-    def register(self, name: str, component: Callable[..., Any]) -> None:
+    def register(self, name: str, component: Callable[..., Any], source: Source | None = None) -> None:
         """Add a component of the user's own; a name is given once."""
-        if name in self._components:
-            raise ConfigError(f"a {self.kind} called {name!r} exists already; choose another name")
+        if not (isinstance(name, str) and name and callable(component)):
+            raise ConfigError(f"a {self.kind} is registered as a name and a class or function, got {name!r}")
+        if name in self:
+            raise ConfigError(
+                f"a {self.kind} called {name!r} exists already ({self.find_source(name) or 'built in'}); "
+                "choose another name"
+            )
         self._components[name] = component
+        self._sources[name] = source or Source(module=component.__module__)
+
+    def forget(self, name: str) -> None:
+        """Take back a component that was registered."""
+        del self._sources[name]
+        del self._components[name]
+
+    def find_source(self, name: str) -> Source | None:
+        """Return where a component of the user's own came from; None for what is built in."""
+        if name in self._components:
+            return self._sources.get(name)
+        points = self._points().get(name)
+        return _source_of(points[0]) if points else None
+
+    def find_clash(self, name: str) -> str | None:
+        """Return why ``name`` means no one component, or None where it does."""
+        points = self._points().get(name, ())
+        offers = [f"the {_source_of(point)}" for point in points]
+        if name in self._components and offers:
+            offers.insert(0, str(self._sources.get(name) or "volseg itself"))
+        if len(offers) < 2:
+            return None
+        return f"{' and '.join(offers)} each have a {self.kind} called {name!r}; rename one, or uninstall a package"
+
+    def _points(self) -> Mapping[str, Sequence[EntryPoint]]:
+        return {} if self.group is None else _find_entry_points(self.group, tuple(sys.path))
+
+    def _find_point(self, name: str) -> EntryPoint | None:
+        """Return the entry point that ``name`` means; none where it means a component that is here."""
+        if (clash := self.find_clash(name)) is not None:
+            raise ConfigError(clash)
+        return next(iter(self._points().get(name, ())), None)
+
+    def _load(self, point: EntryPoint) -> Callable[..., Any]:
+        if point in self._loaded:
+            return self._loaded[point]
+        told = f"{self.kind} {point.name} of the {_source_of(point)} cannot be loaded"
+        remedy = f"its entry point in {self.group} is {point.value}: mend or update the package, or choose another"
+        try:
+            component = point.load()
+        except Exception as fault:  # whatever the package's own code raises
+            raise ConfigError(f"{told} ({type(fault).__name__}: {fault}); {remedy}") from fault
+        if not callable(component):
+            raise ConfigError(f"{told} (it is a {type(component).__name__}, no class or function); {remedy}")
+        self._loaded[point] = component
+        return component
+
+    def _name_ways(self) -> str:
+        ways = "--components FILE, volseg.register or an installed package"
+        return "" if self.group is None else f" (one of your own comes by {ways})"
 
     def accepts(self, name: str, parameter: str) -> bool:
         """Tell whether component ``name`` takes ``parameter`` by keyword."""
@@ -103,6 +173,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ConfigError(f"{self.kind} {spec['name']}: {clash} follow from the data and cannot be set")
         try:
             return self[spec["name"]](*args, **parameters, **fixed)
+        except ImportError as fault:  # of what only this component needs
+            raise ConfigError(f"{self.kind} {spec['name']} {explain_import(fault)}") from fault
         except (TypeError, ValueError) as fault:
             raise ConfigError(f"{self.kind} {spec['name']} refused {parameters}: {fault}") from fault
 
@@ -111,6 +183,31 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self.check(spec)
         parameters = {key: value for key, value in spec.items() if key != "name"}
         return partial(self[spec["name"]], **parameters)
+
+
+def explain_import(fault: ImportError) -> str:
+    """Return what to install, where a component needs a package that is not there."""
+    # MONAI's optional imports carry the name in their message alone: "import einops (No module named 'einops')."
+    named = re.search(r"No module named '([\w.]+)'", str(fault))
+    module = fault.name or (named.group(1) if named else None)
+    remedy = f"install it, as by: pip install {module.partition('.')[0]}" if module else "install what it names"
+    return f"needs a package that cannot be imported ({str(fault).strip().partition(chr(10))[0]}); {remedy}"
+
+
+@lru_cache(maxsize=32)  # a look at every installed package takes milliseconds
+def _find_entry_points(group: str, path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the entry points of a group by name, of the packages on ``path``; none is loaded."""
+    del path
+    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    for point in entry_points(group=group):
+        found[point.name].append(point)
+    return dict(found)
+
+
+def _source_of(point: EntryPoint) -> Source:
+    # A package without metadata of its own has no entry points.
+    assert point.dist is not None
+    return Source(package=point.dist.name, version=point.dist.version)
 
 
 def _keywords(component: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -82,7 +82,8 @@ class DataConfig(ConfigModel):
     """Where the cases are and how they are kept."""
 
     root: Path
-    """Folder of an MSD task (``TaskNN_Name``), or one level above or below it."""
+    """Folder of a data set (MSD's, nnU-Net's, pairs of images and labels), or one level above or below it; or a table
+    of paths (CSV)."""
     skip_bad: bool = False
     """Leave bad cases out and list them in the report, instead of stopping before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
@@ -99,7 +100,8 @@ class SplitConfig(ConfigModel):
     seed: Seed = 12345
     """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
     file: Path | None = None
-    """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it."""
+    """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
+    Without it, a table's own columns ``fold`` or ``split`` count."""
 
     @model_validator(mode="after")
     def _fold_exists(self) -> "SplitConfig":

@@ -2,32 +2,42 @@
 
 from volseg.data.cases import Case, Task
 from volseg.data.checks import (
+    Finding,
     Problem,
     Remark,
+    TaskCheck,
     check_case,
     check_cases,
+    check_task,
     inspect_cases,
+    mend_task,
     require_sound,
     summarise_remarks,
 )
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import Read, read_volume
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.data.synthetic import make_task
+from volseg.data.volume import as_volume
 
 __all__ = [
     "Case",
+    "Finding",
     "Problem",
     "Read",
     "Remark",
     "Split",
     "Task",
+    "TaskCheck",
+    "as_volume",
     "check_case",
     "check_cases",
+    "check_task",
     "folds",
     "inspect_cases",
     "load_task",
     "make_task",
+    "mend_task",
     "read_splits",
     "read_volume",
     "require_sound",

@@ -35,14 +35,18 @@ class ForegroundVoxels:
     """Rows of it, (N, K)."""
 
     @classmethod
-    def find(cls, labels: Sequence[Tensor], most: int, seed: int) -> "ForegroundVoxels":
-        """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more."""
-        num_classes = max((int(label.max()) for label in labels), default=0)
+    def find(cls, labels: Sequence[Tensor], most: int, seed: int, num_classes: int | None = None) -> "ForegroundVoxels":
+        """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more.
+
+        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in the label maps; larger numbers are
+        of voxels whose class is not known.
+        """
+        num_classes = max((int(label.max()) for label in labels), default=0) if num_classes is None else num_classes - 1
         generator = torch.Generator().manual_seed(seed)
         chosen: list[Tensor] = []
         count = torch.zeros(len(labels), num_classes, dtype=torch.int64)
         for case, label in enumerate(labels):
-            voxels = (label[0] > 0).nonzero()
+            voxels = ((label[0] > 0) & (label[0] <= num_classes)).nonzero()
             value = label[0][voxels.unbind(1)]
             for index in range(num_classes):
                 mine = voxels[value == index + 1]
@@ -70,6 +74,10 @@ class CaseBank:
         How images are stored; float16 halves the memory. Boxes are float32 in any case.
     most_foreground : int
         Voxels remembered per case and class for oversampling; nnU-Net's number.
+    num_classes : int, optional
+        Classes of the labels, background included, where these may hold larger numbers; see `volseg.data.labels`.
+    is_sparse : bool
+        Whether the number ``num_classes`` stands for voxels that nobody annotated.
 
     Attributes
     ----------
@@ -79,6 +87,8 @@ class CaseBank:
         D, H, W of each case, (N, 3), on the CPU.
     foreground : ForegroundVoxels
         Where each class lies, on the CPU.
+    annotated : ForegroundVoxels or None
+        Where voxels are annotated at all, the background too, in place of classes; None where all are.
     on_device : bool
         Whether the cases are stacked on ``device``.
 
@@ -96,6 +106,8 @@ class CaseBank:
         keep: Literal["auto", "device", "memory"] = "auto",
         image_dtype: torch.dtype = torch.float32,
         most_foreground: int = 10_000,
+        num_classes: int | None = None,
+        is_sparse: bool = False,
     ) -> None:
         if not cases:
             raise DataError("training needs at least one case, got none")
@@ -108,7 +120,11 @@ class CaseBank:
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
-        self.foreground = ForegroundVoxels.find(labels, most_foreground, seed=0)
+        self.foreground = ForegroundVoxels.find(labels, most_foreground, seed=0, num_classes=num_classes)
+        self.annotated = None
+        if is_sparse and num_classes is not None:
+            annotated = [label.ne(num_classes) for label in labels]
+            self.annotated = ForegroundVoxels.find(annotated, most_foreground, seed=1, num_classes=2)
         self.on_device = self._choose(keep, images[0].element_size())
         self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
 

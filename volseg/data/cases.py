@@ -4,14 +4,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from volseg.data.splits import Split
+from volseg.errors import DataError
 from volseg.fields import Batch, Case
 
-__all__ = ["Batch", "Case", "Task"]
+__all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task"]
+
+MOST_CLASSES = 254
+"""Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
+
+LARGEST_VALUE = 2**24 - 1
+"""Of a label file, which is read as float32."""
+
+Structure = int | tuple[int, ...]
+"""What is scored: a value of label maps, or the values of a region."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A segmentation problem: its cases (paths, sorted by id), its channels and its labels."""
+    """A segmentation problem: its cases (paths, sorted by id), its channels and its labels.
+
+    Raises
+    ------
+    DataError
+        Labels, regions and the ignored value do not fit together.
+    """
 
     name: str
     root: Path
@@ -27,6 +44,31 @@ class Task:
     label map, where a later one lies over the earlier ones. Empty: the values themselves are told apart."""
     ignore: int | None = None
     """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
+    splits: tuple[Split, ...] = ()
+    """Which cases train and which validate, fold by fold, where the data set itself says so."""
+
+    def __post_init__(self) -> None:
+        shown = sorted(self.labels)
+        if 0 not in self.labels or not 0 <= shown[0] <= max(shown[-1], self.ignore or 0) <= LARGEST_VALUE:
+            raise DataError(
+                f"{self.name}: labels need 0 for the background and values up to {LARGEST_VALUE}, got {shown} and "
+                f"{self.ignore} to ignore"
+            )
+        if len(shown) > MOST_CLASSES:
+            raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
+        if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):
+            raise DataError(
+                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is no label, and the "
+                f"labels are {shown}"
+            )
+        for name, values in self.regions.items():
+            if not values or 0 in values or not self.labels.keys() >= set(values):
+                raise DataError(
+                    f"{self.name}: the region {name!r} is made of {list(values)}; needed: values of labels without the "
+                    f"background, of {shown[1:]}"
+                )
+        if len({frozenset(values) for values in self.regions.values()}) < len(self.regions):
+            raise DataError(f"{self.name}: two of the regions {dict(self.regions)} are the same; keep one of them")
 
     @property
     def num_channels(self) -> int:
@@ -35,10 +77,74 @@ class Task:
 
     @property
     def num_classes(self) -> int:
-        """Classes that a network tells apart, background included."""
+        """Classes that a voxel may belong to, background included; their indices are the values' places in order."""
         return len(self.labels)
+
+    @property
+    def num_outputs(self) -> int:
+        """Channels of a network's logits: one per class (softmax), or one per region (sigmoid) where there are any."""
+        return len(self.regions) or self.num_classes
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Name of each channel of a network's logits."""
+        return tuple(self.regions) or self.class_names
+
+    @property
+    def class_values(self) -> tuple[int, ...]:
+        """Value that each class has in files, in the order of the classes' indices."""
+        return tuple(sorted(self.labels))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Name of each class."""
+        return tuple(self.labels[value] for value in self.class_values)
+
+    @property
+    def output_values(self) -> tuple[int, ...]:
+        """Value that each output stands for in a written label map: its class's, or the one its region is painted in.
+
+        A region is painted in the first of its values, as they are declared, that no later region has. Where it has
+        none of its own (it is the union of later ones), in its first.
+        """
+        if not self.regions:
+            return self.class_values
+        regions = list(self.regions.values())
+        painted = []
+        for place, values in enumerate(regions):
+            later = {value for region in regions[place + 1 :] for value in region}
+            painted.append(next((value for value in values if value not in later), values[0]))
+        return tuple(painted)
 
     @property
     def foreground(self) -> dict[int, str]:
         """The labels without the background."""
         return {value: name for value, name in self.labels.items() if value != 0}
+
+    @property
+    def structures(self) -> dict[Structure, str]:
+        """Name of what is scored: regions where there are any, else the foreground's values.
+
+        The keys are nnU-Net's: the values of a region in order, or its value where it has one.
+        """
+        if not self.regions:
+            return {value: self.labels[value] for value in self.class_values if value != 0}
+        return {tuple(sorted(values)) if len(values) > 1 else values[0]: name for name, values in self.regions.items()}
+
+    def labelled(self, case: Case) -> tuple[int, ...] | None:
+        """Return the values that were looked for in a case, in order; None where all were.
+
+        Raises
+        ------
+        DataError
+            The case names none, or values that the task does not have.
+        """
+        if case.get("labelled") is None:
+            return None
+        values = sorted(set(case["labelled"]) - {0})
+        if not values or not self.labels.keys() >= set(values):
+            raise DataError(
+                f"case {case['case']}: 'labelled' should name the values that were looked for in it, of "
+                f"{list(self.class_values[1:])}, got {list(case['labelled'])}"
+            )
+        return None if len(values) == self.num_classes - 1 else tuple(values)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, LargeVolumeError, ReaderError
 from volseg.memory import available_bytes
 
 __all__ = ["Content", "require_held", "require_memory", "require_regular"]
@@ -55,7 +55,7 @@ def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain"
     most = max(held, 0) * (1 if packing == "plain" else DEFLATE_RATIO)
     if claimed > most:
         at_most = "" if packing == "plain" else " at most"
-        raise ReaderError(
+        raise DamagedFileError(
             f"{path} is truncated or damaged (Expected {claimed} bytes, got {most}{at_most}); fetch it again"
         )
 
@@ -63,7 +63,7 @@ def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain"
 def require_memory(needed: int, path: Path) -> None:
     """Raise where a volume would take more bytes than the machine has free."""
     if needed > ALWAYS_FITS and needed > (free := available_bytes()):
-        raise ReaderError(
+        raise LargeVolumeError(
             f"{path} needs {needed / 2**30:.1f} GiB of memory to be read, and {free / 2**30:.1f} GiB are free; crop or "
             "resample it, or read it on a larger machine"
         )
@@ -120,7 +120,7 @@ class Content:
             The file is damaged, or holds more than `SURPLUS_BYTES` beyond what was taken.
         """
         if self.count(SURPLUS_BYTES + 1) > SURPLUS_BYTES:
-            raise ReaderError(
+            raise DamagedFileError(
                 f"{self._path} holds more than its header says, or its header is damaged (over {SURPLUS_BYTES} bytes "
                 "follow the voxels); fetch it again"
             )
@@ -131,7 +131,7 @@ class Content:
         except (OSError, EOFError, zlib.error) as fault:
             # zlib's words for the checksum are an error number.
             reason = "CRC check failed" if "incorrect data check" in str(fault) else str(fault)
-            raise ReaderError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
+            raise DamagedFileError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
 
 
 def _read_pieces(file: BinaryIO) -> Iterator[bytes]:

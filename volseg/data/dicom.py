@@ -17,7 +17,7 @@ from volseg.data.content import require_held, require_memory, require_regular
 from volseg.data.dicom_elements import require_sound_elements
 from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["read_dicom_series"]
 
@@ -52,7 +52,7 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     try:
         image = series.Execute()
     except RuntimeError as fault:
-        raise ReaderError(
+        raise DamagedFileError(
             f"{folder}: SimpleITK cannot read its {len(files)} DICOM files as one volume; "
             "a file is truncated, or the slices differ in size"
         ) from fault

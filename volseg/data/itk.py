@@ -14,7 +14,7 @@ from monai.data import MetaTensor
 
 from volseg.data.itk_headers import require_sound_meta, require_sound_nrrd
 from volseg.data.volume import as_volume
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["image_affine", "image_voxels", "lps_to_ras", "read_itk", "simpleitk"]
 
@@ -47,7 +47,7 @@ def read_itk(path: Path) -> MetaTensor:
         # Named, for ITK would else look for a parser by content, and has twenty.
         image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if is_nrrd else "MetaImageIO")
     except RuntimeError as fault:
-        raise ReaderError(
+        raise DamagedFileError(
             f"{path} is truncated, damaged or no {path.suffix} file: SimpleITK cannot read it; fetch it again"
         ) from fault
     voxels = image_voxels(image, path)

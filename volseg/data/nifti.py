@@ -20,7 +20,7 @@ from nibabel.spatialimages import HeaderDataError
 
 from volseg.data.content import Content, require_held, require_memory, require_regular
 from volseg.data.volume import as_volume, require_numbers
-from volseg.errors import ReaderError
+from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["read_nifti", "read_nifti_affine"]
 
@@ -119,7 +119,7 @@ def _parse(path: Path) -> nibabel.Nifti1Image:
     try:
         return kind.from_bytes(payload)
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 
 def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[int, int]:
@@ -130,12 +130,12 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
         shape = tuple(int(side) for side in header.get_data_shape())
         offset = int(header.get_data_offset())
     except (KeyError, ValueError, OverflowError, HeaderDataError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
     require_numbers(stored, path)
     if not 3 <= len(shape) <= 5 or min(shape) < 1:
         raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
     if not 0 <= offset <= FARTHEST_VOXELS:
-        raise ReaderError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
+        raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
     voxels = math.prod(shape)
     # The file's bytes once as read and once as voxels, and these twice as float32: scaled, and in our order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
@@ -147,7 +147,7 @@ def _read_voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
             return image.get_fdata(dtype=np.float32, caching="unchanged")
     except (OSError, EOFError, ValueError, OverflowError) as fault:
-        raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+        raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 
 def _put_channels_first(voxels: np.ndarray, path: Path) -> np.ndarray:

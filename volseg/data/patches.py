@@ -54,13 +54,15 @@ def plan_epoch(
     iterations: int,
     share: float,
     generator: torch.Generator,
+    annotated: ForegroundVoxels | None = None,
 ) -> EpochPlan:
     """Choose case and place of every patch of an epoch.
 
     Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). A patch lies anywhere
     within its case, and centred on it along an axis where the case is the smaller one. The last patches of each batch
     are moved so that they hold a random voxel of a random class that the case has, as near to their centre as the
-    case's border allows.
+    case's border allows. Where voxels may lack an annotation, the other patches are moved likewise to a random voxel
+    that has one, as nnU-Net does.
 
     Parameters
     ----------
@@ -76,6 +78,8 @@ def plan_epoch(
         Of the batch that surely holds foreground, see `num_foreground`.
     generator : torch.Generator
         On the CPU.
+    annotated : ForegroundVoxels, optional
+        Annotated voxels as one class; None where all are. A case without any gets ordinary patches.
     """
     num_patches = iterations * batch_size
     rounds = -(-num_patches // len(shapes))
@@ -85,7 +89,12 @@ def plan_epoch(
     room = shapes[cases] - torch.tensor(patch_size)
     anywhere = _draw_below(room.clamp(min=0) + 1, generator)
     voxel, found = _draw_voxels(foreground, cases, generator)
-    around = (voxel - torch.tensor(patch_size) // 2).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
+    half = torch.tensor(patch_size) // 2
+    around = (voxel - half).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
+    if annotated is not None:
+        voxel, is_annotated = _draw_voxels(annotated, cases, generator)
+        there = (voxel - half).clamp(min=torch.zeros_like(room), max=room.clamp(min=0))
+        anywhere = torch.where(is_annotated[:, None], there, anywhere)
     place_in_batch = torch.arange(num_patches) % batch_size
     oversampled = (place_in_batch >= batch_size - num_foreground(batch_size, share)) & found
     corners = torch.where(oversampled[:, None], around, anywhere)
@@ -180,6 +189,7 @@ class PatchBatches:
             iterations=self.iterations,
             share=self.share,
             generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)),
+            annotated=self.bank.annotated,
         )
 
     def places(self, number: int) -> tuple[Tensor, Tensor, list[list[str]]]:

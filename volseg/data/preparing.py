@@ -15,7 +15,8 @@ from torch import Tensor
 from volseg.data.bank import require_fit
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
-from volseg.data.readers import Read
+from volseg.data.labels import to_classes
+from volseg.data.readers import Read, list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.threads import compute_in_one_thread, map_in_threads
@@ -211,7 +212,7 @@ class _Reading:
         if checked.problems or self._is_refused.is_set():
             return found
         try:
-            prepared = _preprocess(checked.case, case, self._preprocessing, validates)
+            prepared = _preprocess(checked.case, case, self._preprocessing, validates, self._task)
             if self._store is None or validates:
                 return replace(found, prepared=prepared)
             return replace(found, stored=_put(prepared, self._store))
@@ -242,11 +243,14 @@ def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[in
 
 
 def _file_size(case: Case) -> int:
-    path = Path(case["image"])
     try:
-        return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+        return sum(_size_on_disk(path) for path in list_files(case["image"]))
     except OSError:  # what is wrong with it is told by who reads it
         return 0
+
+
+def _size_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
@@ -268,8 +272,8 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 
 def _describe(attempt: _Attempt) -> list[Any]:
     """Return what became of a case as JSON can say it."""
-    problems = [[problem.case, problem.file and str(problem.file), problem.message] for problem in attempt.problems]
-    remarks = [[remark.kind, remark.case, remark.detail] for remark in attempt.remarks]
+    problems = [problem.as_list() for problem in attempt.problems]
+    remarks = [remark.as_list() for remark in attempt.remarks]
     found = [problems, remarks, attempt.digest, attempt.fingerprint]
     return [*found, attempt.fault and describe_error(attempt.fault), attempt.stored]
 
@@ -283,8 +287,8 @@ def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
             if known is None or not (known.problems or known.fault):
                 cases[index] = _ToldCase(
                     teller=teller,
-                    problems=[Problem(case, file and Path(file), text) for case, file, text in problems],
-                    remarks=[Remark(*remark) for remark in remarks],
+                    problems=[Problem.from_list(problem) for problem in problems],
+                    remarks=[Remark.from_list(remark) for remark in remarks],
                     digest=digest,
                     fingerprint=fingerprint,
                     fault=fault,
@@ -339,7 +343,9 @@ def _map_shared(
     return shared
 
 
-def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False) -> Case:
+def prepare(
+    case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
+) -> Case:
     """Read ``image`` and, where the case has one, ``label``, and preprocess them.
 
     Parameters
@@ -351,14 +357,18 @@ def prepare(case: Case, preprocessing: Preprocessing, *, keep_reference: bool = 
     keep_reference : bool
         Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
         ``reference_file``.
+    task : Task, optional
+        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
     """
     fields = [field for field in ("image", "label") if field in case]
-    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference)
+    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
 
 
-def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool) -> Case:
+def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None) -> Case:
     with compute_in_one_thread():
         prepared = preprocessing(read)
+    if task is not None and "label" in prepared:
+        prepared["label"] = to_classes(prepared["label"], task, paths)
     if keep_reference and "label" in read:
         prepared["reference"] = read["label"]
         prepared["reference_file"] = Path(paths["label"])
@@ -370,6 +380,7 @@ def prepare_all(
     preprocessing: Preprocessing,
     *,
     keep_reference: bool = False,
+    task: Task | None = None,
     workers: int | None = None,
     show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
 ) -> list[Case]:
@@ -377,7 +388,7 @@ def prepare_all(
 
     Parameters
     ----------
-    cases, preprocessing, keep_reference
+    cases, preprocessing, keep_reference, task
         As for `prepare`.
     workers : int, optional
         Threads; see `map_in_threads`.
@@ -385,5 +396,9 @@ def prepare_all(
         Wraps the prepared cases, for instance in a progress bar.
     """
     return list(
-        show(map_in_threads(lambda case: prepare(case, preprocessing, keep_reference=keep_reference), cases, workers))
+        show(
+            map_in_threads(
+                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
+            )
+        )
     )

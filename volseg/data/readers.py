@@ -1,32 +1,45 @@
 """Readers: from the path in a field of a case to voxels and their place in the patient.
 
 The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD. Voxels keep the order of the
-file; turning them to RAS+ axes is a transform, so that it can be inverted.
+file; turning them to RAS+ axes is a transform, so that it can be inverted. Where a field has several paths, each is one
+channel, and all lie on one grid: nothing is resampled here.
 """
 
 from collections.abc import Callable, Sequence
 from os import fspath
 from pathlib import Path
 
+import torch
 from monai.data import MetaTensor
 
+from volseg.config.registry import Registry
 from volseg.data.cases import Case
 from volseg.data.dicom import read_dicom_series
 from volseg.data.itk import read_itk
+from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti
-from volseg.errors import BatchFieldError, ReaderError
+from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
+from volseg.transforms.grid import Grid
 
-__all__ = ["SUFFIXES", "Read", "read_volume", "stem"]
+__all__ = ["SUFFIXES", "Files", "Read", "find_suffix", "list_files", "name_files", "read_volume", "stem"]
 
-SUFFIXES: dict[str, Callable[[Path], MetaTensor]] = {
-    ".nii.gz": read_nifti,
-    ".nii": read_nifti,
-    ".mha": read_itk,
-    ".mhd": read_itk,
-    ".nrrd": read_itk,
-    ".nhdr": read_itk,
-}
-"""The reader of each kind of file; a folder is read as a DICOM series."""
+Files = str | Path | Sequence[str | Path]
+"""What a field of a case says of its voxels: a path, or one per channel."""
+
+SUFFIXES = Registry(
+    "reader",
+    {
+        ".nii.gz": read_nifti,
+        ".nii": read_nifti,
+        ".mha": read_itk,
+        ".mhd": read_itk,
+        ".nrrd": read_itk,
+        ".nhdr": read_itk,
+    },
+    group="volseg.readers",
+)
+"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. One of the user's own
+takes a path and returns what `volseg.data.as_volume` makes."""
 
 
 class Read:
@@ -64,8 +77,9 @@ class Read:
             raise BatchFieldError(f"case {name}: Read needs {missing}, but the case has {sorted(case)}")
         read = dict(case)
         for field in self.fields:
-            if not isinstance(case[field], (str, Path)):
-                raise ReaderError(f"case {name}: {field} should be a path, got {type(case[field]).__name__}")
+            if not _are_paths(case[field]):
+                found = type(case[field]).__name__
+                raise ReaderError(f"case {name}: {field} should be a path, got {found}; or a tuple, a path per channel")
             try:
                 read[field] = read_volume(case[field])
             except ReaderError as fault:
@@ -73,24 +87,79 @@ class Read:
         return read
 
 
-def read_volume(path: str | Path) -> MetaTensor:
-    """Read a file, or a folder with one DICOM series, as ``(C, D, H, W)`` float32.
+def read_volume(files: Files) -> MetaTensor:
+    """Read a file, a folder with one DICOM series, or one of these per channel, as ``(C, D, H, W)`` float32.
 
     ``affine`` maps voxel indices to RAS+ mm (float64). ``meta`` holds ``filename_or_obj``, ``original_affine``,
-    ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``.
+    ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``; of several files, the first's.
 
     Raises
     ------
     ReaderError
-        The path does not exist, or its content cannot be read as a volume.
+        A path does not exist, or its content cannot be read as a volume; or of several files one has more than one
+        channel, or another grid than the first.
     """
-    path = Path(path)
+    first, *others = list_files(files)
+    volume = _read_file(first)
+    if not others:
+        return volume
+    channels = [_require_one_channel(volume, first)]
+    for path in others:
+        channel = _read_file(path)
+        if fault := Grid.of(volume).fault_of(Grid.of(channel), f"first channel ({first})"):
+            raise ReaderError(f"{path} {fault}")
+        channels.append(_require_one_channel(channel, path))
+    return MetaTensor(torch.cat([channel.as_tensor() for channel in channels])).copy_meta_from(volume)
+
+
+def list_files(files: Files) -> tuple[Path, ...]:
+    """Return the paths of a field, whether it has one or one per channel.
+
+    >>> [path.name for path in list_files(["scan_0000.nii.gz", "scan_0001.nii.gz"])]
+    ['scan_0000.nii.gz', 'scan_0001.nii.gz']
+
+    Raises
+    ------
+    ReaderError
+        There is none.
+    """
+    paths = (files,) if isinstance(files, (str, Path)) else tuple(files)
+    if not paths:
+        raise ReaderError("an image needs a file, or one per channel, got none")
+    return tuple(Path(path) for path in paths)
+
+
+def name_files(files: Files) -> str:
+    """Return the paths of a field as a message names them.
+
+    >>> name_files(("scan_0000.nii.gz", "scan_0001.nii.gz"))
+    'scan_0000.nii.gz, scan_0001.nii.gz'
+    """
+    first, *others = list_files(files)
+    return list_some([str(first), *(path.name if path.parent == first.parent else str(path) for path in others)])
+
+
+def _are_paths(value: object) -> bool:
+    paths = value if isinstance(value, (tuple, list)) else [value]
+    return all(isinstance(path, (str, Path)) for path in paths)
+
+
+def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
+    if len(volume) != 1:
+        raise ReaderError(
+            f"{path} holds {len(volume)} channels, but stands for one of several; name it alone, or split it into a "
+            "file per channel"
+        )
+    return volume
+
+
+def _read_file(path: Path) -> MetaTensor:
     try:
-        return _choose_reader(path)(path)
+        return _require_volume(_choose_reader(path)(path), path)
     except ReaderError:
         raise
     except MemoryError as fault:
-        raise ReaderError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
+        raise LargeVolumeError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
     except Exception as fault:  # nobody can list what a parser raises for damaged bytes, and other cases must be told
         reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
         raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
@@ -101,13 +170,33 @@ def _choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
         raise ReaderError(f"{path} does not exist; check the path")
     if path.is_dir():
         return read_dicom_series
-    for suffix, read in SUFFIXES.items():
-        if path.name.lower().endswith(suffix):
-            return read
+    if (suffix := find_suffix(path)) is not None:
+        return SUFFIXES[suffix]
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
         f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"
     )
+
+
+def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
+    """Raise unless a reader, which may be the user's own, gave what everything after it relies on."""
+    if isinstance(volume, MetaTensor) and volume.ndim == 4 and "spatial_shape" in volume.meta:
+        return volume
+    shape = tuple(getattr(volume, "shape", ()))
+    raise ReaderError(
+        f"the reader of {find_suffix(path)} files must return what volseg.data.as_volume makes, (C, D, H, W) with an "
+        f"affine, got a {type(volume).__name__} {shape} for {path}"
+    )
+
+
+def find_suffix(path: str | Path) -> str | None:
+    """Return the suffix that names a file's reader, the longest where several do; None for any other file.
+
+    >>> find_suffix("imagesTr/Hippocampus_001.NII.gz")
+    '.nii.gz'
+    """
+    name = Path(fspath(path)).name.lower()
+    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
 def stem(path: str | Path) -> str:
@@ -117,7 +206,4 @@ def stem(path: str | Path) -> str:
     'hippocampus_001'
     """
     name = Path(fspath(path)).name
-    for suffix in SUFFIXES:
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return name
+    return name[: -len(suffix)] if (suffix := find_suffix(path)) else name

@@ -5,11 +5,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from threading import Condition
 from typing import TypeVar
 
 import torch
 
-__all__ = ["compute_in_one_thread", "map_in_threads"]
+__all__ = ["Allowance", "compute_in_one_thread", "map_in_threads"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -43,3 +44,31 @@ def compute_in_one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Allowance:
+    """An amount that pieces of work share: one waits while those that run leave it too little.
+
+    Parameters
+    ----------
+    most
+        Taken together at most; a piece that needs more runs alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_use = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, amount: int) -> Iterator[None]:
+        """Take an amount for as long as the block runs, once there is so much left or nothing else runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_use or self._in_use + amount <= self._most)
+            self._in_use += amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_use -= amount
+                self._changed.notify_all()

@@ -15,7 +15,7 @@ import nibabel
 import numpy as np
 
 from volseg.data.anatomies import SCENES
-from volseg.data.manifests import read_manifest
+from volseg.data.catalogue import find_public_task
 from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, scan, write_task
 from volseg.errors import DataError
 
@@ -64,7 +64,7 @@ def make_twin(
     DataError
         There is no such task, the scale is out of range, or ``root`` holds something else.
     """
-    manifest = read_manifest(like)
+    manifest = find_public_task(like).manifest
     shape = _find_shape(manifest)
     scale = min(1.0, LONGEST_SIDE / max(shape)) if scale is None else scale
     if not 0 < scale <= 1:

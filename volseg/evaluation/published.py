@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from volseg.data.cases import Task
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import list_public_tasks
 
 __all__ = ["PublishedResult", "published_results"]
 
@@ -46,15 +46,17 @@ def published_results(task: Task) -> tuple[PublishedResult, ...]:
 
     Labels are compared without regard to case, as tasks are often written anew by hand.
     """
-    if task.name not in list_manifests():
+    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
+    manifest = next((known.manifest for known in list_public_tasks() if known.name == task.name), None)
+    if manifest is None:
         return ()
-    manifest = read_manifest(task.name)
-    if _fold_names(manifest["labels"]) != _fold_names(task.labels):
+    scored = {0: task.labels[0], **task.structures}  # regions are other structures, whatever their names
+    if _fold_names(manifest["labels"]) != _fold_names(scored):
         logger.warning(
             "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
             task.name,
             manifest["labels"],
-            task.labels,
+            scored,
         )
         return ()
     return tuple(_read_result(row, manifest) for row in manifest["published"])
@@ -71,5 +73,5 @@ def _read_result(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> Publish
     )
 
 
-def _fold_names(labels: Mapping[int, str]) -> dict[int, str]:
+def _fold_names(labels: Mapping[Any, str]) -> dict[Any, str]:
     return {value: name.casefold() for value, name in labels.items()}

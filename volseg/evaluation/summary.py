@@ -13,33 +13,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from volseg.data.cases import Structure
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
 from volseg.files import replacing
 
-__all__ = ["EvaluatedCase", "Summary", "evaluate_files", "read_summary", "summarise", "write_summary"]
+__all__ = ["EvaluatedCase", "Summary", "evaluate_files", "read_structure", "read_summary", "summarise", "write_summary"]
 
 Summary = dict[str, Any]
-"""``{"foreground_mean": Metrics, "mean": {"1": Metrics}, "metric_per_case": [...]}``; NaN where nothing was there."""
+"""``{"foreground_mean": Metrics, "mean": {"1": Metrics}, "metric_per_case": [...]}``; NaN where nothing was there.
+
+The keys are label values of files as text, and of regions their values: ``"(1, 2)"``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedCase:
-    """One case's metrics per label value, and the files that were compared."""
+    """One case's metrics per label value or region, and the files that were compared."""
 
-    metrics: Mapping[int, Metrics]
+    metrics: Mapping[Any, Metrics]
     prediction_file: str | os.PathLike[str] | None = None
     reference_file: str | os.PathLike[str] | None = None
 
 
 def evaluate_files(
-    prediction_file: str | os.PathLike[str], reference_file: str | os.PathLike[str], labels: Mapping[int, str]
+    prediction_file: str | os.PathLike[str],
+    reference_file: str | os.PathLike[str],
+    labels: Mapping[Any, str],
+    **settings: Any,
 ) -> EvaluatedCase:
     """Read two label maps and compare them; see `evaluate_case` for metrics and errors."""
     prediction, reference = (read_volume(os.fspath(file)) for file in (prediction_file, reference_file))
     try:
-        metrics = evaluate_case(prediction, reference, labels)
+        metrics = evaluate_case(prediction, reference, labels, **settings)
     except (DataError, GridError) as fault:
         raise type(fault)(f"{prediction_file} and {reference_file}: {fault}") from fault
     return EvaluatedCase(metrics=metrics, prediction_file=prediction_file, reference_file=reference_file)
@@ -57,10 +64,10 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     """
     if not per_case:
         raise DataError("a summary needs at least one evaluated case")
-    labels = sorted(per_case[0].metrics)
+    labels = list(per_case[0].metrics)
     for case in per_case:
-        if sorted(case.metrics) != labels:
-            raise DataError(f"{case.prediction_file} has labels {sorted(case.metrics)}, the first case has {labels}")
+        if list(case.metrics) != labels:
+            raise DataError(f"{case.prediction_file} has labels {list(case.metrics)}, the first case has {labels}")
     mean = {label: _average(case.metrics[label] for case in per_case) for label in labels}
     return {
         "foreground_mean": _average(mean[label] for label in labels if label != 0),
@@ -83,6 +90,27 @@ def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
     with replacing(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def read_structure(key: str) -> Structure:
+    """Return the label value, or a region's values, that a key of a summary stands for.
+
+    Raises
+    ------
+    DataError
+        If it stands for neither.
+
+    Examples
+    --------
+    >>> read_structure("3"), read_structure("(1, 2)"), read_structure("(4,)")
+    (3, (1, 2), (4,))
+    """
+    try:
+        if not key.startswith("("):
+            return int(key)
+        return tuple(int(value) for value in key.strip("()").split(",") if value.strip())
+    except ValueError:
+        raise DataError(f"a summary's keys are label values, or those of a region as '(1, 2)', got {key!r}") from None
 
 
 def read_summary(path: str | os.PathLike[str]) -> Summary:

@@ -1,9 +1,11 @@
 """Whole experiments: what the command line does, as functions."""
 
 from volseg.config.loading import load_config
+from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
 from volseg.experiment.launching import count_workers, train_on
+from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
@@ -15,19 +17,27 @@ from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes import leave_processes
 
 __all__ = [
+    "REGISTRIES",
     "CrossValidated",
     "Outcome",
     "RunFolder",
     "closing_words",
+    "configure",
+    "configure_words",
     "count_workers",
     "cross_validate",
     "cross_validation_words",
     "dice_table",
+    "is_data_set",
     "is_main_process",
     "leave_processes",
+    "list_components",
+    "load_components",
     "load_config",
+    "plan_run",
     "predict",
     "quickstart",
+    "register",
     "train",
     "train_on",
     "validate",

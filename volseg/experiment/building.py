@@ -12,6 +12,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
+from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.kernels import with_fast_kernels
@@ -86,9 +87,18 @@ def check_components(config: ExperimentConfig) -> None:
     preprocessing_of(config)
 
 
-def build_objective(config: ExperimentConfig) -> Objective:
-    """Return what the training minimises."""
-    losses = [build_loss(loss.spec(), inputs=loss.inputs, output=loss.output) for loss in config.losses]
+def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objective:
+    """Return what the training minimises, on the label maps of ``task``; without it, on those of classes.
+
+    Raises
+    ------
+    ConfigError
+        For a loss that does not know what the task's label maps hold: regions, ignored voxels, hidden classes.
+    """
+    targets = None if task is None else targets_of(task)
+    losses = [
+        build_loss(loss.spec(), inputs=loss.inputs, output=loss.output, targets=targets) for loss in config.losses
+    ]
     return Objective(losses, [loss.weight for loss in config.losses])
 
 
@@ -141,7 +151,7 @@ def build_model(
         build_network(
             config.network.spec(),
             in_channels=task.num_channels,
-            out_channels=task.num_classes,
+            out_channels=task.num_outputs,
             patch_size=config.patch.size,
         )
     )
@@ -271,9 +281,15 @@ def build_batches(
 ) -> AugmentedBatches:
     """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
     augmentation = BatchAugmentation(
-        config.augmentation, config.patch.size, num_classes=task.num_classes, spacing=spacing
+        config.augmentation, config.patch.size, num_classes=num_indices(task), spacing=spacing
     )
-    bank = CaseBank(cases, device=device, keep=config.data.keep)
+    bank = CaseBank(
+        cases,
+        device=device,
+        keep=config.data.keep,
+        num_classes=task.num_classes,
+        is_sparse=task.ignore is not None,
+    )
     batches = PatchBatches(
         bank,
         config.patch.size,
@@ -288,8 +304,10 @@ def build_batches(
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
     """Return the further metrics of a validation."""
+    structures = [key if isinstance(key, tuple) else (key,) for key in task.structures]
+    columns = structures if task.regions else [(0,), *structures]
     return [
-        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=task.num_classes)
+        build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, columns=columns)
         for metric in config.metrics
     ]
 
@@ -300,7 +318,9 @@ def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, m
     dtype = Precision.choose(config.training.precision, device).dtype
     return Predictor(
         model=model,
-        num_classes=task.num_classes,
+        num_classes=task.num_outputs,
+        values=task.output_values,
+        regions=bool(task.regions),
         window=config.inference.window,
         overlap=config.inference.overlap,
         mirror=mirror,
@@ -317,6 +337,7 @@ def build_training(
     *,
     validation: Callable[[], Score] | None,
     hooks: Sequence[Hook],
+    task: Task | None = None,
 ) -> Training:
     """Return the training that the config describes.
 
@@ -332,8 +353,10 @@ def build_training(
         Called when one is due.
     hooks : sequence of Hook
         Called in this order.
+    task : Task, optional
+        Whose label maps the batches hold; see `build_objective`.
     """
-    settings, objective = config.training, build_objective(config)
+    settings, objective = config.training, build_objective(config, task)
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(
         Named(model, inputs=["image"], outputs=["logits"]),

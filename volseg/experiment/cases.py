@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
@@ -17,7 +17,7 @@ from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["ChosenCases", "choose_cases", "choose_split", "prepare_chosen"]
+__all__ = ["ChosenCases", "choose_cases", "choose_split", "list_given_splits", "prepare_chosen"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
         If there is no task, or too few cases for the folds.
     """
     task = load_task(config.data.root, require_files=False)
-    split = choose_split(config, [case["case"] for case in task.training])
+    split = choose_split(config, task)
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
     return ChosenCases(task=task, split=split, training=training, validation=validation)
@@ -83,20 +83,28 @@ def prepare_chosen(
     return prepared
 
 
-def choose_split(config: ExperimentConfig, ids: Sequence[str]) -> Split:
-    """Return the split that the config asks for.
+def choose_split(config: ExperimentConfig, task: Task) -> Split:
+    """Return the split that the config asks for: of its file, else of the data set itself, else nnU-Net's.
 
     Raises
     ------
     ConfigError
-        If the split file has no such fold.
+        If there is no such fold.
     """
     wanted = config.split
+    ids = [case["case"] for case in task.training]
     if wanted.validation == "none":
         return Split(training=tuple(sorted(ids)), validation=())
-    if wanted.file is None:
+    if (splits := list_given_splits(config, task)) is None:
         return folds(ids, wanted.num_folds, wanted.seed)[wanted.fold]
-    splits = read_splits(wanted.file, ids)
     if wanted.fold >= len(splits):
-        raise ConfigError(f"split.fold is {wanted.fold}, but {wanted.file} holds folds 0 to {len(splits) - 1}")
+        source = wanted.file or f"the table of {task.name}"
+        raise ConfigError(f"split.fold is {wanted.fold}, but {source} holds folds 0 to {len(splits) - 1}")
     return splits[wanted.fold]
+
+
+def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] | None:
+    """Return the splits that somebody wrote down, in a file or with the data; None where they are computed."""
+    if config.split.file is not None:
+        return read_splits(config.split.file, [case["case"] for case in task.training])
+    return task.splits or None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
 from volseg.evaluation.summary import write_summary
 from volseg.experiment.building import check_components

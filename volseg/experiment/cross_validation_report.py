@@ -11,7 +11,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
 from volseg.evaluation.published import PublishedResult, published_results
-from volseg.evaluation.summary import EvaluatedCase, Summary, summarise
+from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise
 from volseg.experiment.folds import FoldResult
 
 __all__ = ["JSON_FILE", "CrossValidated", "LabelResult", "as_json", "cross_validation_report", "cross_validation_words"]
@@ -59,7 +59,7 @@ class CrossValidated:
         """Of all validated cases, by case id, in nnU-Net's shape."""
         cases = [
             EvaluatedCase(
-                metrics={int(label): metrics for label, metrics in case["metrics"].items()},
+                metrics={read_structure(label): metrics for label, metrics in case["metrics"].items()},
                 prediction_file=case["prediction_file"],
                 reference_file=case["reference_file"],
             )
@@ -76,7 +76,7 @@ class CrossValidated:
         per_label, overall = mean_intervals(scores)
         results = [
             LabelResult(
-                name=self.task.labels[int(label)],
+                name=self.task.structures[read_structure(label)],
                 of_folds=tuple(fold.summary["mean"][label]["Dice"] for fold in self.folds),
                 over_cases=interval,
             )
@@ -243,7 +243,7 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
         "seconds_training": fold.seconds_training,
         "mean_dice": _drop_nan(fold.mean_dice),
         "dice": {
-            crossed.task.labels[int(label)]: _drop_nan(mean["Dice"])
+            crossed.task.structures[read_structure(label)]: _drop_nan(mean["Dice"])
             for label, mean in fold.summary["mean"].items()
             if label != "0"
         },

@@ -18,6 +18,7 @@ from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.folds import Fold
+from volseg.experiment.own_components import components_arguments
 from volseg.launched import OWN_LAUNCHER
 from volseg.parallel.devices import count_gpus
 from volseg.workflow.interrupts import catch_signals
@@ -92,6 +93,7 @@ def train_in_processes(
     dict
         Fold number to error, for the folds that failed.
     """
+    components_arguments()  # raises before anything is started
     waiting, free, running = deque(folds), list(gpus), list[_Job]()
     failures: dict[int, ParallelError] = {}
     with catch_signals() as interruption:
@@ -127,7 +129,7 @@ def train_in_processes(
 def _start(fold: Fold, gpu: str | None, num_processes: int) -> _Job:
     folder = fold.config.folder
     config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
-    command = [sys.executable, "-m", "volseg", "train", str(config_file)]
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), *components_arguments()]
     # By its number the process ends with this one, even if that is killed: see volseg.lifetime.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", OWN_LAUNCHER: str(os.getpid())}
     # The processes share the cores; torch would otherwise start a thread per core in each.

@@ -11,10 +11,10 @@ from pathlib import Path
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.readers import stem
-from volseg.data.splits import Split, read_splits
+from volseg.data.splits import Split
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
-from volseg.experiment.cases import choose_split
+from volseg.experiment.cases import choose_split, list_given_splits
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 from volseg.workflow.hooks import Patience
@@ -129,16 +129,17 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     wanted = config.split
     if wanted.validation == "none":
         raise ConfigError("a cross-validation needs cases to validate on; split.validation is none, set it to fold")
-    ids = [case["case"] for case in task.training]
-    count = wanted.num_folds if wanted.file is None else len(read_splits(wanted.file, ids))
+    given = list_given_splits(config, task)
+    count = wanted.num_folds if given is None else len(given)
     plan = []
     for number in range(count):
         update = {
             "output": config.folder / f"fold_{number}",
-            "split": wanted.model_copy(update={"fold": number}),
+            # A table may have more folds than the config counts, which is read again from each run's folder.
+            "split": wanted.model_copy(update={"fold": number, "num_folds": max(wanted.num_folds, count)}),
         }
         own = config.model_copy(update=update)
-        plan.append(Fold(number=number, split=choose_split(own, ids), config=own))
+        plan.append(Fold(number=number, split=choose_split(own, task), config=own))
     _require_disjoint(plan)
     return plan
 
@@ -146,7 +147,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
 def _require_disjoint(plan: Sequence[Fold]) -> None:
     validated_in: dict[str, int] = {}
     for fold in plan:
-        source = fold.config.split.file
+        source = fold.config.split.file or "the data set's own split"
         if not fold.split.validation:
             raise ConfigError(f"fold {fold.number} of {source} validates no case; give it some, or take it out")
         for case in fold.split.validation:

@@ -8,6 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
+from volseg.experiment.own_components import components_arguments
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
@@ -68,8 +69,9 @@ def train_on(
     check_components(loaded)
     count = count_workers(loaded, num_gpus)
     arguments = [part for assignment in overrides for part in ("--set", assignment)]
+    arguments += [*components_arguments(), *(["--resume"] if resume else [])]
     try:
-        command = ["-m", "volseg", "train", str(config), *arguments, *(["--resume"] if resume else [])]
+        command = ["-m", "volseg", "train", str(config), *arguments]
         launch(command, count, max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
         interruption = Interruption()

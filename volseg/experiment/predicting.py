@@ -11,9 +11,12 @@ from torch import Tensor
 
 from volseg.data.cases import Case
 from volseg.data.checks import inspect_cases, require_sound, summarise_remarks
+from volseg.data.layouts.channels import group_channels
+from volseg.data.layouts.files import list_images
+from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.names import find_doubled
 from volseg.data.preparing import prepare
-from volseg.data.readers import SUFFIXES, stem
+from volseg.data.readers import list_files, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import build_predictor, preprocessing_of
 from volseg.experiment.out_of_memory import explaining_memory
@@ -45,7 +48,7 @@ def predict(
     folder : RunFolder
         Of the training.
     images : sequence of Path
-        Files, DICOM folders, or folders of files; see `find_images`.
+        Files, DICOM folders, folders of files, or tables; see `find_images`.
     output : Path, optional
         Folder for the label maps; ``predictions`` in the run folder by default.
     checkpoint : str
@@ -68,9 +71,9 @@ def predict(
         If a volume does not fit its device.
     """
     output = folder.predictions if output is None else output
-    cases = find_images(images)
-    _refuse_overwriting(cases, output)
     trained = load_trained(folder, checkpoint)
+    cases = find_images(images, trained.task.modalities)
+    _refuse_overwriting(cases, output)
     _require_writable(cases, output)
     config = trained.config
     record = PredictionRecord(output, folder.checkpoints / CHECKPOINTS[checkpoint], config)
@@ -137,23 +140,38 @@ def _prepare_each(cases: Sequence[Case], preprocessing: Preprocessing) -> Iterat
 def _refuse_overwriting(cases: Sequence[Case], output: Path) -> None:
     # Resolved, because a relative path, an absolute one and a link may mean one file.
     written = {(output / f"{case['case']}.nii.gz").resolve() for case in cases}
-    if overwritten := [case["image"] for case in cases if case["image"].resolve() in written]:
+    images = [image for case in cases for image in list_files(case["image"])]
+    if overwritten := [image for image in images if image.resolve() in written]:
         raise DataError(f"{output} holds the image {overwritten[0]} itself; choose another folder for the predictions")
 
 
-def find_images(paths: Sequence[Path]) -> list[Case]:
-    """Return a case per image: a file, a DICOM folder, or every image file in a folder.
+def find_images(paths: Sequence[Path], modalities: Sequence[str] = ("image",)) -> list[Case]:
+    """Return a case per image: a file, a DICOM folder, every image in a folder, or every row of a table.
+
+    Parameters
+    ----------
+    paths : sequence of Path
+        Files, DICOM folders, folders of files, or tables; see `volseg.data.layouts.table`.
+    modalities : sequence of str
+        Names of the channels. Of several, a file holds all, or the channels of a case lie in files beside each other:
+        ``CASE_0000``, ``CASE_0001`` ..., or ``CASE_NAME``.
 
     Raises
     ------
     DataError
-        For a path that is absent, or two images of one name, whose predictions would overwrite each other.
+        For a path that is absent, channels that are not all there, or two images of one name, whose predictions would
+        overwrite each other.
     """
-    images = [image for path in paths for image in _list_images(path)]
-    # The folder "." has a name too.
-    cases: list[Case] = [{"case": stem(os.path.abspath(image)), "image": image} for image in images]
+    cases: list[Case] = []
+    loose: list[Path] = []
+    for path in paths:
+        if path.suffix.lower() in TABLES and path.is_file():
+            cases.extend(read_images(path, modalities))
+        else:
+            loose.extend(_list_images(path))
+    cases.extend(group_channels(loose, modalities))
     if doubled := find_doubled(case["case"] for case in cases):
-        same = [str(case["image"]) for case in cases if case["case"] == doubled[0]]
+        same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
     return cases
 
@@ -165,8 +183,4 @@ def _list_images(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"{path} is neither a file nor a folder; name image files, DICOM folders or a folder of files")
-    # macOS leaves "._name" beside each file of an archive.
-    inside = sorted(
-        p for p in path.iterdir() if p.name.lower().endswith(tuple(SUFFIXES)) and not p.name.startswith(".")
-    )
-    return inside or [path]
+    return list_images(path) or [path]

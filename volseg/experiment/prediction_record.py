@@ -12,6 +12,7 @@ from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
+from volseg.data.readers import list_files
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
@@ -100,9 +101,9 @@ def _parse(line: str) -> Mapping[str, Any]:
 
 def _identify(case: Case) -> list[Any]:
     """Return where an image lies, and its bytes: enough to tell it from another of its name."""
-    image = Path(case["image"])
-    files = sorted(image.iterdir()) if image.is_dir() else [image]
-    return [str(image.resolve()), len(files), sum(file.stat().st_size for file in files)]
+    images = list_files(case["image"])
+    files = [file for image in images for file in (sorted(image.iterdir()) if image.is_dir() else [image])]
+    return [*(str(image.resolve()) for image in images), len(files), sum(file.stat().st_size for file in files)]
 
 
 def _digest(file: Path) -> str:

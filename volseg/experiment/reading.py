@@ -142,7 +142,9 @@ class Reader(Follower):
         validation = Validation(
             predictor,
             cases,
-            task.labels,
+            task.structures,
+            ignore=task.ignore,
+            values=task.class_values,
             metrics=build_metrics(self.config, task),
             folder=folder,
             batch_size=self.config.inference.batch,

@@ -7,7 +7,7 @@ from shlex import quote
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
-from volseg.evaluation.summary import Summary
+from volseg.evaluation.summary import Summary, read_structure
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.validation import Validated
@@ -80,7 +80,7 @@ Next:
 
 def dice_table(summary: Summary, task: Task) -> str:
     """Return mean Dice per label and over the foreground as a Markdown table."""
-    rows = [(task.labels[int(label)], mean["Dice"]) for label, mean in summary["mean"].items()]
+    rows = [(task.structures[read_structure(label)], mean["Dice"]) for label, mean in summary["mean"].items()]
     rows.append(("mean", summary["foreground_mean"]["Dice"]))
     width = max(len(name) for name, _ in rows)
     body = [f"| {name:<{width}} | {dice:.4f} |" for name, dice in rows]

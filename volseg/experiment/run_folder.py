@@ -4,6 +4,7 @@
 
     runs/task04_unet/
         config.yaml              every value, defaults too; runs again
+        planned.yaml             the plan, with reasons, of a run that was given a data set and no config
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
         network.json             spacing and network as they were planned
@@ -28,7 +29,7 @@ from volseg.config.loading import differences, dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.msd import read_labels, read_modalities
+from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
@@ -110,7 +111,14 @@ class RunFolder:
         self.require_free()
         self.write_json(CASES, dict(fingerprints or {}))
         self.write_json("environment.json", environment)
-        described = {"name": task.name, "modalities": task.modalities, "labels": task.labels}
+        described = {
+            "name": task.name,
+            "modalities": task.modalities,
+            "labels": task.labels,
+            "regions": {name: list(values) for name, values in task.regions.items()},
+            "ignore": task.ignore,
+            "labelled": _list_labelled(task),
+        }
         self.write_json("task.json", described)
         if plan is not None:
             self.write_json(NETWORK, plan.as_json())
@@ -197,7 +205,13 @@ class RunFolder:
         if not (self.path / "task.json").exists():
             return
         begun = self.task()
-        pairs = {"channels": (begun.modalities, task.modalities), "labels": (begun.labels, task.labels)}
+        pairs: dict[str, tuple[Any, Any]] = {
+            "channels": (begun.modalities, task.modalities),
+            "labels": (begun.labels, task.labels),
+            "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
+            "value to ignore": (begun.ignore, task.ignore),
+            "labels looked for": (read_json(self.path / "task.json").get("labelled", {}), _list_labelled(task)),
+        }
         if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
             raise DataError(
                 f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
@@ -317,16 +331,19 @@ class RunFolder:
         return load_config(self.config_file)
 
     def task(self) -> Task:
-        """Read name, channels and labels of the run's task; its cases are not part of the run folder."""
+        """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
         file = self.path / "task.json"
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
+        labels = read_regions(described, file)
         return Task(
             name=described["name"],
             root=self.config().data.root,
             modalities=read_modalities(described.get("modalities"), file, "modalities"),
-            labels=read_labels(described.get("labels"), file),
+            labels=labels.labels,
+            regions=labels.regions,
+            ignore=labels.ignore,
             training=(),
             test=(),
         )
@@ -381,6 +398,12 @@ class RunFolder:
             if (self.checkpoints / name).exists():
                 logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
         return found[newest]
+
+
+def _list_labelled(task: Task) -> dict[str, list[int]]:
+    """Return what was looked for in the partially labelled training cases."""
+    found = {case["case"]: task.labelled(case) for case in task.training}
+    return {name: list(values) for name, values in found.items() if values is not None}
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:

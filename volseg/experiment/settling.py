@@ -11,6 +11,7 @@ import torch
 from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
 from volseg.experiment.building import build_model, build_objective
 from volseg.experiment.out_of_memory import is_out_of_memory
@@ -63,8 +64,12 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
             plan = config.mesh(count, fits=False)
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
-        objective = build_objective(config)
-        require_mean_over_samples(objective, num_channels=task.num_channels, num_classes=task.num_classes)
+        require_mean_over_samples(
+            build_objective(config, task),
+            num_channels=task.num_channels,
+            num_classes=task.num_outputs,
+            num_indices=num_indices(task),
+        )
     settled = config.with_mesh(plan) if count > 1 else config
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
         logger.info("%s", describe(plan, config, reason))
@@ -113,10 +118,10 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=device.type == "cuda")
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
     image = torch.randn(rows, task.num_channels, *sides, device=device)
-    label = torch.randint(task.num_classes, (rows, 1, *sides), dtype=torch.uint8, device=device)
+    label = torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device)
     network.train()
     with Precision.choose(config.training.precision, device).autocast():
-        fields = build_objective(config)({"image": image, "label": label, "logits": network(image)})
+        fields = build_objective(config, task)({"image": image, "label": label, "logits": network(image)})
     fields["loss"].backward()
     optimizer.step()
     if average is not None:

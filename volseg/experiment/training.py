@@ -10,7 +10,7 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
-from volseg.experiment.building import build_model, build_training, check_components, choose_device
+from volseg.experiment.building import build_model, build_objective, build_training, check_components, choose_device
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
@@ -83,6 +83,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     resume = role.claim(resume)
     chosen = choose_cases(role.config)
     require_plausible_sizes(role.config, chosen.task, device)
+    build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
     config, mesh = settle_mesh(plan.complete(role.config), chosen.task, device)
     role.settle(config)
@@ -106,6 +107,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
         hooks=[*_own_hooks(config, role), *hooks],
+        task=chosen.task,
     )
     if resume:
         state = folder.newest_checkpoint()

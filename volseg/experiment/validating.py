@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from volseg.data.cases import Case
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_all
 from volseg.errors import DataError
 from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
@@ -53,7 +53,9 @@ def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Valid
     validation = Validation(
         build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
         prepared,
-        trained.task.labels,
+        trained.task.structures,
+        ignore=trained.task.ignore,
+        values=trained.task.class_values,
         metrics=build_metrics(config, trained.task),
         folder=folder.validation if checkpoint == "latest" else folder.path / f"validation_{checkpoint}",
         batch_size=config.inference.batch,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import plan_network
 from volseg.models import FitGrid, GridRule, build_network
@@ -58,7 +58,7 @@ def verify(
     spec = plan_network(config, task).network
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
-        network = FitGrid(build_network(spec, in_channels=task.num_channels, out_channels=task.num_classes))
+        network = FitGrid(build_network(spec, in_channels=task.num_channels, out_channels=task.num_outputs))
     chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":

@@ -5,7 +5,7 @@ resampled to the nearest voxel has the staircase of the coarser grid. Slab by sl
 classes never exist on the original grid, which for a CT with many labels is more than a GPU holds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from monai.data import MetaTensor
@@ -18,7 +18,10 @@ from volseg.transforms.grid import Grid
 __all__ = ["label_map_on", "original_label_map", "resample"]
 
 MOST_LABELS = 256
-"""A label map is uint8."""
+"""A label map that holds class indices is uint8."""
+
+IN_A_REGION = 0.5
+"""Probability above which a voxel belongs to a region; nnU-Net's."""
 
 WHOLE_VOXEL = 0.01
 """A map within this many voxels of a permutation, flip and whole shift is one: no interpolation, no change."""
@@ -27,8 +30,10 @@ SLAB_ELEMENTS = 2**26
 """Probabilities resampled at once: 256 MiB in float32."""
 
 
-def original_label_map(probabilities: Tensor, image: MetaTensor) -> MetaTensor:
-    """Return the label map ``(1, D, H, W)`` uint8 on the grid that ``image`` had in its file.
+def original_label_map(
+    probabilities: Tensor, image: MetaTensor, *, values: Sequence[int] | None = None, regions: bool = False
+) -> MetaTensor:
+    """Return the label map ``(1, D, H, W)`` on the grid that ``image`` had in its file.
 
     Parameters
     ----------
@@ -36,13 +41,16 @@ def original_label_map(probabilities: Tensor, image: MetaTensor) -> MetaTensor:
         ``(K, D, H, W)`` on the grid of the preprocessed image.
     image : MetaTensor
         The preprocessed image ``(C, D, H, W)``. Its ``meta`` (grid, file name, header codes) goes to the label map.
+    values, regions
+        As for `label_map_on`.
     """
     padding = image.meta.get("padding", ((0, 0),) * 3)
     start = [before for before, _ in padding]
     inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
     box = tuple(slice(first, first + side) for first, side in zip(start, inner, strict=True))
     original = Grid.original(image)
-    labels = label_map_on(original, probabilities[:, *box], Grid.of(image).crop(start, inner))
+    inside = Grid.of(image).crop(start, inner)
+    labels = label_map_on(original, probabilities[:, *box], inside, values=values, regions=regions)
 
     label_map = MetaTensor(labels).copy_meta_from(image)
     label_map.affine = original.affine.clone()
@@ -51,8 +59,15 @@ def original_label_map(probabilities: Tensor, image: MetaTensor) -> MetaTensor:
     return label_map
 
 
-def label_map_on(target: Grid, probabilities: Tensor, source: Grid) -> Tensor:
-    """Return the label map ``(1, D, H, W)`` uint8 on ``target`` of class probabilities on ``source``.
+def label_map_on(
+    target: Grid,
+    probabilities: Tensor,
+    source: Grid,
+    *,
+    values: Sequence[int] | None = None,
+    regions: bool = False,
+) -> Tensor:
+    """Return the label map ``(1, D, H, W)`` on ``target`` of probabilities on ``source``.
 
     Parameters
     ----------
@@ -61,18 +76,32 @@ def label_map_on(target: Grid, probabilities: Tensor, source: Grid) -> Tensor:
     probabilities : Tensor
         ``(K, D, H, W)``, floating point; resampled trilinearly, edge voxels extended by half their side. A voxel of
         ``target`` that ``source`` does not cover (it was cropped away) is background, label 0.
+    values : sequence of int, optional
+        What the label map holds for each of the K; their indices by default. It is uint8 where these fit, else int32.
+    regions : bool
+        Whether the K are regions, which may overlap: each is painted where its probability exceeds one half, over those
+        before it. Otherwise they are classes, of which the most probable counts, and the first is the background.
 
     Raises
     ------
     GridError
         For more than 256 classes, or probabilities that are not on ``source``.
     """
-    if probabilities.shape[0] > MOST_LABELS:
-        raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {probabilities.shape[0]} classes")
-    labels = torch.empty(target.shape, dtype=torch.uint8, device=probabilities.device)
-    for slab, values in _resample_slabs(target, probabilities, source, "bilinear"):
-        # 0 outside for every class: argmax returns the first of equals, which is the background.
-        labels[slab] = values.argmax(0)
+    classes = len(probabilities)
+    if values is None and classes > MOST_LABELS:
+        raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {classes} classes")
+    held = list(range(classes) if values is None else values)
+    dtype = torch.uint8 if max(held) <= 255 else torch.int32
+    labels = torch.zeros(target.shape, dtype=dtype, device=probabilities.device)
+    table = None if held == list(range(classes)) else torch.tensor(held, dtype=dtype, device=labels.device)
+    for slab, resampled in _resample_slabs(target, probabilities, source, "bilinear"):
+        if regions:
+            for value, probability in zip(held, resampled, strict=True):
+                labels[slab].masked_fill_(probability > IN_A_REGION, value)
+        else:
+            # 0 outside for every class: argmax returns the first of equals, which is the background.
+            index = resampled.argmax(0)
+            labels[slab] = index if table is None else table[index]
     return labels[None]
 
 

@@ -40,7 +40,12 @@ class Predictor:
         cross-validation) the probabilities are averaged. An ``nn.Module`` runs in evaluation mode and is left in the
         mode in which it came.
     num_classes : int
-        K, with the background.
+        K: classes, with the background, or regions.
+    values : sequence of int, optional
+        What label maps hold for each of the K; their indices by default. A task's are ``Task.output_values``.
+    regions : bool
+        Whether the K are regions that may overlap: each has a sigmoid, and is painted over those before it where its
+        probability exceeds one half. ``values`` must be given then. Otherwise the K share a softmax.
     window : sequence of int, optional
         Sides of the sliding window (voxels). None: the whole volume at once. A smaller volume is padded with 0.
     overlap : float
@@ -61,6 +66,8 @@ class Predictor:
 
     model: Model | Sequence[Model]
     num_classes: int
+    values: Sequence[int] | None = None
+    regions: bool = False
     window: Sequence[int] | None = None
     overlap: float = 0.5
     mirror: bool | Sequence[int] = False
@@ -71,6 +78,11 @@ class Predictor:
     before_pass: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
+        if (self.values is None and self.regions) or (self.values is not None and len(self.values) != self.num_classes):
+            raise ConfigError(
+                f"need a value for each of the {self.num_classes} outputs of the network, got values={self.values}; "
+                "take Task.output_values"
+            )
         if self.window is not None and (len(self.window) != 3 or min(self.window) < 1):
             raise ConfigError(f"window must be three sides in voxels, or None, got {list(self.window)}")
         if not 0 <= self.overlap < 1:
@@ -91,7 +103,7 @@ class Predictor:
         return tuple(self.mirror)
 
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
-        """Return the label map ``(1, D, H, W)`` uint8 of one preprocessed case, on its image's original grid.
+        """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
 
         Raises
         ------
@@ -114,10 +126,10 @@ class Predictor:
             for case, image, probabilities in zip(group, images, self._predict_together(images), strict=True):
                 if not probabilities.isfinite().all():
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
-                yield case, original_label_map(probabilities, image)
+                yield case, original_label_map(probabilities, image, values=self.values, regions=self.regions)
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Return the class probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
+        """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
         device = self._choose_device(images)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
@@ -157,7 +169,7 @@ class Predictor:
         return next((parameter.device for parameter in parameters), images.device)
 
     def _average_probabilities(self, windows: Tensor) -> Tensor:
-        """Return the mean over models and mirrorings of the softmax, float32."""
+        """Return the mean over models and mirrorings of the softmax, or of the sigmoids, float32."""
         axes = self.mirror_axes
         mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
         total: Tensor | None = None
@@ -171,7 +183,8 @@ class Predictor:
                 with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                     logits = full_logits(model(mirrored))
                 self._check(logits, windows)
-                one = logits.float().softmax(1).flip(dims) if dims else logits.float().softmax(1)
+                one = logits.float().sigmoid() if self.regions else logits.float().softmax(1)
+                one = one.flip(dims) if dims else one
                 total = one if total is None else total.add_(one)
         assert total is not None
         return total.div_(len(self.models) * len(mirrorings))
@@ -180,13 +193,13 @@ class Predictor:
         wanted = (windows.shape[0], self.num_classes, *windows.shape[2:])
         if tuple(logits.shape) != wanted:
             raise GridError(
-                f"the model must return logits (B, K, D, H, W) = {wanted} with one channel per class, background "
-                f"included, got {tuple(logits.shape)}"
+                f"the model must return logits (B, K, D, H, W) = {wanted} with one channel per "
+                f"{'region' if self.regions else 'class, background included'}, got {tuple(logits.shape)}"
             )
 
 
 def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
-    """Return the label map ``(1, D, H, W)`` uint8 of a preprocessed case on its image's original grid.
+    """Return the label map ``(1, D, H, W)`` of a preprocessed case on its image's original grid.
 
     The settings are the fields of `Predictor`, which serves many cases and batches them.
     """

@@ -12,6 +12,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
+from volseg.data.cases import LARGEST_VALUE
 from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
@@ -24,14 +25,15 @@ STRIPPED_SHEAR = 1e-3
 
 
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
-    """Write ``label_map`` as uint8 NIfTI with the affine and the header codes of its image; return the path.
+    """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
-    The file replaces an older one in one step or not at all. Equal label maps give equal bytes.
+    Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or
+    not at all. Equal label maps give equal bytes.
 
     Parameters
     ----------
     label_map : Tensor
-        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 255].
+        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 16777215].
     reference : MetaTensor
         The image, as read or preprocessed: its original grid is meant. Its ``meta`` holds ``sform_code``,
         ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
@@ -55,7 +57,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
             "bring it there with volseg.inference.original_grid.resample"
         )
-    image = _to_nifti(_to_bytes(voxels.reshape(grid.shape), path), grid, reference.meta)
+    image = _to_nifti(_to_integers(voxels.reshape(grid.shape), path), grid, reference.meta)
     content = image.to_bytes()
     if path.name.lower().endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
@@ -64,12 +66,14 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     return path
 
 
-def _to_bytes(voxels: Tensor, path: Path) -> np.ndarray:
+def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
     low, high = voxels.min().item(), voxels.max().item()
     whole = not voxels.is_floating_point() or torch.equal(voxels, voxels.round())
-    if not (whole and low >= 0 and high <= 255):
-        raise DataError(f"{path} takes whole labels in [0, 255], got {voxels.dtype} values from {low} to {high}")
-    return voxels.to(torch.uint8).numpy()
+    if not (whole and low >= 0 and high <= LARGEST_VALUE):
+        raise DataError(
+            f"{path} takes whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
+        )
+    return voxels.numpy().astype(np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
 
 
 def _to_nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:

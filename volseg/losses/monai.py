@@ -3,7 +3,10 @@
 import monai.losses
 from torch import Tensor
 
+from volseg.errors import ConfigError
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
+from volseg.losses.known_voxels import known_dice_cross_entropy
+from volseg.losses.targets import Targets
 
 __all__ = ["DiceCELoss"]
 
@@ -17,6 +20,27 @@ class DiceCELoss(monai.losses.DiceCELoss):
     is in float32 for logits in half precision.
     """
 
+    targets: Targets | None = None
+    """What a label map's numbers mean, where that is more than a class each; see ``take_targets``."""
+
+    def take_targets(self, targets: Targets) -> "DiceCELoss":
+        """Compute the loss of what label maps know from now on; see `volseg.losses.known_voxels`. Return self.
+
+        With regions each output has a sigmoid and binary cross entropy, whatever ``softmax`` says.
+
+        Raises
+        ------
+        ConfigError
+            For parameters of which only MONAI's own code knows the meaning.
+        """
+        if not self.is_fused:
+            raise ConfigError(
+                "DiceCELoss on regions, ignored voxels or partially labelled cases takes no class weights, no label "
+                "smoothing, no reduction but the mean, and no activation (it follows from the task); leave these out"
+            )
+        self.targets = None if targets.is_plain else targets
+        return self
+
     @property
     def is_fused(self) -> bool:
         """Whether the parameters are those of the single pass."""
@@ -27,6 +51,8 @@ class DiceCELoss(monai.losses.DiceCELoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (MONAI's name)
         """Return the scalar loss of logits ``(B, K, D, H, W)`` against a label map on the same grid."""
+        if self.targets is not None:
+            return self.of_head(input, target, 1.0)
         same_grid = input.ndim == target.ndim == 5 and input.shape[2:] == target.shape[2:]
         if self.is_fused and same_grid and input.shape[1] > 1 and target.shape[1] == 1:
             return self.of_head(input, target, 1.0)
@@ -46,4 +72,6 @@ class DiceCELoss(monai.losses.DiceCELoss):
             smooth_nr=dice.smooth_nr,
             smooth_dr=dice.smooth_dr,
         )
+        if self.targets is not None:
+            return known_dice_cross_entropy(logits, label, self.targets, terms)
         return dice_cross_entropy(logits, label, terms)

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.losses.dice_cross_entropy import check_shapes, compute_loss, dice_cross_entropy, read_at_grid, sum_classes
+from volseg.losses.known_voxels import check_outputs, compute_known_loss, known_dice_cross_entropy, sum_known
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.operators.resize import interpolate
 from volseg.parallel.spatial.plan.shards import bounds
 from volseg.parallel.spatial.table import sharded_form
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["compute_of_slabs"]
+__all__ = ["compute_known_of_slabs", "compute_of_slabs"]
 
 
 @sharded_form(dice_cross_entropy)
@@ -23,21 +24,42 @@ def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Ten
     del func, kwargs  # dice_cross_entropy hands its arguments over by position
     logits, label, terms = args
     check_shapes(logits, label)
-    if not isinstance(logits, ShardedVolume):  # a level too coarse to be cut, which everybody computes whole
-        label = _coarsen(label, logits.shape[2:])
-        return dice_cross_entropy(logits, label.full_tensor() if isinstance(label, ShardedVolume) else label, terms)
-    communicator = logits.context.communicator
-    if isinstance(label, ShardedVolume):
-        labels = _coarsen(label, logits.shape[2:]).slabs
-    else:
-        label = read_at_grid(label, logits.shape[2:])
-        labels = [label] if communicator.num_shards == 1 else cut_like(label, logits).slabs
+    if not isinstance(logits, ShardedVolume):
+        return dice_cross_entropy(logits, _make_whole(label, logits), terms)
+    communicator, labels = logits.context.communicator, _cut_alike(label, logits)
     if communicator.num_shards == 1:
         sums = sum_classes(logits.slabs[0], labels[0], terms)
     else:
         pairs = zip(logits.slabs, labels, strict=True)
         sums = communicator.collect([sum_classes(slab, own, terms).sum(0) for slab, own in pairs])
     return compute_loss(sums, labels, terms, logits.shape)
+
+
+@sharded_form(known_dice_cross_entropy)
+def compute_known_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the loss of what is known, a whole value, from the sums of the shards."""
+    del func, kwargs
+    logits, label, targets, terms = args
+    check_outputs(logits, label, targets)
+    if not isinstance(logits, ShardedVolume):
+        return known_dice_cross_entropy(logits, _make_whole(label, logits), targets, terms)
+    pairs = zip(logits.slabs, _cut_alike(label, logits), strict=True)
+    sums = logits.context.communicator.collect([sum_known(slab, own, targets, terms) for slab, own in pairs])
+    return compute_known_loss(sums.sum(0), targets, terms)
+
+
+def _make_whole(label: ShardedVolume, logits: Tensor) -> Tensor:
+    """Return the label of a level too coarse to be cut, which everybody computes whole."""
+    label = _coarsen(label, logits.shape[2:])
+    return label.full_tensor() if isinstance(label, ShardedVolume) else label
+
+
+def _cut_alike(label: Tensor, logits: ShardedVolume) -> Sequence[Tensor]:
+    """Return the label's slabs on the grid of the logits."""
+    if isinstance(label, ShardedVolume):
+        return _coarsen(label, logits.shape[2:]).slabs
+    label = read_at_grid(label, logits.shape[2:])
+    return [label] if logits.context.communicator.num_shards == 1 else cut_like(label, logits).slabs
 
 
 def _coarsen(label: ShardedVolume, size: Sequence[int]) -> Any:

@@ -41,8 +41,8 @@ def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
     return found | sizes | {"DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet}
 
 
-NETWORKS = Registry("network", _image_to_image())
-"""Name to class; a network of the user's own joins by ``NETWORKS.register(name, component)``."""
+NETWORKS = Registry("network", _image_to_image(), group="volseg.networks")
+"""Name to class; a network of the user's own joins by ``volseg.register("network", name, component)``."""
 
 
 def build_network(

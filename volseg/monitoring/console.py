@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -42,13 +43,25 @@ class _Stream:
             act()
         except (OSError, ValueError) as fault:  # a closed file is a ValueError
             self._is_lost = True
-            logger.warning("progress is no longer shown: %s", fault)
+            with suppress(ValueError):  # raised by logging itself where its lines go to the closed stream too
+                logger.warning("progress is no longer shown: %s", fault)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+
+class _Terminal:
+    """Where lines are written, as tqdm compares it with the streams of the open bars: equal to each on it.
+
+    The bars' own streams must not be equal to standard error: tqdm would flush that, and standard output, past the
+    guard of `_Stream` whenever a bar is opened.
+    """
+
+    def __init__(self, stream: object) -> None:
+        self._stream = stream
+
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self._stream  # so that tqdm sees that lines and bars share a terminal
+        return other is self._stream or (isinstance(other, _Stream) and other._stream is self._stream)
 
     def __hash__(self) -> int:
         return hash(self._stream)
@@ -76,7 +89,12 @@ class BesideBars(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         try:
-            with tqdm.external_write_mode(file=self.stream):
+            with tqdm.external_write_mode(file=_Terminal(self.stream)):  # type: ignore[arg-type]  # is only compared
                 super().emit(record)
         except Exception:  # a log on a full disk: as logging's own handlers do
             self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Say on standard error why a line could not be written, unless that is closed: logging raises then."""
+        with suppress(ValueError):
+            super().handleError(record)

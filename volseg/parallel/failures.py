@@ -66,7 +66,7 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     if not cause.is_own:
         end_by(cause, also=said)
     if not isinstance(fault, VolsegError):
-        traceback.print_exception(fault)
+        say_last("".join(traceback.format_exception(fault)).rstrip("\n"))
     if isinstance(fault, VolsegError) and _is_told_by_launcher():
         write_cause(message, lasts=lasts)
     else:

@@ -1,11 +1,13 @@
 """From the fingerprint of a data set to a planned config."""
 
 from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
+from volseg.planning.fingerprint import Taken, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry
-from volseg.planning.plan import DEFAULT_MEMORY, Plan, plan
+from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan
 from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
-from volseg.planning.writing import write_config
+from volseg.planning.stored import keep_fingerprint, load_fingerprint
+from volseg.planning.writing import require_new, write_config
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -16,7 +18,14 @@ __all__ = [
     "Intensities",
     "Plan",
     "Setting",
+    "Taken",
+    "choose_name",
+    "keep_fingerprint",
+    "load_fingerprint",
+    "parse_memory",
     "plan",
     "published_fingerprint",
+    "require_new",
+    "take_fingerprint",
     "write_config",
 ]

@@ -13,7 +13,7 @@ from volseg.planning.facts import Fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, plan_geometry
 from volseg.planning.settings import Setting, list_settings
 
-__all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
+__all__ = ["DEFAULT_MEMORY", "Plan", "choose_name", "parse_memory", "plan"]
 
 DEFAULT_MEMORY = 8.0
 """GiB of GPU memory that are planned for: nnU-Net's number, so that plans can be compared."""
@@ -53,6 +53,7 @@ def plan(
     *,
     root: str | Path | None = None,
     name: str | None = None,
+    skip_bad: bool = False,
 ) -> Plan:
     """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
 
@@ -67,7 +68,9 @@ def plan(
     root : path, optional
         Of the data set, for the config; the task's name by default.
     name : str, optional
-        Of the experiment; by default the task's and the preset's.
+        Of the experiment; by default the task's and the preset's, see `choose_name`.
+    skip_bad : bool
+        Train without the bad cases, of which the fingerprint does not speak.
 
     Raises
     ------
@@ -88,7 +91,8 @@ def plan(
         geometry,
         preset,
         root=fingerprint.task if root is None else root,
-        name=_choose_name(fingerprint.task, preset) if name is None else name,
+        name=choose_name(fingerprint.task, preset) if name is None else name,
+        skip_bad=skip_bad,
     )
     return Plan(
         fingerprint=fingerprint,
@@ -99,6 +103,30 @@ def plan(
     )
 
 
-def _choose_name(task: str, preset: str) -> str:
+def choose_name(task: str, preset: str) -> str:
+    """Return what an experiment is called that was given no name.
+
+    >>> choose_name("Task04_Hippocampus", "unet")
+    'task04_hippocampus_unet'
+    """
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", task).strip("._-").lower() or "task"
     return f"{plain}_{preset}"
+
+
+def parse_memory(text: str) -> float:
+    """Return a GPU's memory in GiB.
+
+    Raises
+    ------
+    ConfigError
+        For what is no size.
+
+    Examples
+    --------
+    >>> parse_memory("16GiB"), parse_memory("24"), parse_memory("80 GB")
+    (16.0, 24.0, 74.50580596923828)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB)?\s*", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"the memory of a GPU is a size such as 16GiB, got {text!r}")
+    return float(found[1]) * (1e9 / 2**30 if (found[2] or "").lower() == "gb" else 1)

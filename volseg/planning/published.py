@@ -2,7 +2,7 @@
 
 import math
 
-from volseg.data.manifests import read_manifest
+from volseg.data.catalogue import find_public_task
 from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
 
 __all__ = ["MOSTLY_ZERO", "published_fingerprint"]
@@ -33,7 +33,7 @@ def published_fingerprint(name: str) -> Fingerprint:
     DataError
         There is no such task.
     """
-    manifest = read_manifest(name)
+    manifest = find_public_task(name).manifest
     known = manifest["nnunet"]
     found, target = known["fingerprint"], [float(mm) for mm in known["spacing"]]
     resampled = found["median_shape_resampled"]

@@ -40,7 +40,7 @@ class Setting:
 
 
 def list_settings(
-    fingerprint: Fingerprint, geometry: Geometry, preset: str, *, root: str | Path, name: str
+    fingerprint: Fingerprint, geometry: Geometry, preset: str, *, root: str | Path, name: str, skip_bad: bool
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -54,9 +54,11 @@ def list_settings(
         The data set's folder.
     name : str
         Of the experiment.
+    skip_bad : bool
+        Train without the bad cases.
     """
     yield Setting(key="name", value=name)
-    yield from _list_data(fingerprint, geometry, root)
+    yield from _list_data(fingerprint, geometry, root, skip_bad)
     yield from _list_preprocessing(fingerprint, geometry)
     yield from _list_patch(geometry, preset)
     yield from _list_augmentation(fingerprint, geometry, preset)
@@ -66,8 +68,10 @@ def list_settings(
     yield from _list_inference(fingerprint, geometry, preset)
 
 
-def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path) -> Iterator[Setting]:
+def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path, skip_bad: bool) -> Iterator[Setting]:
     yield Setting(key="data.root", value=str(root))
+    if skip_bad:
+        yield Setting(key="data.skip_bad", value=True, reason="planned without the bad cases, so trained without them")
     size = geometry.voxels * (4 * len(fingerprint.channels) + 1) / 2**30
     reason = f"all prepared cases take about {size:.2g} GiB: on the GPU where that is at most 30 % of what is free"
     yield Setting(key="data.keep", value="auto", reason=reason)

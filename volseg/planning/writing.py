@@ -14,7 +14,7 @@ from volseg.planning.geometry import PRESETS
 from volseg.planning.plan import Plan
 from volseg.version import __version__
 
-__all__ = ["write_config"]
+__all__ = ["require_new", "write_config"]
 
 WIDTH = 110
 
@@ -42,13 +42,18 @@ def write_config(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
         If there is one and ``force`` is off.
     """
     path = Path(path)
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists already; choose another file, or replace it by --force")
+    require_new(path, force=force)
     with replacing(path) as partial:
         partial.write_text("\n".join(_list_lines(plan)) + "\n", encoding="utf-8")
         written = load_config(partial)
         assert written == plan.config(), "the file says something else than the plan"
     return path
+
+
+def require_new(path: str | Path, *, force: bool = False) -> None:
+    """Raise where a file would be replaced; see `write_config`."""
+    if Path(path).exists() and not force:
+        raise ConfigError(f"{path} exists already; choose another file, or replace it by --force")
 
 
 def _list_lines(plan: Plan) -> Iterator[str]:

@@ -400,5 +400,5 @@ _COMPONENTS: dict[str, Callable[..., Any]] = {
     "Spacing": spacing,
     "ZScore": ZScore,
 }
-PREPROCESSING = Registry("preprocessing component", _COMPONENTS)
+PREPROCESSING = Registry("preprocessing component", _COMPONENTS, group="volseg.transforms")
 """What ``preprocessing`` in a config may name. Each takes the case's fields and its own parameters."""

@@ -127,14 +127,18 @@ class BackgroundWriter:
         return self._thread is not None
 
     def submit(self, name: str, snapshot: Snapshot) -> None:
-        """Write a whole snapshot soon; it replaces one that still waits under the same name."""
+        """Write a whole snapshot soon; it replaces one that waits under the same name while another is written."""
+        replaced = None
         with self._lock:
-            replaced = self._waiting.pop(name, None)
-            self._waiting[name] = snapshot
             if self._thread is None:
-                # A daemon: a second Ctrl-C need not wait for it. Whoever ends in order has joined it.
-                self._thread = threading.Thread(target=self._work, name="checkpoint writer", daemon=True)
+                # A daemon: a second Ctrl-C need not wait for it. Whoever ends in order has joined it. It is given the
+                # snapshot: one that waited for the thread's start could be replaced by one that is refused.
+                work = (name, snapshot)
+                self._thread = threading.Thread(target=self._work, args=work, name="checkpoint writer", daemon=True)
                 self._thread.start()
+            else:
+                replaced = self._waiting.pop(name, None)
+                self._waiting[name] = snapshot
         if replaced is not None:
             replaced.release()
 
@@ -153,17 +157,17 @@ class BackgroundWriter:
             self._is_given_up = False
         self.raise_fault()
 
-    def _work(self) -> None:
+    def _work(self, name: str, snapshot: Snapshot) -> None:
         while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                name = next(iter(self._waiting))
-                snapshot = self._waiting.pop(name)
             try:
                 self._write(name, snapshot.state)
             except BaseException as fault:  # the training raises it
                 self._fault = self._fault or fault
             finally:
                 snapshot.release()
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                name = next(iter(self._waiting))
+                snapshot = self._waiting.pop(name)

@@ -167,9 +167,11 @@ class Checkpoints(Hook):
 
     def on_training_end(self, training: "Training") -> None:
         """Keep the last epoch where a hook that was called after this one stopped the training there."""
-        if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
-            self._take(training, LATEST)
-        self._finish()
+        try:
+            if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
+                self._take(training, LATEST)
+        finally:
+            self._finish()
         self._copies = HostCopies()  # frees the memory of the old ones
 
     @property
@@ -180,10 +182,9 @@ class Checkpoints(Hook):
     def _take(self, training: "Training", name: str) -> None:
         if not training.is_main_process:
             return
-        replaced = self._on_the_way.pop(name, None)
-        if replaced is not None:
-            replaced.wait()
-            replaced.release()
+        if name in self._on_the_way:  # not dropped: the newer one may be one that is refused
+            self._on_the_way[name].wait()
+            self._hand_over()
         self._on_the_way[name] = self._copies.take(replace(training.state(), metadata=self.metadata()))
         self._hand_over()
         if name == LATEST:
@@ -196,10 +197,12 @@ class Checkpoints(Hook):
 
     def _finish(self) -> None:
         """Wait until everything is on the disk."""
-        for snapshot in self._on_the_way.values():
-            snapshot.wait()
-        self._hand_over()
-        self._writer.join()
+        try:
+            for snapshot in self._on_the_way.values():
+                snapshot.wait()
+            self._hand_over()
+        finally:  # a device that has failed: what came from it before is written to its end
+            self._writer.join()
 
     def _save(self, name: str, state: TrainingState) -> None:
         """Write a state in the writer's thread, unless it is one of which nothing good can come."""

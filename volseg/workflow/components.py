@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -9,13 +10,14 @@ import monai.losses
 import monai.metrics
 import torch
 from monai.losses import DeepSupervisionLoss
-from monai.networks import one_hot
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
 from volseg.device.torch_internals import Loss
+from volseg.errors import ConfigError
 from volseg.losses.monai import DiceCELoss
+from volseg.losses.targets import Targets
 from volseg.workflow.named import Named
 
 __all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer", "is_fused_on_gpu"]
@@ -29,6 +31,10 @@ def _classes(module: ModuleType, base: type) -> dict[str, Callable[..., Any]]:
 
 # Logits and a label map (B, 1, D, H, W) are what a segmentation loss of ours gets, so this is what it must be told.
 SEGMENTATION = {"to_onehot_y": True, "softmax": True, "use_softmax": True}
+
+OVERLAPPING = ("DiceLoss", "DiceFocalLoss", "FocalLoss", "GeneralizedDiceLoss", "TverskyLoss")
+"""MONAI's losses that are right about volumes that overlap, with a sigmoid each. Its ``DiceCELoss`` is none of them: it
+takes the cross entropy of a softmax, whatever its Dice is told."""
 
 OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
 DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
@@ -51,10 +57,14 @@ def _losses() -> dict[str, Callable[..., Any]]:
     return {**taken, "DiceCELoss": DiceCELoss}
 
 
-LOSSES = Registry("loss", _losses())
-METRICS = Registry("metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)})
+LOSSES = Registry("loss", _losses(), group="volseg.losses")
+METRICS = Registry(
+    "metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)}, group="volseg.metrics"
+)
 OPTIMIZERS = Registry(
-    "optimizer", {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS}
+    "optimizer",
+    {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS},
+    group="volseg.optimizers",
 )
 
 FUSED = ("Adam", "AdamW", "SGD")
@@ -65,53 +75,144 @@ def is_fused_on_gpu(spec: Mapping[str, Any]) -> bool:
     return bool(spec.get("fused", spec["name"] in FUSED))
 
 
-def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str) -> Named:
+def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, targets: Targets | None = None) -> Named:
     """Return a loss on logits ``(B, K, D, H, W)`` and a label map ``(B, 1, D, H, W)``.
 
     MONAI's losses are told to take the softmax and the one-hot form themselves, unless the spec says otherwise. A list
     of logits (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights.
 
+    Where a label map's numbers mean more than a class each, ``DiceCELoss`` is that of `volseg.losses.known_voxels`, a
+    loss of one's own is given them as the parameter ``targets`` if it has one, and of MONAI's others those of
+    `OVERLAPPING` take regions. Any other loss is refused: it would be computed, and wrong.
+
+    Parameters
+    ----------
+    spec : mapping
+        Name and parameters.
+    inputs, output
+        Fields of the batch, and the name of the loss.
+    targets : Targets, optional
+        What the label maps hold; a class each by default.
+
     Raises
     ------
     ConfigError
-        For an unknown name or parameter.
+        For an unknown name or parameter, or a loss that does not know what the label maps hold.
     """
     LOSSES.check(spec)
+    if targets is not None and not targets.is_plain:
+        return Named(AnyDepth(_build_for(targets, spec)), list(inputs), [output])
     defaults = {key: value for key, value in SEGMENTATION.items() if LOSSES.accepts(spec["name"], key)}
     return Named(AnyDepth(LOSSES.build({**defaults, **spec})), list(inputs), [output])
 
 
-def build_metric(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, num_classes: int) -> Named:
+def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
+    """Return a loss that knows what label maps hold beside classes."""
+    name = spec["name"]
+    if LOSSES.accepts(name, "targets"):
+        own: nn.Module = LOSSES.build(spec, targets=targets)
+        return own
+    if targets.regions and (spec.get("softmax") or spec.get("use_softmax")):
+        raise ConfigError(f"loss {name} is to take a softmax, but regions overlap; leave it out of the config")
+    if LOSSES[name] is DiceCELoss:
+        # What regions take anyway may be said once more.
+        parameters = {key: value for key, value in spec.items() if not (targets.regions and key == "sigmoid")}
+        loss: DiceCELoss = LOSSES.build({"softmax": True, "to_onehot_y": True, **parameters})
+        return loss.take_targets(targets)
+    if not targets.regions or targets.ignores or targets.hidden or name not in OVERLAPPING:
+        kinds = {"regions": targets.regions, "ignored voxels": targets.ignores, "hidden classes": targets.hidden}
+        held = ", ".join(kind for kind, is_so in kinds.items() if is_so)
+        raise ConfigError(
+            f"loss {name} does not know what the label maps hold ({held}); take DiceCELoss, or one of your own with a "
+            "parameter 'targets' (volseg.losses.Targets)"
+        )
+    # Its first output would be taken for the background.
+    activation = {key: True for key in ("sigmoid", "include_background") if LOSSES.accepts(name, key)}
+    return OfRegions(LOSSES.build({**spec, **activation}), targets)
+
+
+class OfRegions(nn.Module):
+    """A loss of overlapping one-hot volumes, told a label map."""
+
+    def __init__(self, loss: nn.Module, targets: Targets) -> None:
+        super().__init__()
+        self.loss = loss
+        self.targets = targets
+        self.__name__ = type(loss).__name__
+
+    def forward(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Return the loss of logits ``(B, R, D, H, W)`` and a label map ``(B, 1, D, H, W)`` of classes."""
+        # Comparisons and not torch.isin: sharded volumes have them, and nothing is copied from the host.
+        is_class = [(label == index).to(logits.dtype) for index in range(self.targets.num_classes)]
+        volumes = [reduce(torch.add, [is_class[index] for index in region]) for region in self.targets.regions]
+        result: Tensor = self.loss(logits, torch.cat(volumes, 1))
+        # A number that means nothing would lie outside of all regions without a word.
+        return result * torch.where((label >= self.targets.num_classes).any(), torch.nan, 1.0)
+
+
+def build_metric(
+    spec: Mapping[str, Any],
+    *,
+    inputs: Iterable[str],
+    output: str,
+    num_classes: int | None = None,
+    columns: Sequence[Sequence[int]] | None = None,
+) -> Named:
     """Return a MONAI metric of label maps ``(1, 1, D, H, W)``, over the foreground unless the spec says otherwise.
 
     Its inputs end with the field ``spacing`` (mm along D, H, W) where it measures distances.
 
+    Parameters
+    ----------
+    spec : mapping
+        Name and parameters.
+    inputs, output
+        Fields of a case, and the name of the metric.
+    num_classes : int, optional
+        Of label maps that hold 0 to one less.
+    columns : sequence, optional
+        In place of it, the values that belong to each column of the one-hot form: ``(0,)`` first and a value each, or
+        those of each region.
+
     Raises
     ------
     ConfigError
-        For an unknown name or parameter.
+        For an unknown name or parameter, or regions without the first of them.
     """
     METRICS.check(spec)
-    defaults = {"include_background": False} if METRICS.accepts(spec["name"], "include_background") else {}
-    metric = OneHot(METRICS.build({**defaults, **spec}), num_classes)
+    if columns is None:
+        assert num_classes is not None, "a metric needs num_classes or columns"
+        columns = [(index,) for index in range(num_classes)]
+    takes, has_background = METRICS.accepts(spec["name"], "include_background"), tuple(columns[0]) == (0,)
+    defaults = {"include_background": not has_background} if takes else {}
+    if not has_background and takes and not spec.get("include_background", True):
+        raise ConfigError(
+            f"metric {spec['name']} leaves the first column out (include_background: false), which is a region and no "
+            "background; leave it out of the config"
+        )
+    metric = OneHot(METRICS.build({**defaults, **spec}), columns)
     return Named(metric, [*inputs, *(["spacing"] if spec["name"] in DISTANCES else [])], [output])
 
 
 class OneHot(nn.Module):
     """A metric of one-hot volumes, asked about label maps."""
 
-    def __init__(self, metric: Callable[..., Any], num_classes: int) -> None:
+    def __init__(self, metric: Callable[..., Any], columns: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self.metric = metric
-        self.num_classes = num_classes
+        self.columns = [tuple(values) for values in columns]
 
     def forward(self, prediction: Tensor, label: Tensor, spacing: Sequence[float] | None = None) -> Tensor:
-        """Return what the metric gives for ``(B, 1, D, H, W)`` label maps, per case and class."""
+        """Return what the metric gives for ``(B, 1, D, H, W)`` label maps, per case and column."""
         # A label map itself would pass: MONAI's MeanIoU of one is not an error but a number above 1.
-        volumes = [one_hot(volume.as_subclass(Tensor), self.num_classes) for volume in (prediction, label)]
+        volumes = [self._split(volume.as_subclass(Tensor)) for volume in (prediction, label)]
         result = self.metric(*volumes, **({} if spacing is None else {"spacing": tuple(spacing)}))
         assert isinstance(result, Tensor)
         return result
+
+    def _split(self, label_map: Tensor) -> Tensor:
+        rows = [torch.isin(label_map, torch.tensor(values, device=label_map.device)) for values in self.columns]
+        return torch.cat(rows, 1).float()
 
 
 class AnyDepth(nn.Module):
@@ -120,7 +221,7 @@ class AnyDepth(nn.Module):
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.plain = loss
-        self.__name__ = type(loss).__name__  # of which a message speaks
+        self.__name__ = getattr(loss, "__name__", type(loss).__name__)  # of which a message speaks
         self.deep = DeepSupervisionLoss(loss)
 
     def forward(self, logits: Tensor | list[Tensor], label: Tensor) -> Tensor:

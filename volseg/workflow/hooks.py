@@ -8,11 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from volseg.config.registry import Registry
+from volseg.errors import ConfigError
+
 if TYPE_CHECKING:
     from volseg.workflow.records import EpochRecord
     from volseg.workflow.training import Training
 
-__all__ = ["Hook", "Patience"]
+__all__ = ["HOOKS", "Hook", "Patience", "build_hook"]
 
 
 class Hook:
@@ -77,6 +80,24 @@ class Patience(Hook):
     def _judge(self, training: "Training") -> None:
         if self.has_run_out(training.history):
             training.stop(f"no better score in {_validations_since_best(training.history)} validations")
+
+
+HOOKS = Registry("hook", group="volseg.hooks")
+"""What ``hooks`` in a config may name: only what users add, as the framework's own hooks follow from other settings."""
+
+
+def build_hook(spec: Mapping[str, Any]) -> Hook:
+    """Return the hook that a config names.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter, or a component that makes no `Hook`.
+    """
+    hook = HOOKS.build(spec)
+    if not isinstance(hook, Hook):
+        raise ConfigError(f"hook {spec['name']} must be a volseg.Hook, got a {type(hook).__name__}; derive its class")
+    return hook
 
 
 def _validations_since_best(history: Sequence["EpochRecord"]) -> int:

@@ -66,12 +66,23 @@ class Objective:
         return fields
 
 
-def require_mean_over_samples(objective: Objective, *, num_channels: int, num_classes: int) -> None:
+def require_mean_over_samples(
+    objective: Objective, *, num_channels: int, num_classes: int, num_indices: int | None = None
+) -> None:
     """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
 
     Replicas that share a batch compute their own samples only, and their losses are averaged by number of samples: one
     that mixes samples otherwise (Dice over the whole batch, class weights that are divided by their sum) would be
     another loss on another number of replicas.
+
+    Parameters
+    ----------
+    objective : Objective
+        Its losses.
+    num_channels, num_classes : int
+        Of images and of logits.
+    num_indices : int, optional
+        Numbers that label maps hold, from 0 on; one per class by default.
 
     Raises
     ------
@@ -84,7 +95,7 @@ def require_mean_over_samples(objective: Objective, *, num_channels: int, num_cl
         for heads in (1, 3):  # as a network without and with deep supervision gives logits
             for deal in TRIED_DEALS:
                 try:
-                    whole, parts = _try_deal(loss, deal, heads, num_channels, num_classes)
+                    whole, parts = _try_deal(loss, deal, heads, num_channels, num_classes, num_indices or num_classes)
                 except Exception as fault:  # a loss may take one of the two kinds of logits only
                     faults.append(fault)
                     continue
@@ -157,9 +168,9 @@ def _join(one: Any, other: Any) -> Any:
     return torch.cat([one, other])
 
 
-def _try_deal(loss: Named, deal: Sequence[int], heads: int, num_channels: int, num_classes: int) -> tuple[float, float]:
+def _try_deal(loss: Named, deal: Sequence[int], heads: int, *sizes: int) -> tuple[float, float]:
     """Return a loss on a random batch, and its mean over the parts of the batch."""
-    fields = _make_fields(sum(deal), heads, num_channels, num_classes)
+    fields = _make_fields(sum(deal), heads, *sizes)
     end, parts = 0, 0.0
     for count in deal:
         begin, end = end, end + count
@@ -177,10 +188,10 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
         return math.fsum(float(value) for value in loss(taken).values())
 
 
-def _make_fields(count: int, heads: int, num_channels: int, num_classes: int) -> dict[str, Any]:
+def _make_fields(count: int, heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
     """Return a random batch whose samples differ in how much of each class they hold; one is background alone."""
     generator = torch.Generator().manual_seed(0)
-    label = torch.randint(num_classes, (count, 1, *TRIED_SIDES), generator=generator)
+    label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
     kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count
     sides = [[side // 2**level for side in TRIED_SIDES] for level in range(heads)]
     logits = [torch.randn(count, num_classes, *side, generator=generator) for side in sides]

@@ -32,7 +32,9 @@ def constant(progress: float) -> float:
     return 1.0
 
 
-SCHEDULES = Registry("schedule", {"polynomial": polynomial, "cosine": cosine, "constant": constant})
+SCHEDULES = Registry(
+    "schedule", {"polynomial": polynomial, "cosine": cosine, "constant": constant}, group="volseg.schedules"
+)
 
 
 class Schedule:

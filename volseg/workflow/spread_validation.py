@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from volseg.errors import DataError
-from volseg.evaluation.summary import EvaluatedCase
+from volseg.evaluation.summary import EvaluatedCase, read_structure
 from volseg.parallel.together import Rounds, run_together
 from volseg.workflow.interrupts import StopRequested, stop_if_requested
 from volseg.workflow.validation import Example, JudgedCase, Validated, Validation
@@ -102,7 +102,7 @@ def _path(file: str | os.PathLike[str] | None) -> str | None:
 def _read(told: Mapping[str, Any]) -> JudgedCase:
     return JudgedCase(
         evaluated=EvaluatedCase(
-            metrics={int(label): metrics for label, metrics in told["metrics"].items()},
+            metrics={read_structure(label): metrics for label, metrics in told["metrics"].items()},
             prediction_file=told["prediction_file"],
             reference_file=told["reference_file"],
         ),

@@ -1,7 +1,7 @@
 """Validation and testing: whole cases through the model, judged or written on their own grid."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from volseg.data.cases import Case
 from volseg.errors import BatchFieldError
 from volseg.evaluation.overlap import evaluate_case
-from volseg.evaluation.summary import EvaluatedCase, Summary, summarise, write_summary
+from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise, write_summary
 from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
@@ -68,7 +68,13 @@ class Validation:
     cases : sequence of Case
         Prepared with ``keep_reference=True``: ``reference`` is the label map on the image's own grid.
     labels : mapping
-        Label value to name; 0 is the background.
+        What is scored to its name: label values, of which 0 is the background, or the values of regions. A task's are
+        ``Task.structures``.
+    ignore : int, optional
+        Value of the label maps where nothing is scored.
+    values : collection of int
+        Further values of label maps, which nothing is scored of; see `evaluate_case`. Of a case with ``labelled``
+        nothing is scored but what was looked for.
     metrics : sequence of Named
         Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid, and
         ``spacing``, its voxels' sides in mm. Their results are averaged over labels and cases, without NaN.
@@ -91,8 +97,10 @@ class Validation:
         self,
         predictor: Predictor,
         cases: Sequence[Case],
-        labels: Mapping[int, str],
+        labels: Mapping[Any, str],
         *,
+        ignore: int | None = None,
+        values: Collection[int] = (),
         metrics: Sequence[Named] = (),
         folder: Path | None = None,
         batch_size: int = 1,
@@ -107,6 +115,8 @@ class Validation:
         self.predictor = predictor
         self.cases = cases
         self.labels = dict(labels)
+        self.ignore = ignore
+        self.values = tuple(values)
         self.metrics = list(metrics)
         self.folder = folder
         self.batch_size = batch_size
@@ -130,19 +140,22 @@ class Validation:
             prediction = labels.cpu()
             evaluated = self._evaluated(case, prediction)
             reference = case["reference"]
+            volumes = (prediction.as_tensor()[None], reference.as_tensor()[None])
+            if self.ignore is not None:  # background in both, where nobody annotated
+                volumes = tuple(volume.masked_fill(volumes[1] == self.ignore, 0) for volume in volumes)
             fields = {
                 **case,
-                "pred": prediction.as_tensor()[None],
-                "label": reference.as_tensor()[None],
+                "pred": volumes[0],
+                "label": volumes[1],
                 "spacing": reference.affine[:3, :3].norm(dim=0).tolist(),
             }
             further = {
-                name: float(torch.as_tensor(value).float().nanmean())
+                name: self._average(torch.as_tensor(value).float(), case)
                 for metric in self.metrics
                 for name, value in metric(fields).items()
             }
             if len(self.examples) < num_examples:
-                self.examples.append(_example(case, prediction))
+                self.examples.append(self._example(case, prediction))
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)
 
     def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
@@ -154,12 +167,44 @@ class Validation:
         return Validated(
             summary=summary,
             score=summary["foreground_mean"]["Dice"],
-            scores={f"dice/{self.labels[int(label)]}": mean["Dice"] for label, mean in summary["mean"].items()}
+            scores={f"dice/{self.labels[read_structure(key)]}": mean["Dice"] for key, mean in summary["mean"].items()}
             | {name: _mean([case.further[name] for case in judged]) for name in names},
         )
 
+    def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
+        """Return the first channel of the image, back on its original grid, with label and prediction."""
+        image = case["image"]
+        original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
+        label, found = (self._number(volume.as_tensor()[0]) for volume in (case["reference"], prediction))
+        return Example(case=case["case"], image=original.cpu(), label=label.cpu(), prediction=found)
+
+    def _number(self, label_map: Tensor) -> Tensor:
+        """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
+        if self.ignore is not None:
+            label_map = label_map.masked_fill(label_map == self.ignore, 0)
+        scored = {value for key in self.labels for value in (key if isinstance(key, tuple) else (key,))}
+        known = torch.tensor(sorted({0, *self.values, *scored}), device=label_map.device)
+        return torch.searchsorted(known, label_map.long())
+
+    def _average(self, metric: Tensor, case: Mapping[str, Any]) -> float:
+        """Return the mean of a metric over what is scored in a case, without NaN; NaN where that cannot be told."""
+        if case.get("labelled") is None:
+            return float(metric.nanmean())
+        looked_for = set(case["labelled"])
+        scored = [key for key in self.labels if key != 0]
+        judged = [set(key if isinstance(key, tuple) else (key,)) <= looked_for for key in scored]
+        columns = metric.flatten()[-len(judged) :]  # without the background, where the metric has it
+        return float(columns[torch.tensor(judged)].nanmean()) if len(columns) == len(judged) else math.nan
+
     def _evaluated(self, case: Mapping[str, Any], prediction: MetaTensor) -> EvaluatedCase:
-        metrics = evaluate_case(prediction, case["reference"], self.labels)
+        metrics = evaluate_case(
+            prediction,
+            case["reference"],
+            self.labels,
+            ignore=self.ignore,
+            values=self.values,
+            labelled=case.get("labelled"),
+        )
         path = None
         if self.folder is not None:
             path = write_prediction(prediction, case["image"], self.folder / f"{case['case']}.nii.gz")
@@ -200,16 +245,6 @@ class Testing:
             case["case"]: write_prediction(labels, case["image"], self.folder / f"{case['case']}.nii.gz")
             for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
         }
-
-
-def _example(case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-    """Return the first channel of the image, back on its original grid, with label and prediction."""
-    image = case["image"]
-    original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
-    label = case["reference"].as_tensor()[0].long()
-    return Example(
-        case=case["case"], image=original.cpu(), label=label.cpu(), prediction=prediction.as_tensor()[0].long()
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

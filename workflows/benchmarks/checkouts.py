@@ -100,7 +100,9 @@ def run(folder: str, options: list[str]) -> list[dict[str, float]]:
     """Measure one checkout in a process of its own."""
     paths = os.pathsep.join(filter(None, [str(Path(folder).resolve()), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, __file__, "--worker", *options]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=False, encoding="utf-8"
+    )
     if done.returncode:
         raise RuntimeError(f"measuring {folder} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

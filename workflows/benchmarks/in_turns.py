@@ -57,7 +57,7 @@ def run(folder: str, benchmark: list[str]) -> Any:
         output = Path(scratch) / "output.json"
         command = [sys.executable, str(root / "workflows" / "benchmarks" / script)]
         command += [str(output) if option == "OUTPUT" else option.replace("CHECKOUT", str(root)) for option in options]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, encoding="utf-8")
         if done.returncode or not output.exists():
             raise RuntimeError(f"{script} of {folder} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return json.loads(output.read_text(encoding="utf-8"))

@@ -171,7 +171,7 @@ def work(todo: Path, done: Path) -> None:
             # A device that was meant to be too small is no failure.
             failed = not (row.get("fraction") and isinstance(failure, torch.cuda.OutOfMemoryError))
             result = {"error": f"{type(failure).__name__}: {failure}"[:2000], "where": traceback.format_exc()[-1500:]}
-        with done.open("a") as lines:
+        with done.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({**row, **result}) + "\n")
         if failed:
             os._exit(FAILED)  # a broken capture or an exhausted device must not spoil the next row
@@ -184,12 +184,12 @@ def work(todo: Path, done: Path) -> None:
 def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
     """Run all rows, a new worker after every failure; keep ``output`` current."""
     queue, lines = output.with_suffix(".todo"), output.with_suffix(".rows")
-    lines.write_text("")
+    lines.write_text("", encoding="utf-8")
     begun = time.monotonic()
     while (count := len(lines.read_text(encoding="utf-8").splitlines())) < len(todo):
         if time.monotonic() - begun > limit_s:
             break
-        queue.write_text(json.dumps(todo[count:]))
+        queue.write_text(json.dumps(todo[count:]), encoding="utf-8")
         command = [sys.executable, __file__, "--worker", str(queue), "--output", str(lines)]
         # A session of its own: replicas end with it.
         worker = subprocess.Popen(command, start_new_session=True)
@@ -206,7 +206,7 @@ def supervise(todo: list[Row], output: Path, limit_s: float) -> list[Row]:
         is_late = time.monotonic() - begun > limit_s
         if worker.returncode not in (0, FAILED) and done < len(todo) and not is_late:
             error = f"the worker ended with {worker.returncode}, or the row took more than {ROW_LIMIT_S} s"
-            with lines.open("a") as more:
+            with lines.open("a", encoding="utf-8") as more:
                 more.write(json.dumps({**todo[done], "error": error}) + "\n")
     save(output, lines)
     with contextlib.suppress(OSError):
@@ -223,7 +223,8 @@ def save(output: Path, lines: Path) -> None:
         command=command, gpus=names, torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version()
     )
     output.write_text(
-        json.dumps({"about": {**about, "cudnn": torch.backends.cudnn.version()}, "rows": found}, indent=1)
+        json.dumps({"about": {**about, "cudnn": torch.backends.cudnn.version()}, "rows": found}, indent=1),
+        encoding="utf-8",
     )
 
 

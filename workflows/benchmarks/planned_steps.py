@@ -30,7 +30,7 @@ import torch
 from volseg import experiment
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Batch, Task
-from volseg.data.manifests import list_manifests, read_manifest
+from volseg.data.catalogue import find_public_task, list_public_tasks
 from volseg.experiment.building import build_model, build_training, choose_device
 from volseg.monitoring.environment import environment
 from volseg.workflow import Hook, Training
@@ -43,7 +43,13 @@ ITERATIONS = 250
 def main() -> None:
     """Measure every task by every row in turns, or one of them in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", default=list(list_manifests()), metavar="TASK", help="default all ten")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[public.name for public in list_public_tasks()],
+        metavar="TASK",
+        help="default all ten",
+    )
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all that are installed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=30, help="batches before the first that are timed")
@@ -121,7 +127,7 @@ def measure_ours(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
     [path] = CONFIGS.glob(f"{name[:6].lower()}_*.yaml")
     overrides = [*chosen.overrides, f"device={chosen.device}", "training.epochs=1000000", "training.clip=12"]
     config = experiment.load_config(path, overrides)
-    manifest, device = read_manifest(name), choose_device(config)
+    manifest, device = find_public_task(name).manifest, choose_device(config)
     task = Task(
         name=name,
         root=Path(name),
@@ -133,7 +139,7 @@ def measure_ours(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     model = build_model(config, task, device)
     clock = Windows(chosen, device)
-    training = build_training(config, model, OneBatch(config, task, device), validation=None, hooks=[clock])
+    training = build_training(config, model, OneBatch(config, task, device), validation=None, hooks=[clock], task=task)
     with suppress(Measured):
         training.run()
     plan = {"patch": list(config.patch.size), "batch": config.patch.batch, "kernels": type(model).__name__}
@@ -210,7 +216,7 @@ class Windows(Hook):
 
 def measure_nnunet(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Train nnU-Net's trainer of benchmarks on its random batch."""
-    manifest = read_manifest(name)
+    manifest = find_public_task(name).manifest
     device = torch.device(chosen.device)
     with tempfile.TemporaryDirectory() as scratch:
         for variable in ("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results"):

@@ -206,7 +206,7 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
             return  # a rank ran out of memory, and whatever this one met is its absence
         # Several ranks may run out of memory at once: each writes a whole file.
         own = path.with_suffix(f".{os.environ['RANK']}")
-        own.write_text(json.dumps(results + further))
+        own.write_text(json.dumps(results + further), encoding="utf-8")
         own.replace(path)
 
     for row in wanted:
@@ -349,9 +349,9 @@ def write(report: dict[str, Any], path: Path) -> None:
     """Write the JSON, and beside it the table and plot of the largest cubes."""
     if ratios := same_volume(report["rows"]):
         report["same_volume"] = ratios
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if searched := [row for row in report["rows"] if row["kind"] == "largest"]:
-        path.with_suffix(".md").write_text(table(searched) + "\n")
+        path.with_suffix(".md").write_text(table(searched) + "\n", encoding="utf-8")
         plot(searched, path.with_suffix(".svg"))
 
 

@@ -98,7 +98,7 @@ def main() -> None:
         "unit": "TFLOP/s, differences relative to the largest value",
         "rows": [{"channels": channels, "sides": sides, **measure(channels, sides)} for channels, sides in CASES],
     }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for row in report["rows"]:
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
 

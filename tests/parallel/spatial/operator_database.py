@@ -221,7 +221,7 @@ def _conclude(results: Sequence[Result], chosen: argparse.Namespace) -> int:
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     if chosen.write:
         table = updated(table, results, ("thin",) if chosen.thin else ("whole", "thin"), everything=not chosen.only)
-        TABLE.write_text(written(table))
+        TABLE.write_text(written(table), encoding="utf-8")
     told = list(complaints(results, table, form))
     faults = sum(len(result.faults) for result in results)
     if faults:

@@ -264,7 +264,7 @@ def main() -> int:
             print(result.name, result.outcomes)
         return bool(faults)
     if chosen.write:
-        LIST.write_text(written(exceptions))
+        LIST.write_text(written(exceptions), encoding="utf-8")
     told = list(complaints(exceptions, json.loads(LIST.read_text(encoding="utf-8")), names))
     print("\n".join(told))
     counts = Counter(outcome for result in results for outcome in result.outcomes.values())

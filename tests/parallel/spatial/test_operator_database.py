@@ -27,7 +27,7 @@ def compare(script: str, *options: str, seconds: int) -> None:
     paths = {"PYTHONPATH": str(Path(volseg.__file__).parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **paths}
     command = [sys.executable, str(FOLDER / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=seconds, encoding="utf-8")
     if done.returncode == UNAVAILABLE:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4_000:]

@@ -31,4 +31,4 @@ def with_table(text: str) -> str:
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])
-    page.write_text(with_table(page.read_text(encoding="utf-8")))
+    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,283 @@
+"""nnU-Net's raw data sets: what nnU-Net 2 trains on is read alike, and what it would stumble over later is named."""
+
+import json
+import logging
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from volseg.data import check_cases, read_splits
+from volseg.data.layouts import load_task
+from volseg.errors import DataError
+
+BRATS = {"background": 0, "whole tumor": [1, 2, 3], "tumor core": [2, 3], "enhancing tumor": [3]}
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """Return a function that writes a raw data set of two cases with two channels, with the given changes."""
+
+    def write(folder="Dataset011_Test", *, cases=("b", "a"), channels=(0, 1), ending=".nii.gz", **changes) -> Path:
+        root = tmp_path / folder
+        declared = {
+            "channel_names": {"0": "T1", "1": "T2"},
+            "labels": {"background": 0, "PZ": 1, "TZ": 2},
+            "numTraining": len(cases),
+            "file_ending": ending,
+        }
+        declared = {key: value for key, value in (declared | changes).items() if value is not ...}
+        names = [f"imagesTr/{case}_{channel:04d}" for case in cases for channel in channels]
+        names += [f"labelsTr/{case}" for case in cases] + [f"imagesTs/t_{channel:04d}" for channel in channels]
+        root.mkdir(exist_ok=True)
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / f"{name}{ending}").touch()
+        (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+        return root
+
+    return write
+
+
+def test_a_data_set_with_a_file_per_channel(raw):
+    root = raw()
+    task = load_task(root)
+    assert (task.name, task.root, task.modalities) == ("Dataset011_Test", root, ("T1", "T2"))
+    assert (task.labels, task.regions, task.ignore) == ({0: "background", 1: "PZ", 2: "TZ"}, {}, None)
+    assert [case["case"] for case in task.training] == ["a", "b"]  # sorted, as nnU-Net's folds need them
+    assert task.training[0] == {
+        "case": "a",
+        "image": (root / "imagesTr/a_0000.nii.gz", root / "imagesTr/a_0001.nii.gz"),
+        "label": root / "labelsTr/a.nii.gz",
+    }
+    assert task.test == ({"case": "t", "image": (root / "imagesTs/t_0000.nii.gz", root / "imagesTs/t_0001.nii.gz")},)
+    assert load_task(root / "imagesTr") == load_task(root.parent) == task
+
+
+def test_one_channel_is_one_path(raw):
+    root = raw(channel_names={"0": "CT"}, channels=(0,), ending=".nrrd")
+    [case, _] = load_task(root).training
+    assert (case["case"], case["image"], case["label"]) == (
+        "a",
+        root / "imagesTr/a_0000.nrrd",
+        root / "labelsTr/a.nrrd",
+    )
+
+
+def test_a_file_of_all_channels_is_one_path(raw):
+    root = raw(channels=(0,))
+    assert load_task(root).training[0]["image"] == root / "imagesTr/a_0000.nii.gz"
+
+
+@pytest.mark.parametrize(
+    ("changes", "regions", "names"),
+    [
+        (
+            {"labels": BRATS, "regions_class_order": [1, 2, 3]},
+            {"whole tumor": (1, 2, 3), "tumor core": (2, 3), "enhancing tumor": (3,)},
+            {0: "background", 1: "label_1", 2: "label_2", 3: "enhancing tumor"},
+        ),
+        (  # KiTS: the middle region is painted with the largest value
+            {
+                "labels": {"background": 0, "kidney": [1, 2, 3], "masses": [2, 3], "tumor": 2},
+                "regions_class_order": [1, 3, 2],
+            },
+            {"kidney": (1, 2, 3), "masses": (3, 2), "tumor": (2,)},
+            {0: "background", 1: "label_1", 2: "tumor", 3: "label_3"},
+        ),
+        (  # a region's value among several of its own is the one that nnU-Net paints with
+            {"labels": {"background": 0, "organ": [1, 2, 3], "lesion": 3}, "regions_class_order": [2, 3]},
+            {"organ": (2, 1, 3), "lesion": (3,)},
+            {0: "background", 1: "label_1", 2: "label_2", 3: "lesion"},
+        ),
+    ],
+    ids=["BraTS", "KiTS", "chosen value"],
+)
+def test_regions_keep_their_order_and_the_value_that_each_is_painted_with(raw, changes, regions, names):
+    task = load_task(raw(**changes))
+    assert task.regions == regions
+    assert list(task.regions) == list(regions)
+    assert task.labels == names
+
+
+def test_values_may_be_digits_and_lists_of_one(raw):
+    """nnU-Net turns values into numbers, and a list of one is no region."""
+    task = load_task(raw(labels={"background": "0", "PZ": [2], "TZ": "1"}))
+    assert (task.labels, task.regions) == ({0: "background", 1: "TZ", 2: "PZ"}, {})
+
+
+def test_a_value_to_ignore(raw):
+    task = load_task(raw(labels={"background": 0, "PZ": 1, "ignore": 2}))
+    assert (task.labels, task.ignore) == ({0: "background", 1: "PZ"}, 2)
+    task = load_task(raw(labels={**BRATS, "ignore": 4}, regions_class_order=[1, 2, 3]))
+    assert (task.ignore, sorted(task.labels), list(task.regions)) == (4, [0, 1, 2, 3], list(BRATS)[1:])
+
+
+def test_files_may_be_listed_and_lie_anywhere(raw, tmp_path, monkeypatch):
+    """``dataset`` takes precedence over the folders; paths go beyond the folder, and name variables."""
+    other = raw("Dataset010_Other")
+    monkeypatch.setenv("nnUNet_raw", str(tmp_path))
+    listed = {
+        "z": {
+            "images": [f"$nnUNet_raw/{other.name}/imagesTr/a_000{n}.nii.gz" for n in (0, 1)],
+            "label": "own/z.nii.gz",
+        },
+        "y": {
+            "images": [f"../{other.name}/imagesTr/b_000{n}.nii.gz" for n in (0, 1)],
+            "label": str(other / "labelsTr/b.nii.gz"),
+        },
+    }
+    root = raw(dataset=listed)
+    (root / "own").mkdir()
+    (root / "own/z.nii.gz").touch()
+    first, second = load_task(root).training
+    assert first == {
+        "case": "y",
+        "image": (other / "imagesTr/b_0000.nii.gz", other / "imagesTr/b_0001.nii.gz"),
+        "label": other / "labelsTr/b.nii.gz",
+    }
+    assert second["image"] == (other / "imagesTr/a_0000.nii.gz", other / "imagesTr/a_0001.nii.gz")
+    assert second["label"] == root / "own/z.nii.gz"
+
+
+def test_its_own_splits_are_read(raw):
+    root = raw()
+    (root / "splits_final.json").write_text('[{"train": ["a"], "val": ["b"]}]', encoding="utf-8")
+    [split] = read_splits(root / "splits_final.json", [case["case"] for case in load_task(root).training])
+    assert (split.training, split.validation) == (("a",), ("b",))
+
+
+def test_partially_labelled_cases(raw):
+    first, second = load_task(raw(labelled={"b": ["TZ"]})).training
+    assert "labelled" not in first
+    assert second["labelled"] == (2,)
+
+
+def test_what_nnunet_passes_over_is_said(raw, caplog):
+    root = raw(numTraining=7)
+    (root / "labelsTr/orphan.nii.gz").touch()
+    (root / "imagesTr/._a_0000.nii.gz").touch()  # macOS
+    (root / "imagesTr/notes.txt").touch()
+    (root / "imagesTs/u_0001.nii.gz").touch()
+    with caplog.at_level(logging.WARNING, logger="volseg.data"):
+        task = load_task(root)
+    assert [case["case"] for case in (*task.training, *task.test)] == ["a", "b", "t"]
+    assert "numTraining is 7, but there are 2" in caplog.text
+    assert "1 label(s) have no image and are left out: orphan" in caplog.text
+    assert "1 of 2 declared test images are absent and left out" in caplog.text
+
+
+def test_missing_channels_and_labels_are_named(raw):
+    root = raw()
+    (root / "imagesTr/b_0001.nii.gz").unlink()
+    (root / "labelsTr/a.nii.gz").unlink()
+    with pytest.raises(
+        DataError, match=r"2 absent file\(s\): labelsTr/a\.nii\.gz, imagesTr/b_0001\.nii\.gz; fetch them"
+    ):
+        load_task(root)
+    problems = check_cases(load_task(root, require_files=False).training[1:], load_task(root, require_files=False))
+    assert "b_0000.nii.gz is truncated" in str(problems[0])  # an empty file, here
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("imagesTr/b_0002.nii.gz", r"1 case\(s\) have more than the 2 declared channel\(s\): b_0002\.nii\.gz; declare"),
+        ("imagesTr/c.nii.gz", r"c\.nii\.gz names no channel; needed: CASE_0000\.nii\.gz for the first one"),
+    ],
+)
+def test_files_that_nobody_declared(raw, name, message):
+    root = raw()
+    (root / name).touch()
+    with pytest.raises(DataError, match=message):
+        load_task(root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"file_ending": ".png"}, r"'file_ending' is '\.png'; needed: one of \.mha, \.mhd, .*\.nii\.gz"),
+        (
+            {"cases": (), "channels": ()},
+            r"Dataset011_Test has no imagesTr; nnU-Net's layout needs imagesTr and labelsTr",
+        ),
+        (
+            {"channel_names": {"1": "T1"}},
+            r"'channel_names' should map the numbers 0, 1, 2 \.\.\. to names without a gap",
+        ),
+        ({"channel_names": ..., "modality": ...}, r"'modality' should map the numbers"),
+        ({"labels": {"PZ": 1, "TZ": 2}}, r"declares the labels \{1: 'PZ', 2: 'TZ'\}; needed: 0 for the background"),
+        ({"labels": {"background": 0, "PZ": 1, "TZ": 1}}, r"gives the value 1 to 'PZ' and to 'TZ'"),
+        ({"labels": {"background": 0, "PZ": 1.5}}, r"the label 'PZ' should have an integer .*, got 1\.5"),
+        ({"labels": {"background": 0, "PZ": True}}, r"the label 'PZ' should have an integer .*, got True"),
+        ({"labels": {"background": 0, "all": [1, 0], "PZ": 1}}, r"the region 'all' holds \[0\]; needed: .* of \[1\]"),
+        ({"labels": {"background": 0, "all": [1, 1]}}, r"the region 'all' names the value 1 twice"),
+        ({"labels": {"background": 0, "all": []}}, r"the region 'all' has no values"),
+        ({"labels": {"background": 0, "PZ": 1, "ignore": 0}}, r"gives the value 0 to 'background' and to 'ignore'"),
+        ({"labels": {"background": 0, "PZ": 1}, "ignore": 1}, r"ignores 1, which is the label 'PZ'; they need another"),
+        (
+            {"labels": BRATS, "regions_class_order": [1, 2]},
+            r"should list a value for each of the 3 regions, got \[1, 2\]",
+        ),
+        ({"labels": BRATS, "regions_class_order": [3, 2, 1]}, r"paints 'whole tumor' with 3; needed: one of \[1\]"),
+        ({"labels": BRATS, "regions": {"x": [1]}}, r"declares regions in 'labels' and in 'regions'; keep one"),
+        ({"labelled": {"c": [1]}}, r"'labelled' names 'c', which is no case; known: a, b"),
+        ({"labelled": {"a": ["P"]}}, r"a: 'labelled' holds 'P', which is no structure of the task; did you mean 'PZ'"),
+        ({"labelled": {"a": [0]}}, r"'labelled' holds 0, which is no structure"),
+        ({"labelled": {"a": []}}, r"'labelled' names no label; leave it out where all were looked for"),
+        ({"labelled": ["a"]}, r"'labelled' should map case ids to lists of labels, got list"),
+        ({"dataset": []}, r"'dataset' should map each case to its files, got list"),
+        ({"dataset": {"a": {"images": "a.nii"}}}, r"dataset\['a'\] should name 'images', a list, and 'label'"),
+        (
+            {"dataset": {"a": {"images": ["a.nii"] * 3, "label": "l.nii"}}},
+            r"dataset\['a'\] names 3 image\(s\); needed: one for each of 2 channel",
+        ),
+        ({"dataset": {"a/b": {"images": ["a.nii"], "label": "l.nii"}}}, r"calls a case 'a/b'; needed: a name"),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(raw, changes, message):
+    with pytest.raises(DataError, match=message):
+        load_task(raw(**changes))
+
+
+def test_the_first_version_lists_images_that_lie_there_by_channel(tmp_path):
+    for name in ("imagesTr/a_0000", "imagesTr/a_0001", "labelsTr/a", "imagesTs/t_0000", "imagesTs/t_0001"):
+        path = tmp_path / f"{name}.nii.gz"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    declared = {
+        "name": "Prostate",
+        "modality": {"0": "T2", "1": "ADC"},
+        "labels": {"0": "background", "1": "PZ"},
+        "training": [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}],
+        "test": ["./imagesTs/t.nii.gz"],
+    }
+    (tmp_path / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    task = load_task(tmp_path)
+    [case], [test] = task.training, task.test
+    assert (case["case"], test["case"]) == ("a", "t")
+    assert [path.name for path in case["image"]] == ["a_0000.nii.gz", "a_0001.nii.gz"]
+    assert [path.name for path in test["image"]] == ["t_0000.nii.gz", "t_0001.nii.gz"]
+    (tmp_path / "imagesTr/a_0001.nii.gz").unlink()
+    with pytest.raises(DataError, match=r"1 absent file\(s\): imagesTr/a_0001\.nii\.gz"):
+        load_task(tmp_path)
+
+
+def test_channels_are_read_and_checked(raw):
+    """A case whose channels fit has no problem; one whose second channel lies elsewhere names both files."""
+    root = raw()
+    rng = np.random.default_rng(0)
+    for case, shift in (("a", 0.0), ("b", 3.0)):
+        label = np.zeros((4, 5, 6), np.uint8)
+        label[1:3, 1:3, 1:3] = 1
+        nibabel.save(nibabel.Nifti1Image(label, np.eye(4)), root / f"labelsTr/{case}.nii.gz")
+        for channel in (0, 1):
+            affine = np.eye(4) + np.eye(4, k=3) * shift * channel
+            voxels = rng.normal(size=label.shape).astype(np.float32)
+            nibabel.save(nibabel.Nifti1Image(voxels, affine), root / f"imagesTr/{case}_000{channel}.nii.gz")
+    task = load_task(root)
+    [problem] = check_cases(task.training, task)
+    assert problem.case == "b"
+    assert "b_0001.nii.gz lies up to 3 mm away from its first channel" in problem.message
+    assert "b_0000.nii.gz" in problem.message

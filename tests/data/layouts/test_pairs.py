@@ -1,0 +1,267 @@
+"""Folders of pairs: found by one rule, in every arrangement that people have; two readings are refused."""
+
+import json
+import logging
+import os
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK
+
+from volseg.data import check_cases
+from volseg.data.layouts import load_task
+from volseg.errors import DataError
+
+NAMES = {"labels": {"background": 0, "lesion": 1}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a function that makes empty files of these names in a folder, with a manifest beside them."""
+
+    def write(*names, manifest=NAMES, root="data"):
+        for name in names:
+            (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / name).touch()
+        if manifest is not None:
+            (tmp_path / root / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
+        return tmp_path / root
+
+    return write
+
+
+def paired(root):
+    """Return the files of each case, relative to the folder."""
+
+    def shorten(paths):
+        return [str(path.relative_to(root)) for path in (paths if isinstance(paths, tuple) else [paths])]
+
+    task = load_task(root)
+    return task.modalities, {case["case"]: [*shorten(case["image"]), *shorten(case["label"])] for case in task.training}
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [("images", "labels"), ("image", "label"), ("imagesTr", "labelsTr"), ("Images", "Masks"), ("img", "segmentations")],
+)
+def test_two_folders(folder, images, labels):
+    root = folder(f"{images}/a.nii.gz", f"{images}/b_1.mha", f"{labels}/a.nii", f"{labels}/b_1.nii.gz", "notes.txt")
+    expected = {
+        "a": [f"{images}/a.nii.gz", f"{labels}/a.nii"],
+        "b_1": [f"{images}/b_1.mha", f"{labels}/b_1.nii.gz"],
+    }
+    assert paired(root) == (("image",), expected)
+    assert load_task(root / images) == load_task(root.parent) == load_task(root)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("images/a.nii.gz", "labels/a_seg.nii.gz"),
+        ("images/a_image.nii.gz", "labels/a_label.nii.gz"),
+        ("images/a_0000.nii.gz", "labels/a.nii.gz"),
+        ("a.nii.gz", "a_seg.nii.gz"),
+        ("a_image.nii.gz", "a_label.nii.gz"),
+        ("a-img.nrrd", "a-Mask.nrrd"),
+        ("a/image.nii.gz", "a/label.nii.gz"),
+        ("a/a.nii.gz", "a/a.seg.nii.gz"),
+        ("a/scan.mha", "a/segmentation.mha"),
+    ],
+)
+def test_one_image_per_case_in_every_arrangement(folder, names):
+    assert paired(folder(*names)) == (("image",), {"a": list(names)})
+
+
+def test_a_folder_per_case_with_a_file_per_channel(folder):
+    """As BraTS has them: named channels, in the order of the alphabet unless somebody declares another."""
+    words = ("t1", "t1ce", "t2", "flair", "seg")
+    root = folder(*(f"BraTS_{n}/BraTS_{n}_{word}.nii.gz" for n in (2, 10) for word in words))
+    modalities, cases = paired(root)
+    assert modalities == ("flair", "t1", "t1ce", "t2")
+    assert list(cases) == ["BraTS_10", "BraTS_2"]
+    assert cases["BraTS_2"] == [f"BraTS_2/BraTS_2_{word}.nii.gz" for word in ("flair", "t1", "t1ce", "t2", "seg")]
+    folder(manifest={**NAMES, "channel_names": {"0": "T1", "1": "T1ce", "2": "T2", "3": "FLAIR"}})
+    modalities, cases = paired(root)
+    assert modalities == ("T1", "T1ce", "T2", "FLAIR")
+    assert cases["BraTS_10"] == [f"BraTS_10/BraTS_10_{word}.nii.gz" for word in words]
+
+
+def test_folders_of_one_name_inside_are_told_apart_by_the_case(folder):
+    root = folder("p1/scan.nii.gz", "p1/mask.nii.gz", "p2/scan.nii.gz", "p2/mask.nii.gz")
+    assert list(paired(root)[1]) == ["p1", "p2"]
+
+
+def test_numbered_channels_beside_labels(folder):
+    names = [f"images/a_{n:04d}.nii.gz" for n in (0, 1, 2)]
+    root = folder(*names, "labels/a.nii.gz", manifest={**NAMES, "modality": ["T2", "ADC", "DWI"]})
+    assert paired(root) == (("T2", "ADC", "DWI"), {"a": [*names, "labels/a.nii.gz"]})
+
+
+def test_the_longest_case_that_an_image_begins_with_is_its_own(folder):
+    root = folder(
+        "case_1.nii.gz",
+        "case_1_seg.nii.gz",
+        "case_10.nii.gz",
+        "case_10_seg.nii.gz",
+        "case_1_2.nii.gz",
+        "case_1_2_seg.nii.gz",
+    )
+    assert {case: files[0] for case, files in paired(root)[1].items()} == {
+        "case_1": "case_1.nii.gz",
+        "case_10": "case_10.nii.gz",
+        "case_1_2": "case_1_2.nii.gz",
+    }
+
+
+def test_a_word_for_labels_may_end_the_name_of_a_case(folder):
+    names = ("images/brain_mask.nii.gz", "labels/brain_mask.nii.gz")
+    assert paired(folder(*names)) == (("image",), {"brain_mask": list(names)})
+
+
+def test_a_folder_of_slices_is_an_image(folder):
+    root = folder("images/a/1.dcm", "images/a/2.dcm", "labels/a.nii.gz", "p/x", manifest=NAMES)
+    assert paired(root) == (("image",), {"a": ["images/a", "labels/a.nii.gz"]})
+    root = folder("a/image/1.dcm", "a/label.nii.gz", root="other")
+    assert paired(root) == (("image",), {"a": ["a/image", "a/label.nii.gz"]})
+
+
+def test_images_without_labels_lie_in_a_folder_of_their_own(folder):
+    root = folder("images/a_t1.nii", "images/a_t2.nii", "labels/a.nii", "imagesTs/z_t1.nii", "imagesTs/z_t2.nii")
+    [test] = load_task(root).test
+    assert test == {"case": "z", "image": (root / "imagesTs/z_t1.nii", root / "imagesTs/z_t2.nii")}
+
+
+def test_what_a_yaml_file_declares(folder):
+    root = folder("images/a.nii", "labels/a.nii", "images/b.nii", "labels/b.nii", manifest=None)
+    text = "labels: {background: 0, edema: 1, core: 4}\nregions: {whole tumour: [edema, core], core: 4}\nignore: 9\n"
+    (root / "task.yaml").write_text(text + "labelled: {b: [core]}\nmodality: [CT]\nname: Mine\n", encoding="utf-8")
+    task = load_task(root)
+    assert (task.name, task.modalities, task.ignore) == ("Mine", ("CT",), 9)
+    assert task.labels == {0: "background", 1: "edema", 4: "core"}
+    assert task.regions == {"whole tumour": (1, 4), "core": (4,)}
+    assert [case.get("labelled") for case in task.training] == [None, (4,)]
+    (root / "dataset.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"is described by dataset\.json and task\.yaml; keep one of them"):
+        load_task(root)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ("a.nii", "a_seg.nii", "b.nii"),
+            r"1 file\(s\) have no partner: b\.nii; an image begins .* to imagesTs, or list",
+        ),
+        (("a.nii", "a_seg.nii", "b_seg.nii"), r"1 file\(s\) have no partner: b_seg\.nii"),
+        (("images/a.nii", "images/b.nii", "labels/a.nii"), r"1 file\(s\) have no partner: images/b\.nii"),
+        (("a.nii", "a_seg.nii", "a_mask.nii"), r"a_mask\.nii and a_seg\.nii are both labels of one case; keep one"),
+        (("p/a.nii", "p/a_seg.nii", "p/b_seg.nii"), r"a_seg\.nii and b_seg\.nii are both labels of one case"),
+        (("a.nii", "a.nii.gz", "a_seg.nii"), r"a\.nii and a\.nii\.gz are one image twice; keep one of them"),
+        (
+            ("a.nii", "a_t1.nii", "a_seg.nii"),
+            r"channels \(no word\), t1: a has a\.nii, a_t1\.nii; needed: the same words",
+        ),
+        (
+            ("a_t1.nii", "a_t2.nii", "a_seg.nii", "b_t1.nii", "b_seg.nii"),
+            r"not every case has one file for each of the channels t1, t2: b has b_t1\.nii; needed",
+        ),
+        (("images/a.nii", "img/a.nii", "labels/a.nii"), r"holds images, img, labels; needed: one folder of images and"),
+        (("images/a.nii", "labels/a.nii", "b.nii"), r"holds images, labels, b\.nii; needed: .* and none beside"),
+        (("a.nii", "a_seg.nii", "b/b.nii", "b/b_seg.nii"), r"\(a\.nii, a_seg\.nii, b\); keep one way to arrange them"),
+        (("images/a.txt", "labels/a.txt"), r"holds no image with a label; put images and label maps"),
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_refused(folder, names, message):
+    with pytest.raises(DataError, match=message):
+        load_task(folder(*names))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (
+            {**NAMES, "modality": ["T1", "T2"]},
+            r"declares the channels T1, T2, but the files are called t1, t3; call them",
+        ),
+        ({**NAMES, "modality": ["CT"]}, r"declares the channels CT, but the files are called t1, t3"),
+        ({"ignore": 3}, r"declares 'ignore' without 'labels'; name the labels too"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_files(folder, declared, message):
+    with pytest.raises(DataError, match=message):
+        load_task(folder("a_t1.nii", "a_t3.nii", "a_seg.nii", manifest=declared))
+
+
+def test_files_without_any_label_are_no_data_set(folder):
+    root = folder("a.nii.gz", "b.nii.gz", manifest=None)
+    with pytest.raises(DataError, match=r"is no data set: .* pairs such as CASE\.nii\.gz and CASE_seg\.nii\.gz"):
+        load_task(root)
+
+
+def save_label(path, *values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    voxels = np.zeros((3, 4, 5), np.int16)
+    voxels[0, 0, : len(values)] = values
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
+
+
+def test_labels_that_nobody_named_are_read_once(folder, caplog, reads):
+    root = folder("images/a.nii.gz", "images/b.nii.gz", manifest=None)
+    save_label(root / "labels/a.nii.gz", 1, 7)
+    save_label(root / "labels/b.nii.gz", 3)
+    with caplog.at_level(logging.INFO, logger="volseg.data"):
+        task = load_task(root)
+    assert task.labels == {0: "background", 1: "label_1", 3: "label_3", 7: "label_7"}
+    assert "nobody named the labels; the label maps hold 0 (background), 1 (label_1), 3 (label_3), 7" in caplog.text
+    assert "Name them in" in caplog.text
+    assert load_task(root).labels == task.labels
+    assert sum(reads.values()) == 2
+    save_label(root / "labels/b.nii.gz", 2)
+    os.utime(root / "labels/b.nii.gz", ns=(1, 1))  # whatever the clock's step
+    assert load_task(root).labels == {0: "background", 1: "label_1", 2: "label_2", 7: "label_7"}
+    assert sum(reads.values()) == 3
+    (root / ".volseg/label_values.json").write_text("{", encoding="utf-8")
+    assert load_task(root).labels == {0: "background", 1: "label_1", 2: "label_2", 7: "label_7"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0,), r"the 1 label maps of .* hold background only; label the structures"),
+        (
+            (-1, 2),
+            r"a\.nii\.gz is no label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers from 0 on",
+        ),
+    ],
+)
+def test_label_maps_that_are_none(folder, values, message):
+    root = folder("images/a.nii.gz", manifest=None)
+    save_label(root / "labels/a.nii.gz", *values)
+    with pytest.raises(DataError, match=message):
+        load_task(root)
+
+
+def test_an_image_in_a_labels_place_is_refused(folder):
+    root = folder("images/a.nii.gz", manifest=None)
+    (root / "labels").mkdir()
+    voxels = np.arange(1200, dtype=np.int16).reshape(10, 10, 12)
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), root / "labels/a.nii.gz")
+    with pytest.raises(DataError, match=r"a\.nii\.gz holds 1200 values; needed: a label map, with a number for each"):
+        load_task(root)
+
+
+def test_formats_may_be_mixed(tmp_path):
+    """Every reader's format in one data set, and in one case."""
+    rng = np.random.default_rng(0)
+    for case, ending in enumerate((".nii.gz", ".nii", ".mha", ".mhd", ".nrrd", ".nhdr")):
+        for channel, suffix in (("t1", ending), ("t2", ".nrrd")):
+            image = SimpleITK.GetImageFromArray(rng.normal(size=(5, 6, 7)).astype(np.float32))
+            SimpleITK.WriteImage(image, str(tmp_path / f"case{case}_{channel}{suffix}"))
+        label = np.zeros((5, 6, 7), np.uint8)
+        label[2:4, 2:4, 2:4] = 1
+        SimpleITK.WriteImage(SimpleITK.GetImageFromArray(label), str(tmp_path / f"case{case}_seg{ending}"))
+    task = load_task(tmp_path)
+    assert [case["case"] for case in task.training] == [f"case{number}" for number in range(6)]
+    assert task.modalities == ("t1", "t2")
+    assert check_cases(task.training, task) == []

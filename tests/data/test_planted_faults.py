@@ -1,0 +1,233 @@
+"""Faults planted into copies of sound cases are named, each at its case and by its kind, and nothing else is."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+from planted_faults import FAULTS, Planter, draw_task, plant, save, write_manifest
+
+from volseg.data import Split, check_task, folds, load_task, make_task
+from volseg.data.checks import KINDS
+from volseg.data.checks.document import with_kinds
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    return draw_task(tmp_path_factory.mktemp("clean") / "Task90_Clean")
+
+
+def copied(root, tmp_path):
+    return shutil.copytree(root, tmp_path / root.name)
+
+
+def found_in(root):
+    check = check_task(load_task(root, require_files=False))
+    found: dict[str, set[str]] = {}
+    for finding in check.findings:
+        found.setdefault(finding.case, set()).add(finding.kind)
+    return found, check
+
+
+def ids_of(root):
+    task = load_task(root)
+    return [case["case"] for case in task.training], [case["case"] for case in task.test]
+
+
+def test_the_clean_data_set_has_no_finding(clean):
+    found, check = found_in(clean)
+    assert found == {}
+    assert set(check.verdicts.values()) == {"ok"}
+    assert check.lines() == ["all 42 cases of Task90_Clean can be used (42 ok, 0 to look at, 0 bad)"]
+
+
+def test_every_planted_fault_is_named_at_its_case(clean, tmp_path):
+    root = copied(clean, tmp_path)
+    expected = plant(root, *ids_of(root))
+    assert len(FAULTS) >= 20
+    found, check = found_in(root)
+    assert found == expected
+    bad = {finding.case for finding in check.problems}
+    assert {name for name, verdict in check.verdicts.items() if verdict == "bad"} == bad
+    assert len([name for name, verdict in check.verdicts.items() if verdict == "ok"]) == 42 - len(expected)
+
+
+@pytest.mark.real_data
+def test_every_fault_planted_into_real_cases_is_named(msd_task04, tmp_path):
+    task = load_task(msd_task04)
+    root = tmp_path / "Task04_Planted"
+    names = []
+    for case in task.training:
+        image = np.asarray(nibabel.load(case["image"]).dataobj)
+        low, high = np.percentile(image, [0.5, 99.5])
+        if 400 < high - low < 2000 and len(names) < 48:  # the real task mixes three scales
+            names.append(case["case"])
+            for folder, field in (("imagesTr", "image"), ("labelsTr", "label")):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(case[field], root / folder / case[field].name)
+    write_manifest(root, names, [])
+    assert found_in(root)[0] == {}
+    expected = plant(root, names, [])
+    assert found_in(root)[0] == expected
+
+
+def draw_few(tmp_path, **changes):
+    return draw_task(tmp_path / "Task91_Few", num_cases=12, num_test=0, **changes)
+
+
+def edit_image(root, name, edit):
+    Planter(root, name).change("image", edit)
+
+
+def of_kind(root, kind):
+    return [finding for finding in found_in(root)[1].findings if finding.kind == kind]
+
+
+def as_ct(voxels):
+    """Air at -1000, tissue at 100 to 200; the skin between them keeps a few values in the middle."""
+    hounsfield = voxels.astype(np.int16)
+    hounsfield[voxels == 0] = -1000
+    hounsfield[0, 0, 0] = -1024
+    return hounsfield
+
+
+def test_a_ct_that_was_shifted_or_cut_off(tmp_path):
+    root = draw_few(tmp_path, modality={"0": "CT"})
+    names, _ = ids_of(root)
+    for name in names:
+        edit_image(root, name, as_ct)
+    assert found_in(root)[0] == {}
+    edit_image(root, names[0], lambda voxels: voxels + 1024)
+    edit_image(root, names[1], lambda voxels: voxels.clip(-175, 250))
+    found, _ = found_in(root)
+    assert found == {names[0]: {"ct-offset"}, names[1]: {"ct-clipped"}}
+
+
+def test_a_label_on_air(tmp_path):
+    root = draw_few(tmp_path)
+    names, _ = ids_of(root)
+
+    def to_corner(voxels):
+        moved = np.zeros_like(voxels)
+        moved[:3, :9, :9] = 1
+        return moved
+
+    Planter(root, names[4]).change("label", to_corner)
+    assert found_in(root)[0] == {names[4]: {"label-on-air"}}
+
+
+def test_labels_that_are_in_no_case_or_in_few(tmp_path):
+    labels = {"0": "background", "1": "Anterior", "2": "Posterior", "3": "Cyst"}
+    root = draw_few(tmp_path, labels=labels)
+    [missing] = found_in(root)[1].findings
+    assert (missing.case, missing.kind, missing.message) == ("", "label-missing", "3 (Cyst)")
+    names, _ = ids_of(root)
+    for name in names[:4]:
+        Planter(root, name).change("label", lambda voxels: np.where(voxels == 2, 3, voxels).astype(np.uint8))
+    [rare] = found_in(root)[1].findings
+    assert (rare.kind, rare.message) == ("label-rare", "3 (Cyst) in 4 of 12 cases")
+
+
+def test_an_image_that_holds_labels_and_channels_that_are_one(tmp_path):
+    root = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
+    names, _ = ids_of(root)
+    for name in names:
+        edit_image(root, name, lambda voxels: np.stack([voxels, voxels[::-1]], -1))
+    edit_image(root, names[2], lambda voxels: np.stack([voxels[..., 0]] * 2, -1))
+    [same] = of_kind(root, "same-channels")
+    assert (same.case, same.message) == (names[2], "channels 0 and 1")
+    edit_image(root, names[3], lambda voxels: (voxels > 120).astype(np.uint8))
+    assert [finding.case for finding in of_kind(root, "image-like-label")] == [names[3]]
+
+
+def test_two_names_for_one_image_in_one_fold_are_a_remark(tmp_path):
+    root = draw_few(tmp_path)
+    names, _ = ids_of(root)
+    one, other, *_ = folds(names)[0].validation
+    for folder in ("imagesTr", "labelsTr"):
+        shutil.copyfile(root / folder / f"{one}.nii.gz", root / folder / f"{other}.nii.gz")
+    assert found_in(root)[0] == {one: {"same-image"}}
+    split = [Split(training=(one,), validation=(other,))]
+    checked = check_task(load_task(root), splits=split)
+    assert [(finding.case, finding.kind) for finding in checked.findings] == [(one, "leak")]
+
+
+def test_many_orientations_are_told_once(tmp_path):
+    root = make_task(tmp_path / "Task00_Made", num_cases=5, num_test=0)
+    found, check = found_in(root)
+    assert found[""] == {"orientation"}
+    assert not check.problems
+    assert "orientations: " in check.lines()[0]
+
+
+def test_several_scales_are_told_once(tmp_path):
+    root = draw_few(tmp_path)
+    names, _ = ids_of(root)
+    for name in names[::4]:
+        edit_image(root, name, lambda voxels: voxels * np.float32(1000))
+    assert found_in(root)[0] == {"": {"intensity-mixed"}}
+
+
+def test_values_beyond_what_was_looked_for_and_ignored_ones(tmp_path):
+    task = load_task(draw_few(tmp_path))
+    task = replace(task, labels={0: "background", 1: "Anterior"}, ignore=2)
+    assert check_task(task).findings == ()
+    full = load_task(task.root)
+    first, *rest = full.training
+    partial = replace(full, training=({**first, "labelled": (1,)}, *rest))
+    [finding] = check_task(partial).findings
+    assert (finding.case, finding.kind, finding.message) == (first["case"], "label-not-looked-for", "2")
+
+
+def test_a_fault_of_one_channels_file_names_it(tmp_path):
+    root = draw_few(tmp_path, modality={"0": "T1", "1": "T2"})
+    task = load_task(root)
+    cases = []
+    for case in task.training:
+        stored = nibabel.load(case["image"])
+        second = case["image"].with_name(f"{case['case']}_0001.nii.gz")
+        save(second, np.asarray(stored.dataobj)[::-1].copy(), stored.affine)
+        cases.append({**case, "image": (case["image"], second)})
+    save(cases[3]["image"][1], np.zeros_like(np.asarray(stored.dataobj)), nibabel.load(cases[3]["image"][1]).affine)
+    cases[4]["image"][1].unlink()
+    findings = check_task(replace(task, training=tuple(cases))).findings
+    assert {(finding.kind, finding.case, finding.file) for finding in findings if finding.severity == "bad"} == {
+        ("constant", cases[3]["case"], cases[3]["image"][1]),
+        ("missing-file", cases[4]["case"], cases[4]["image"][1]),
+    }
+
+
+def test_the_json_tells_everything(clean, tmp_path):
+    root = copied(clean, tmp_path)
+    names, _ = ids_of(root)
+    FAULTS["NaN"][1](Planter(root, names[0]))
+    FAULTS["empty label"][1](Planter(root, names[1]))
+    check = found_in(root)[1]
+    check.write(tmp_path / "check.json")
+    told = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
+    assert told["format"] == "volseg data check, 1"
+    assert told["counts"] == {"ok": 40, "look": 1, "bad": 1}
+    assert {case["case"]: case["verdict"] for case in told["cases"]} == check.verdicts
+    assert [list(finding) for finding in told["findings"]] == [
+        ["case", "file", "kind", "severity", "message", "remedy"]
+    ] * 2
+    [nan, empty] = told["findings"]
+    assert (nan["case"], nan["kind"], nan["severity"]) == (names[0], "not-finite", "bad")
+    assert nan["file"] == str(root / "imagesTr" / f"{names[0]}.nii.gz")
+    assert empty["message"] == "the label holds background only"
+    assert told["data"]["median_spacing_mm"] == [1, 1, 1]
+    assert told["data"]["labels"]["1"]["cases"] == 39
+
+
+def test_the_page_has_every_kind_as_the_code_has_it():
+    page = (Path(__file__).parents[2] / "docs" / "data-check.md").read_text(encoding="utf-8")
+    assert with_kinds(page) == page, "run python -m volseg.data.checks.document docs/data-check.md"
+
+
+def test_every_kind_is_planted_or_found_by_a_test_of_its_own():
+    """A kind that no test can bring about may never be said."""
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("*.py"))
+    assert [kind for kind in KINDS if f'"{kind}"' not in source] == []

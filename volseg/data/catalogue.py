@@ -1,0 +1,82 @@
+"""The public data sets that volseg knows: the manifests of ``datasets/msd``, which travel in the wheel.
+
+A manifest says where a data set lies, its checksum, channels, labels, sizes and published results; see
+``datasets/README.md`` for where each number comes from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from volseg.config.nearest import did_you_mean
+from volseg.errors import DataError
+
+__all__ = ["PublicTask", "find_public_task", "list_public_tasks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublicTask:
+    """A data set that can be fetched."""
+
+    name: str
+    url: str
+    """Of a tar archive."""
+    md5: str
+    licence: str
+    modalities: tuple[str, ...]
+    labels: Mapping[int, str]
+    num_training: int
+    num_test: int
+    manifest: Mapping[str, Any]
+    """All that the manifest says."""
+
+
+def list_public_tasks() -> list[PublicTask]:
+    """Return the tasks whose manifests there are, sorted by name."""
+    return [_read(path) for path in sorted(_find_manifests().glob("*.yaml"))]
+
+
+def find_public_task(name: str) -> PublicTask:
+    """Return the task that is called ``name``, or by a part of it: ``Task09_Spleen``, ``Task09``, ``9``, ``spleen``.
+
+    Raises
+    ------
+    DataError
+        There is no such task, or there are several.
+    """
+    tasks = {task.name: task for task in list_public_tasks()}
+    wanted = name.strip().casefold()
+    found = [known for known in tasks if wanted in _name_shortly(known)]
+    if len(found) != 1:
+        raise DataError(f"no public task is called {name!r}; {did_you_mean(name, tasks)}")
+    return tasks[found[0]]
+
+
+def _name_shortly(name: str) -> set[str]:
+    number, _, organ = name.casefold().partition("_")
+    digits = number.removeprefix("task")
+    return {name.casefold(), number, organ, digits, digits.lstrip("0")}
+
+
+def _read(path: Path) -> PublicTask:
+    manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return PublicTask(
+        name=manifest["name"],
+        url=manifest["url"],
+        md5=manifest["md5"],
+        licence=manifest["licence"],
+        modalities=tuple(manifest["modalities"]),
+        labels=manifest["labels"],
+        num_training=manifest["num_training"],
+        num_test=manifest["num_test"],
+        manifest=manifest,
+    )
+
+
+def _find_manifests() -> Path:
+    """Return the folder of manifests: beside this file where volseg is installed, else in the source tree."""
+    installed = Path(__file__).with_name("manifests")
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"

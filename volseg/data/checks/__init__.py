@@ -1,0 +1,42 @@
+"""What keeps a case from being used, each fault in one sentence, and all bad cases at once.
+
+A header can be right while the voxels are not, so files are read to their end; a training prepares what was read here
+(`volseg.data.preparing`), so that no file is decompressed twice. ``volseg data check`` reads by the same rules, and
+compares the cases with each other besides.
+"""
+
+from volseg.data.checks.doubles import find_same_images, refuse_held_out, remark_on_same_images
+from volseg.data.checks.findings import Findings, check_cases, inspect_cases, require_sound, summarise_remarks
+from volseg.data.checks.kinds import KINDS, Finding, FindingKind
+from volseg.data.checks.mending import MendedTask, mend_task
+from volseg.data.checks.reading import CheckedCase, check_case, read_case
+from volseg.data.checks.task import TaskCheck, check_task
+
+Problem = Finding
+"""What is bad."""
+
+Remark = Finding
+"""What is to be looked at."""
+
+__all__ = [
+    "KINDS",
+    "CheckedCase",
+    "Finding",
+    "FindingKind",
+    "Findings",
+    "MendedTask",
+    "Problem",
+    "Remark",
+    "TaskCheck",
+    "check_case",
+    "check_cases",
+    "check_task",
+    "find_same_images",
+    "inspect_cases",
+    "mend_task",
+    "read_case",
+    "refuse_held_out",
+    "remark_on_same_images",
+    "require_sound",
+    "summarise_remarks",
+]

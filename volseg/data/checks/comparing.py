@@ -1,0 +1,224 @@
+"""What only the whole data set shows: cases that are unlike the others, and labels that nobody has.
+
+A value stands out if it is far from the median, by a factor that no protocol explains, and beyond three quartile ranges
+of the logarithms, Tukey's "far out" [1]_; and only if at most a tenth of five cases or more do. Where more do, the data
+set is mixed, which is told once.
+
+References
+----------
+.. [1] Tukey, Exploratory Data Analysis (1977), chapter 2: outer fences.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.facts import CaseFacts, ChannelFacts, ImageFacts
+from volseg.data.checks.kinds import Finding
+from volseg.data.names import list_some
+from volseg.data.readers import list_files
+
+__all__ = ["compare_cases", "describe_data"]
+
+FEWEST_CASES = 5
+"""Of which one can stand out."""
+
+FAR_GRID, FAR_SCALE = 3.0, 10.0
+"""Factors from the median beyond which a spacing or size, and a range of intensities, may stand out."""
+
+FENCE = 3.0
+"""Quartile ranges from the quartiles."""
+
+MIXED_SCALE = 100.0
+"""Factor between ranges of intensities from which on a data set is mixed."""
+
+COMMON, RARE = 0.8, 0.1
+"""Shares of the cases that make a rule, and that can be exceptions."""
+
+FOLDS = 5
+"""Of nnU-Net's cross-validation, which is ours too."""
+
+LEAST_CONTRAST = 0.05
+"""Of the range of intensities, between labelled voxels and the others; less of it has no sign."""
+
+LEAST_DOUBLED = 64
+"""Labelled voxels from which on two equal label maps are no chance."""
+
+CLIPPED_ABOVE, CLIPPED_SHARE = -500.0, 0.01
+"""Hounsfield units: with a lowest value above it, and so large a share of the voxels there, a CT was cut off."""
+
+OFFSET_HIGH = 1000.0
+"""A CT whose lowest value is 0 and whose 99.5th percentile is above this holds soft tissue at about 1024."""
+
+Images = Sequence[tuple[Case, ImageFacts]]
+Channels = Sequence[tuple[Case, ChannelFacts]]
+
+AXES = ("left-right", "front-back", "head-feet")
+
+
+def compare_cases(facts: Sequence[CaseFacts], task: Task) -> list[Finding]:
+    """Return what the cases show side by side; all are remarks."""
+    labelled = [fact for fact in facts if fact.label_counts]
+    images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
+    found = [
+        *_find_label_counts(labelled, task),
+        *_find_same_labels(labelled, task),
+        *_find_orientations(images),
+        *_find_grids(images),
+    ]
+    for index, modality in enumerate(task.modalities):
+        where = f"{modality}, " if task.num_channels > 1 else ""
+        is_ct = modality.strip().lower() == "ct"
+        channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
+        found += _find_ct(channels, where) if is_ct else _find_scales(channels, where)
+        found += _find_contrasts(channels, where)
+        found += _find_labels_on_air(channels, where, is_ct=is_ct)
+    return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
+
+
+def _about(case: Case, kind: str, detail: str, field: str = "image") -> Finding:
+    return Finding(case["case"], list_files(case[field])[0], detail, kind)
+
+
+def _find_label_counts(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
+    for value, name in task.foreground.items():
+        looked = [fact for fact in facts if value in (fact.case.get("labelled") or (value,))]
+        holding = sum(value in fact.label_counts for fact in looked)
+        if facts and not holding:
+            yield Finding("", None, f"{value} ({name})", "label-missing")
+        elif holding < FOLDS and len(looked) >= 2 * FOLDS:
+            yield Finding("", None, f"{value} ({name}) in {holding} of {len(looked)} cases", "label-rare")
+
+
+def _find_same_labels(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
+    by_digest: dict[str, list[CaseFacts]] = defaultdict(list)
+    for fact in facts:
+        structures = sum(count for value, count in fact.label_counts.items() if value not in (0, task.ignore))
+        if fact.label_digest is not None and structures >= LEAST_DOUBLED:
+            by_digest[fact.label_digest].append(fact)
+    for first, *rest in by_digest.values():
+        # Two names for one image are told as such.
+        others = [fact.case["case"] for fact in rest if fact.image != first.image]
+        if others:
+            yield _about(first.case, "same-label", f"also {list_some(others)}", "label")
+
+
+def _find_orientations(images: Images) -> Iterator[Finding]:
+    counts = Counter(image.orientation for _, image in images)
+    if len(counts) < 2:
+        return
+    usual, count = counts.most_common(1)[0]
+    if count < COMMON * len(images):
+        found = ", ".join(f"{codes} {number}" for codes, number in counts.most_common(6))
+        yield Finding("", None, f"{len(counts)} orientations: {found}{' ...' * (len(counts) > 6)}", "orientation")
+        return
+    for case, image in images:
+        if image.orientation != usual:
+            yield _about(case, "orientation", f"{image.orientation}, elsewhere {usual}")
+
+
+def _find_grids(images: Images) -> Iterator[Finding]:
+    spacings: Sequence[Sequence[float]] = [image.spacing for _, image in images]
+    extents: Sequence[Sequence[float]] = [image.extent for _, image in images]
+    for kind, sides in (("spacing", spacings), ("extent", extents)):
+        for index, axis in enumerate(AXES):
+            values = [side[index] for side in sides]
+            for place in _find_far(values, FAR_GRID):
+                detail = f"{values[place]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
+                yield _about(images[place][0], kind, detail)
+
+
+def _find_far(values: Sequence[float], factor: float) -> list[int]:
+    """Return which values stand out; none if more than a tenth do, or one of few."""
+    if len(values) < FEWEST_CASES:
+        return []
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    lower, middle, upper = np.percentile(logs, [25, 50, 75])
+    width = FENCE * (upper - lower)
+    far = (np.abs(logs - middle) > np.log(factor)) & ((logs < lower - width) | (logs > upper + width))
+    return far.nonzero()[0].tolist() if far.sum() <= max(1, RARE * len(values)) else []
+
+
+def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
+    ranges = [channel.high - channel.low for _, channel in channels]
+    if len(ranges) < FEWEST_CASES:
+        return
+    low, high = np.percentile(ranges, [100 * RARE / 2, 100 - 100 * RARE / 2])
+    if low > 0 and high / low > MIXED_SCALE:
+        yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
+    for place in _find_far(ranges, FAR_SCALE):
+        detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
+        yield _about(channels[place][0], "intensity-scale", detail)
+
+
+def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
+    for case, channel in channels:
+        if channel.lowest >= 0 and channel.high > OFFSET_HIGH:
+            yield _about(case, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
+        elif channel.lowest > CLIPPED_ABOVE and channel.share_lowest >= CLIPPED_SHARE:
+            detail = f"{where}{100 * channel.share_lowest:.0f} % of the voxels at {channel.lowest:g}"
+            yield _about(case, "ct-clipped", detail)
+
+
+def _find_contrasts(channels: Channels, where: str) -> Iterator[Finding]:
+    contrasts = [_contrast(channel) for _, channel in channels]
+    known = [contrast for contrast in contrasts if contrast is not None]
+    if len(known) < FEWEST_CASES:
+        return
+    usual = float(np.sign(np.median(known)))
+    clear = [contrast for contrast in known if contrast * usual > LEAST_CONTRAST]
+    if len(clear) < (1 - RARE) * len(known) and len(known) - len(clear) > 1:
+        return
+    for (case, _), contrast in zip(channels, contrasts, strict=True):
+        if contrast is not None and contrast * usual < -LEAST_CONTRAST:
+            usually = float(np.median(known))
+            yield _about(case, "contrast", f"{where}{contrast:+.2f} of the range, elsewhere about {usually:+.2f}")
+
+
+def _contrast(channel: ChannelFacts) -> float | None:
+    width = channel.high - channel.low
+    if channel.foreground is None or channel.background is None or width <= 0:
+        return None
+    return (channel.foreground - channel.background) / width
+
+
+def _find_labels_on_air(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
+    known = [(case, channel) for case, channel in channels if channel.foreground is not None]
+    if len(known) < FEWEST_CASES:
+        return
+    off = [_lies_on_air(channel, is_ct=is_ct) for _, channel in known]
+    if sum(off) > max(1, RARE * len(known)):  # lungs, or structures that are the darkest
+        return
+    for (case, channel), is_off in zip(known, off, strict=True):
+        if is_off:
+            yield _about(case, "label-on-air", f"{where}its median voxel is {channel.foreground:g}", "label")
+
+
+def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
+    assert channel.foreground is not None
+    return channel.foreground_lowest > 0.5 or (is_ct and channel.foreground < CLIPPED_ABOVE)
+
+
+def describe_data(facts: Sequence[CaseFacts], task: Task) -> dict[str, object]:
+    """Return what the cases are like together, as the JSON of a check tells it."""
+    images = [fact.image for fact in facts if fact.image is not None]
+
+    def middle(rows: Iterable[Sequence[float]]) -> list[float]:
+        return [float(value) for value in np.median(list(rows), axis=0)] if images else []
+
+    labelled = [fact for fact in facts if fact.label_counts]
+    return {
+        "orientations": dict(Counter(image.orientation for image in images).most_common()),
+        "median_spacing_mm": middle(image.spacing for image in images),
+        "median_shape_voxels": middle(image.shape for image in images),
+        "labels": {
+            str(value): {
+                "name": name,
+                "cases": sum(value in fact.label_counts for fact in labelled),
+                "voxels": sum(fact.label_counts.get(value, 0) for fact in labelled),
+            }
+            for value, name in sorted(task.labels.items())
+        },
+    }

@@ -1,0 +1,154 @@
+"""What is kept of a case that was read, so that it can be compared with the others: a few numbers, no voxels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+import nibabel
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.reading import CheckedCase
+
+__all__ = ["CaseFacts", "ChannelFacts", "ImageFacts", "measure"]
+
+SAMPLES = 1 << 20
+"""Voxels that percentiles are taken of."""
+
+RANGE = (0.005, 0.5, 0.995)
+"""Percentiles between which intensities count: single hot voxels do not."""
+
+INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
+"""Kinds of problems with which a case would stand out by what follows from them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelFacts:
+    """Intensities of a channel."""
+
+    lowest: float
+    highest: float
+    low: float
+    """The 0.5th percentile."""
+    median: float
+    high: float
+    """The 99.5th percentile."""
+    share_lowest: float
+    """Share of the voxels that have the lowest value."""
+    foreground: float | None = None
+    """Median of the labelled voxels; None without any."""
+    background: float | None = None
+    """Median of the others."""
+    foreground_lowest: float = 0.0
+    """Share of the labelled voxels that have the lowest value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFacts:
+    """An image among others."""
+
+    shape: tuple[int, int, int]
+    """Voxels along right-left, front-back and head-feet."""
+    spacing: tuple[float, float, float]
+    """mm along the same axes."""
+    orientation: str
+    """Where the voxel axes of the file point, such as ``RAS``."""
+    channels: tuple[ChannelFacts, ...]
+
+    @property
+    def extent(self) -> tuple[float, ...]:
+        """Sides of the volume (mm)."""
+        return tuple(side * step for side, step in zip(self.shape, self.spacing, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseFacts:
+    """A case among others."""
+
+    case: Case
+    """With paths."""
+    image: ImageFacts | None
+    """None of one that cannot be read or is `INCOMPARABLE`."""
+    label_counts: Mapping[int, int]
+    """Voxels of each value; empty without a label that can be read."""
+    label_digest: str | None = None
+
+
+def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts:
+    """Return the facts of a case.
+
+    Parameters
+    ----------
+    checked
+        With volumes.
+    case
+        The same with paths.
+    """
+    image = checked.case.get("image")
+    is_comparable = not any(problem.kind in INCOMPARABLE for problem in checked.problems)
+    return CaseFacts(
+        case=case,
+        image=_measure_image(image, checked, task) if isinstance(image, MetaTensor) and is_comparable else None,
+        label_counts=checked.label_counts,
+        label_digest=checked.label_digest,
+    )
+
+
+def _measure_image(image: MetaTensor, checked: CheckedCase, task: Task) -> ImageFacts:
+    affine = image.affine.numpy()
+    codes = nibabel.orientations.io_orientation(affine)
+    order = [int(axis) for axis in codes[:, 0].argsort()]  # the file's axis that lies along each of the patient's
+    steps = image.affine[:3, :3].norm(dim=0).tolist()
+    label = checked.case.get("label")
+    foreground = None
+    if isinstance(label, MetaTensor) and checked.label_counts and label.shape[1:] == image.shape[1:]:
+        structures = label.as_tensor()[0]
+        foreground = structures > 0 if task.ignore is None else (structures > 0) & (structures != task.ignore)
+    shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
+    return ImageFacts(
+        shape=(int(shape[0]), int(shape[1]), int(shape[2])),
+        spacing=(spacing[0], spacing[1], spacing[2]),
+        orientation="".join(nibabel.orientations.ornt2axcodes(codes)),
+        channels=tuple(_measure_channel(channel, foreground) for channel in image.as_tensor()),
+    )
+
+
+def _measure_channel(channel: Tensor, foreground: Tensor | None) -> ChannelFacts:
+    lowest, highest = channel.aminmax()
+    taken = _choose_samples(channel.numel())
+    samples = channel.flatten()[taken]
+    low, median, high = (_percentile(samples, part) for part in RANGE)
+    inside = outside = None
+    on_lowest = 0.0
+    if foreground is not None and foreground.any():
+        # Of the labelled voxels, which may be few, as many as there are.
+        labelled = channel[foreground]
+        labelled = labelled[_choose_samples(labelled.numel())]
+        inside, on_lowest = _percentile(labelled, 0.5), (labelled == lowest).float().mean().item()
+        others = samples[~foreground.flatten()[taken]]
+        outside = _percentile(others, 0.5) if others.numel() else None
+    return ChannelFacts(
+        lowest=lowest.item(),
+        highest=highest.item(),
+        low=low,
+        median=median,
+        high=high,
+        share_lowest=(samples == lowest).float().mean().item(),
+        foreground=inside,
+        background=outside,
+        foreground_lowest=on_lowest,
+    )
+
+
+def _choose_samples(count: int) -> slice:
+    """Return which of ``count`` voxels are looked at: evenly, and by a step that meets every row and column."""
+    step = max(1, count // SAMPLES)
+    while gcd(step, count) > 1:
+        step += 1
+    return slice(None, None, step)
+
+
+def _percentile(values: Tensor, part: float) -> float:
+    place = round(part * (values.numel() - 1))
+    return values.kthvalue(place + 1).values.item()

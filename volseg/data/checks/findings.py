@@ -1,0 +1,98 @@
+"""Check many cases: all that is wrong at once, in sentences and as a table."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.doubles import remark_on_same_images
+from volseg.data.checks.kinds import KINDS, Finding
+from volseg.data.checks.reading import CheckedCase, read_case
+from volseg.data.names import list_some
+from volseg.data.threads import map_in_threads
+from volseg.errors import DataError
+
+__all__ = ["Findings", "check_cases", "inspect_cases", "require_sound", "summarise_remarks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found in many cases."""
+
+    problems: list[Finding]
+    remarks: list[Finding]
+
+
+def check_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> list[Finding]:
+    """Check all cases; an empty list means that every one can be used.
+
+    Parameters
+    ----------
+    cases, task
+        As for `check_case`.
+    workers
+        Threads; see `map_in_threads`.
+    progress
+        Called after each case, for instance ``bar.update``.
+    """
+    return inspect_cases(cases, task, workers=workers, progress=progress).problems
+
+
+def inspect_cases(
+    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
+) -> Findings:
+    """Check all cases; return what keeps some from being used, and what should be looked at.
+
+    The parameters are those of `check_cases`. What only the whole data set shows is found by `check_task`.
+    """
+    problems: list[Finding] = []
+    remarks: list[Finding] = []
+    digests: list[tuple[Case, str]] = []
+
+    def without_volumes(case: Case) -> CheckedCase:
+        checked = read_case(case, task)
+        return CheckedCase(case=case, problems=checked.problems, remarks=checked.remarks, digest=checked.digest)
+
+    for checked in map_in_threads(without_volumes, cases, workers):
+        problems.extend(checked.problems)
+        remarks.extend(checked.remarks)
+        if checked.digest is not None:
+            digests.append((checked.case, checked.digest))
+        if progress is not None:
+            progress()
+    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests)])
+
+
+def summarise_remarks(remarks: Sequence[Finding], most: int = 3) -> list[str]:
+    """Return a line per kind: how many cases, what it is, what to do, and the first names."""
+    by_kind: dict[str, list[Finding]] = defaultdict(list)
+    for remark in remarks:
+        by_kind[remark.kind].append(remark)
+    return [summarise_kind(kind, same, most) for kind, same in by_kind.items()]
+
+
+def summarise_kind(kind: str, same: Sequence[Finding], most: int = 3) -> str:
+    """Return the line for the findings of one kind."""
+    says = f"{KINDS[kind].says}; {KINDS[kind].remedy}"
+    cases = {remark.case for remark in same if remark.case}
+    who = f"{len(cases)} case(s)" if cases else "data set"
+    shown = [f"{one.case} ({one.message})" if one.case and one.message else one.case or one.message for one in same]
+    return f"{who}: {says}: {list_some(shown, most)}"
+
+
+def require_sound(
+    problems: Sequence[Finding], remedy: str = "mend them, or set data.skip_bad to leave them out of training"
+) -> None:
+    """Raise one error that names every bad case, and the remedy.
+
+    Raises
+    ------
+    DataError
+        There is a problem; one line each.
+    """
+    if problems:
+        cases = len({problem.case for problem in problems})
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise DataError(f"{cases} case(s) cannot be used:\n{lines}\n{remedy}")

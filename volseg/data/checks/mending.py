@@ -1,0 +1,306 @@
+"""Write a corrected copy of a data set: what can be mended without guessing, and a list of what was done.
+
+Mended are a label whose place differs from its image's by a rounding, or that has no place at all; label values within
+a thousandth of integers; and a qform that disagrees with the sform, by the rule that the readers go by. Everything else
+asks for somebody who knows the patient: which value belongs where a NaN is, what an undeclared value means, which of
+two equal images is named rightly.
+
+The copy is a task in MSD's layout with files of its own. Links would be written through by whoever mends on, and change
+the original. It appears under its name once it is whole, and every mended case has been read again.
+"""
+
+import gzip
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from nibabel.spatialimages import HeaderDataError
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.kinds import KINDS, Finding
+from volseg.data.checks.reading import read_case
+from volseg.data.checks.task import TaskCheck
+from volseg.data.checks.volumes import find_grid_faults
+from volseg.data.itk import simpleitk
+from volseg.data.readers import list_files, read_volume, stem
+from volseg.data.threads import map_in_threads
+from volseg.errors import DataError
+from volseg.transforms.grid import Grid
+
+__all__ = ["MendedTask", "mend_task"]
+
+ROUNDED_VOXELS = 0.25
+"""How far a label may lie from its image by a rounding: half of the usual mistake, a shift by half a voxel."""
+
+ROUNDED_VALUE = 1e-3
+"""How far from an integer the values of a label may lie by a rounding."""
+
+FORMS = {"mirrored", "forms-disagree"}
+PLACES = {"affine", "label-fractions"}
+DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
+"""Headers whose voxels lie in a second file, and what holds both in one."""
+
+RECORD = "mended.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MendedTask:
+    """A corrected copy, and what was done for it."""
+
+    root: Path
+    mended: tuple[dict[str, str], ...]
+    """``case``, ``file`` (of the copy), ``kind`` and ``done``."""
+    left_out: tuple[str, ...]
+    """Ids of cases that are bad and could not be mended."""
+    kept_bad: tuple[str, ...]
+    """Ids of such cases that were copied as they are."""
+
+    def lines(self) -> list[str]:
+        """Return what to tell of it."""
+        cases = {row["case"] for row in self.mended}
+        told = [f"mended  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.mended]
+        told += [f"left out  {name}" for name in self.left_out] + [f"copied as it is  {name}" for name in self.kept_bad]
+        return [
+            *told,
+            f"{self.root} holds the corrected copy: {len(cases)} case(s) mended, {len(self.left_out)} left out",
+        ]
+
+
+def mend_task(
+    check: TaskCheck, target: str | Path, *, keep_bad: bool = False, workers: int | None = None
+) -> MendedTask:
+    """Write a corrected copy of a checked data set.
+
+    Parameters
+    ----------
+    check : TaskCheck
+        What `check_task` found.
+    target : path
+        A folder that is new or empty, and lies neither in the data set's folder nor above it.
+    keep_bad : bool
+        Copy cases that cannot be mended as they are, instead of leaving them out.
+    workers : int, optional
+        Threads; see `map_in_threads`.
+
+    Raises
+    ------
+    DataError
+        The target cannot be taken, nothing is left to train on, or a mended case turns out bad.
+    """
+    target = Path(os.path.abspath(target))
+    _require_free(target, check.task)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial_root = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial_root.mkdir()
+    try:
+        outcomes = _write_cases(check, partial_root, keep_bad, workers)
+        mended = _write_manifests(check, partial_root, outcomes, target)
+        os.replace(partial_root, target)  # an empty folder of that name is replaced
+    finally:
+        shutil.rmtree(partial_root, ignore_errors=True)
+    return mended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What became of a case."""
+
+    case: Case | None
+    """With its files in the copy; None of one that was left out."""
+    done: tuple[dict[str, str], ...] = ()
+    is_bad: bool = False
+
+
+def _require_free(target: Path, task: Task) -> None:
+    source = Path(os.path.realpath(task.root))
+    real = Path(os.path.realpath(target))
+    if real.is_relative_to(source) or source.is_relative_to(real):
+        raise DataError(f"{target} lies in {task.root} or above it; name a folder beside it for the corrected copy")
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise DataError(f"{target} is there and not empty; name a new folder for the corrected copy")
+
+
+def _write_cases(check: TaskCheck, root: Path, keep_bad: bool, workers: int | None) -> list[_Outcome]:
+    for folder in ("imagesTr", "labelsTr", *(["imagesTs"] if check.task.test else [])):
+        (root / folder).mkdir()
+    found: dict[str, list[Finding]] = defaultdict(list)
+    for finding in check.findings:
+        found[finding.case].append(finding)
+    once = {first: others for first, *others in check.equal}
+    write = partial(_write_case, task=check.task, root=root, keep_bad=keep_bad, once=once)
+    pairs = [(case, found[case["case"]]) for case in check.cases]
+    with closing(map_in_threads(lambda pair: write(*pair), pairs, workers)) as outcomes:
+        return list(outcomes)
+
+
+def _write_case(
+    case: Case,
+    found: Sequence[Finding],
+    *,
+    task: Task,
+    root: Path,
+    keep_bad: bool,
+    once: Mapping[str, Sequence[str]],
+) -> _Outcome:
+    """Copy a case, mended as far as that can be; ``once`` has the cases that others equal, which are left out."""
+    kinds = {finding.kind for finding in found}
+    bad = {kind for kind in kinds if KINDS[kind].severity == "bad"}
+    stays_alone = "leak" in bad and case["case"] in once and not keep_bad
+    bad -= {"leak"} if stays_alone else set()
+    label = _mend_label(case, task) if bad and bad <= PLACES else None
+    is_bad = bool(bad) and label is None
+    sources = {name: list_files(case[name]) for name in ("image", "label") if name in case}
+    files = [file for several in sources.values() for file in several]
+    # Of a bad one in two files nobody knows what belongs together.
+    if is_bad and not (keep_bad and all(file.exists() and file.suffix not in DETACHED for file in files)):
+        return _Outcome(case=None, is_bad=True)
+    name, done = case["case"], list[dict[str, str]]()
+    folder = root / ("imagesTr" if "label" in case else "imagesTs")
+    images = sources["image"]
+    names = [name] if len(images) == 1 else [f"{name}_{number:04d}" for number in range(len(images))]
+    copies = [_copy(file, folder / new) for file, new in zip(images, names, strict=True)]
+    copied: Case = {**case, "image": copies[0] if len(copies) == 1 else tuple(copies)}
+    if "label" in case:
+        if label is None:
+            copied["label"] = _copy(sources["label"][0], root / "labelsTr" / name)
+        else:
+            copied["label"] = root / "labelsTr" / f"{name}.nii.gz"
+            _write_label(label, copied["label"])
+            done += [_tell(copied["label"], name, kind, root) for kind in sorted(bad)]
+    if stays_alone:
+        done.append(_tell(copies[0], name, "leak", root))
+    if kinds & FORMS:
+        files = [*copies, *([copied["label"]] if "label" in copied and label is None else [])]
+        done += [_tell(file, name, kind, root) for file in files for kind in _align_forms(file)]
+    if done:
+        _require_mended(copied, task, {row["kind"] for row in done})
+    return _Outcome(case=copied, done=tuple(done), is_bad=is_bad)
+
+
+def _tell(file: Path, case: str, kind: str, root: Path) -> dict[str, str]:
+    return {"case": case, "file": str(file.relative_to(root)), "kind": kind, "done": KINDS[kind].mended}
+
+
+def _require_mended(copied: Case, task: Task, kinds: set[str]) -> None:
+    """Raise unless a copy, read again, shows nothing of what was mended."""
+    checked = read_case(copied, task)
+    left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
+    if left:
+        raise DataError(f"mending did not help: {left[0]}; mend the file by hand, and tell us of it")
+
+
+def _mend_label(case: Case, task: Task) -> MetaTensor | None:
+    """Return the label on its image's grid and of integers, where no guess is needed for that; else None."""
+    image, label = read_volume(case["image"]), read_volume(case["label"])
+    voxels = label.as_tensor().round()
+    values = voxels.unique().to(torch.int64).tolist()
+    declared = {*task.labels} | ({task.ignore} if task.ignore is not None else set())
+    if (voxels - label.as_tensor()).abs().max() > ROUNDED_VALUE or not declared.issuperset(values):
+        return None
+    grid, other = Grid.of(image), Grid.of(label)
+    is_placed = bool(label.meta["sform_code"] or label.meta["qform_code"])
+    if grid.shape != other.shape:
+        return None
+    if is_placed and grid.distance(other) > ROUNDED_VOXELS * float(grid.affine[:3, :3].norm(dim=0).min()):
+        return None
+    return MetaTensor(voxels, affine=image.affine)
+
+
+def _copy(file: Path, target: Path) -> Path:
+    """Copy a file or a DICOM folder under a new stem; return the copy."""
+    if file.is_dir():
+        return Path(shutil.copytree(file, target))
+    if together := DETACHED.get(file.suffix.lower()):
+        target = target.with_name(target.name + together)
+        simpleitk().WriteImage(simpleitk().ReadImage(str(file)), str(target), useCompression=True)
+        return target
+    target = target.with_name(target.name + (file.name[len(stem(file)) :] or "".join(file.suffixes)))
+    shutil.copyfile(file, target)
+    return target
+
+
+def _write_label(label: MetaTensor, path: Path) -> None:
+    voxels, affine = label.as_tensor()[0].numpy(), label.affine.numpy()
+    kind = np.uint8 if voxels.max() <= np.iinfo(np.uint8).max else np.int32
+    image = nibabel.Nifti1Image(voxels.astype(kind), affine)
+    image.header.set_xyzt_units("mm")
+    image.header.set_sform(affine, code="scanner")
+    _set_qform(image.header, affine, 1)
+    nibabel.save(image, path)
+
+
+def _align_forms(file: Path) -> list[str]:
+    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of what was mended.
+
+    Only the header is written again: the voxels keep their bytes.
+    """
+    found = [fault.kind for fault in find_grid_faults(read_volume(file)) if fault.kind in FORMS]
+    if found:
+        is_packed = file.suffix.lower() == ".gz"
+        content = gzip.decompress(file.read_bytes()) if is_packed else file.read_bytes()
+        kinds = (nibabel.Nifti1Header, nibabel.Nifti2Header)
+        kind = next(kind for kind in kinds if kind.may_contain_header(content[: kind.sizeof_hdr]))
+        header = kind(content[: kind.sizeof_hdr], check=False)
+        _set_qform(header, header.get_sform(), int(header["qform_code"]))
+        content = header.binaryblock + content[kind.sizeof_hdr :]
+        file.write_bytes(gzip.compress(content, mtime=0) if is_packed else content)
+    return found
+
+
+def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
+    """Make the qform say what the sform does; where it cannot, for it knows no shears, switch it off."""
+    try:
+        header.set_qform(sform, code, strip_shears=False)
+    except HeaderDataError:
+        header["qform_code"] = 0
+
+
+def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> MendedTask:
+    """Write the task's ``dataset.json``, and beside it what was done."""
+    task = check.task
+    cases = [outcome.case for outcome in outcomes if outcome.case is not None]
+    training, test = ([_enter(case, root) for case in cases if ("label" in case) is wanted] for wanted in (True, False))
+    if not training:
+        raise DataError(f"no case of {task.name} is left to train on; mend the files that the check names by hand")
+    declared: dict[str, Any] = {
+        "name": task.name,
+        "modality": {str(index): name for index, name in enumerate(task.modalities)},
+        "labels": {str(value): name for value, name in sorted(task.labels.items())},
+        **({"regions": {name: list(values) for name, values in task.regions.items()}} if task.regions else {}),
+        **({} if task.ignore is None else {"ignore": task.ignore}),
+        "numTraining": len(training),
+        "numTest": len(test),
+        "training": training,
+        "test": test,
+    }
+    bad = {
+        name: tuple(case["case"] for case, one in zip(check.cases, outcomes, strict=True) if one.is_bad and kept(one))
+        for name, kept in (("left_out", lambda one: one.case is None), ("kept_bad", lambda one: one.case is not None))
+    }
+    mended = MendedTask(root=target, mended=tuple(row for outcome in outcomes for row in outcome.done), **bad)
+    record = {"source": str(task.root), "mended": mended.mended, **bad}
+    for name, content in (("dataset.json", declared), (RECORD, record)):
+        (root / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return mended
+
+
+def _enter(case: Case, root: Path) -> dict[str, Any]:
+    """Return a case as the manifest names it."""
+    images = [str(file.relative_to(root)) for file in list_files(case["image"])]
+    entry: dict[str, Any] = {"case": case["case"], "image": images[0] if len(images) == 1 else images}
+    if "label" in case:
+        entry["label"] = str(case["label"].relative_to(root))
+    if case.get("labelled") is not None:
+        entry["labelled"] = list(case["labelled"])
+    return entry

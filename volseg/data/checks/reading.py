@@ -1,0 +1,176 @@
+"""Read a case to its end, and check it: what a training prepares was read here, so no file is decompressed twice."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.kinds import KINDS, Finding
+from volseg.data.checks.volumes import (
+    Fault,
+    LabelValues,
+    count_values,
+    find_grid_faults,
+    find_image_faults,
+    find_label_faults,
+    find_place_fault,
+    holds_labels_only,
+)
+from volseg.data.readers import list_files, name_files, read_volume
+from volseg.errors import DamagedFileError, DataError, LargeVolumeError
+from volseg.parallel.progress import report_progress
+
+__all__ = ["CheckedCase", "check_case", "read_case"]
+
+LABEL_VALUES = {"label-undeclared", "label-fractions"}
+"""What an image in a label's place looks like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedCase:
+    """A case as it was read, and what was found in it."""
+
+    case: Case
+    """With volumes in place of paths; a field that cannot be read keeps its path."""
+    problems: tuple[Finding, ...] = ()
+    """What keeps the case from being used."""
+    remarks: tuple[Finding, ...] = ()
+    digest: str | None = None
+    """Of the image's voxels, whatever the file's name and format; None without an image."""
+    label_digest: str | None = None
+    fingerprint: str = ""
+    """Changes with any voxel of image and label, and with the place of either in the patient."""
+    label_counts: Mapping[int, int] = field(default_factory=dict)
+    """Voxels of each value of the label."""
+
+
+def check_case(case: Case, task: Task) -> list[Finding]:
+    """Read a case to its end and return what keeps it from being used.
+
+    A case without ``label`` is checked as one to predict.
+    """
+    return list(read_case(case, task).problems)
+
+
+def read_case(case: Case, task: Task) -> CheckedCase:
+    """Read a case to its end, and check it.
+
+    Whatever goes wrong with a case is a problem of that case, so that none hides the others.
+    """
+    found: list[Finding] = []
+    volumes: dict[str, MetaTensor] = {}
+    values: LabelValues | None = None
+
+    def check_image(image: MetaTensor) -> Iterator[Fault]:
+        return find_image_faults(image, task)
+
+    def check_label(label: MetaTensor) -> Iterator[Fault]:
+        nonlocal values
+        values = count_values(label.as_tensor())
+        return find_label_faults(label, values, task, case)
+
+    for name, check in (("image", check_image), ("label", check_label)):
+        if name in case:
+            report_progress("read", item=case["case"])
+            volume, faults = _read_field(case, name, check)
+            found.extend(faults)
+            if volume is not None:
+                volumes[name] = volume
+    digests = {name: _digest(volume) for name, volume in volumes.items()}
+    found = _look_at_both(case, task, volumes, digests, found)
+    found = list(dict.fromkeys(found))
+    return CheckedCase(
+        case={**case, **volumes},
+        problems=tuple(finding for finding in found if finding.severity == "bad"),
+        remarks=tuple(_without_doubles([finding for finding in found if finding.severity == "look"])),
+        digest=digests.get("image"),
+        label_digest=digests.get("label"),
+        fingerprint=_fingerprint(digests, volumes),
+        label_counts={} if values is None else values.counts,
+    )
+
+
+def _read_field(
+    case: Case, name: str, check: Callable[[MetaTensor], Iterator[Fault]]
+) -> tuple[MetaTensor | None, list[Finding]]:
+    """Read a field; return its volume, unless it could not be read or checked, and what was found."""
+    files = list_files(case[name])
+    named = name_files(case[name])
+
+    def bad(kind: str, message: str) -> tuple[None, list[Finding]]:
+        meant = next((file for file in files if str(file) in message), files[0])
+        return None, [Finding(case["case"], meant, message, kind)]
+
+    try:
+        volume = read_volume(case[name])
+        faults = [*find_grid_faults(volume), *check(volume)]
+    except DataError as fault:
+        return bad(_name_fault(fault, files), str(fault))
+    except MemoryError:
+        return bad("no-memory", f"{named} needs more memory to be checked than there is; crop or resample it")
+    except Exception as fault:  # such as torch's RuntimeError where it gets no memory
+        message = f"{named} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
+        return bad("unreadable", f"{message}; leave it out")
+    return volume, [_describe(case, name, fault) for fault in faults]
+
+
+def _name_fault(fault: DataError, files: tuple[Path, ...]) -> str:
+    if isinstance(fault, DamagedFileError):
+        return "truncated"
+    if isinstance(fault, LargeVolumeError):
+        return "no-memory"
+    return "unreadable" if all(file.exists() for file in files) else "missing-file"
+
+
+def _describe(case: Case, name: str, fault: Fault) -> Finding:
+    files = list_files(case[name])
+    one_each = fault.channel is not None and len(files) > fault.channel
+    file = files[fault.channel] if one_each and fault.channel is not None else files[0]
+    is_bad = KINDS[fault.kind].severity == "bad"
+    return Finding(case["case"], file, f"{name_files(case[name])} {fault.text}" if is_bad else fault.text, fault.kind)
+
+
+def _look_at_both(
+    case: Case, task: Task, volumes: Mapping[str, MetaTensor], digests: Mapping[str, str], found: list[Finding]
+) -> list[Finding]:
+    """Return what was found, with what image and label say of each other in place of what each said alone."""
+    image, label = volumes.get("image"), volumes.get("label")
+    if image is not None and label is not None:
+        if fault := find_place_fault(image, label):
+            found = [*found, _describe(case, "label", fault)]
+        values = [finding for finding in found if finding.kind in LABEL_VALUES]
+        if digests["image"] == digests["label"]:
+            text = "holds the same voxels as its image; name the image's own file, and the label's"
+            return [
+                *(one for one in found if one not in values),
+                _describe(case, "label", Fault("image-is-label", text)),
+            ]
+        if values and holds_labels_only(image.as_tensor(), task):
+            text = "holds values of labels alone, and its label others; name them the other way round"
+            return [*(one for one in found if one not in values), _describe(case, "image", Fault("swapped", text))]
+    if image is not None and holds_labels_only(image.as_tensor(), task):
+        return [*found, _describe(case, "image", Fault("image-like-label", ""))]
+    return found
+
+
+def _without_doubles(remarks: list[Finding]) -> list[Finding]:
+    """Drop remarks that a label shares with its image: they have one grid, and its oddity."""
+    return list({(remark.kind, remark.message): remark for remark in reversed(remarks)}.values())[::-1]
+
+
+def _digest(volume: MetaTensor) -> str:
+    voxels = volume.as_tensor().contiguous().numpy()
+    digest = sha256(repr(voxels.shape).encode())
+    digest.update(voxels)
+    return digest.hexdigest()
+
+
+def _fingerprint(digests: Mapping[str, str], volumes: Mapping[str, MetaTensor]) -> str:
+    """Return `CheckedCase.fingerprint`."""
+    parts = [str(digests.get("image")), digests.get("label", "")]
+    places = [volume.affine.to(torch.float64).contiguous().numpy().tobytes() for volume in volumes.values()]
+    return sha256("".join(parts).encode() + b"".join(places)).hexdigest()

@@ -1,0 +1,205 @@
+"""Check a whole data set: each file once, in parallel; a verdict per case; a table and JSON.
+
+Of a case only its facts are kept, and no more cases are read at a time than memory holds, by what their files say of
+their size: a CT of 512 x 512 x 700 voxels takes 4 GiB while it is read.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks.comparing import compare_cases, describe_data
+from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_same_images
+from volseg.data.checks.facts import CaseFacts, measure
+from volseg.data.checks.findings import summarise_kind
+from volseg.data.checks.kinds import Finding
+from volseg.data.checks.reading import CheckedCase, read_case
+from volseg.data.readers import list_files
+from volseg.data.splits import Split, folds
+from volseg.data.threads import Allowance, map_in_threads
+from volseg.files import replacing
+from volseg.memory import available_bytes
+
+__all__ = ["TaskCheck", "Verdict", "check_task"]
+
+Verdict = Literal["ok", "look", "bad"]
+
+FOLDS = 5
+"""Of a training whose config says nothing else."""
+
+BYTES_PER_STORED = 12
+"""What reading and checking take for a byte of voxels: as stored, as float32 in two orders, and masks (uint8: 11.7)."""
+
+JSON_FORMAT = "volseg data check, 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCheck:
+    """What was found in a data set."""
+
+    task: Task
+    cases: tuple[Case, ...]
+    findings: tuple[Finding, ...]
+    facts: tuple[CaseFacts, ...]
+    equal: tuple[tuple[str, ...], ...] = ()
+    """Ids of cases with labels that hold the same image and the same label."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        """What keeps cases from being used."""
+        return [finding for finding in self.findings if finding.severity == "bad"]
+
+    @property
+    def remarks(self) -> list[Finding]:
+        """What should be looked at."""
+        return [finding for finding in self.findings if finding.severity == "look"]
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Each case: bad if it cannot be used, look if something may be meant so, else ok."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for finding in self.findings:
+            found[finding.case].add(finding.severity)
+        return {name: _judge(found[name]) for name in (case["case"] for case in self.cases)}
+
+    def count(self) -> dict[Verdict, int]:
+        """Return how many cases have each verdict."""
+        counts = Counter(self.verdicts.values())
+        return {"ok": counts["ok"], "look": counts["look"], "bad": counts["bad"]}
+
+    def lines(self) -> list[str]:
+        """Return the table: every bad finding, a row per kind of the others, and what it comes to."""
+        rows = [("bad", finding.case, finding.kind, finding.message) for finding in self.problems]
+        by_kind: dict[str, list[Finding]] = defaultdict(list)
+        for remark in self.remarks:
+            by_kind[remark.kind].append(remark)
+        for kind, same in by_kind.items():
+            names = sorted({remark.case for remark in same if remark.case})
+            who = names[0] if len(names) == 1 else f"{len(names)} cases" if names else "data set"
+            rows.append(("look", who, kind, summarise_kind(kind, same).partition(": ")[2]))
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        table = [
+            "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+        ]
+        counts = self.count()
+        usable = (
+            f"all {len(self.cases)} cases of {self.task.name} can be used"
+            if not counts["bad"]
+            else f"{counts['bad']} of {len(self.cases)} cases of {self.task.name} cannot be used"
+        )
+        return [*table, f"{usable} ({counts['ok']} ok, {counts['look']} to look at, {counts['bad']} bad)"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON can say it; the page on data documents its shape."""
+        verdicts = self.verdicts
+        return {
+            "format": JSON_FORMAT,
+            "task": self.task.name,
+            "root": str(self.task.root),
+            "counts": self.count(),
+            "data": describe_data(self.facts, self.task),
+            "cases": [
+                {"case": case["case"], "verdict": verdicts[case["case"]], "files": _name_fields(case)}
+                for case in self.cases
+            ],
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write `as_dict` to a JSON file."""
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _judge(severities: set[str]) -> Verdict:
+    if "bad" in severities:
+        return "bad"
+    return "look" if severities else "ok"
+
+
+def _name_fields(case: Case) -> dict[str, list[str]]:
+    return {name: [str(file) for file in list_files(case[name])] for name in ("image", "label") if name in case}
+
+
+def check_task(
+    task: Task,
+    *,
+    splits: Sequence[Split] | None = None,
+    workers: int | None = None,
+    progress: Callable[[], object] | None = None,
+) -> TaskCheck:
+    """Read every file of a data set once, and find what is wrong or odd with each case, and with all together.
+
+    Parameters
+    ----------
+    splits : sequence of Split, optional
+        No image may train in one of them in which it validates; by default nnU-Net's five folds.
+    workers, progress
+        As for `check_cases`.
+    """
+    cases = (*task.training, *task.test)
+    splits = _default_splits(task) if splits is None else splits
+    # Half, because what a file says of its size is believed only as far as to put it off.
+    allowance = Allowance(available_bytes() // 2)
+
+    def read(case: Case) -> tuple[CheckedCase, CaseFacts]:
+        with allowance.taken(_expect_bytes(case)):
+            checked = read_case(case, task)
+            facts = measure(checked, case, task)
+            # Without its volumes.
+            return replace(checked, case=case), facts
+
+    findings: list[Finding] = []
+    digests: list[tuple[Case, str]] = []
+    labels: dict[str, str | None] = {}
+    facts: list[CaseFacts] = []
+    for checked, known in map_in_threads(read, cases, workers):
+        findings += [*checked.problems, *checked.remarks]
+        if checked.digest is not None:
+            digests.append((checked.case, checked.digest))
+            labels[checked.case["case"]] = checked.label_digest
+        facts.append(known)
+        if progress is not None:
+            progress()
+    trained = [(case, digest) for case, digest in digests if "label" in case]
+    leaks = find_leaks(trained, splits)
+    leaking = {leak.case for leak in leaks}
+    doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
+    findings += [*leaks, *doubles, *compare_cases(facts, task)]
+    same = [[case["case"] for case in several] for several in find_same_images(trained)]
+    return TaskCheck(
+        task=task,
+        cases=cases,
+        findings=tuple(findings),
+        facts=tuple(facts),
+        equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
+    )
+
+
+def _default_splits(task: Task) -> list[Split]:
+    ids = [case["case"] for case in task.training]
+    return folds(ids, FOLDS) if len(ids) >= FOLDS else []
+
+
+def _expect_bytes(case: Case) -> int:
+    """Return about how much memory reading a case takes, by its files alone."""
+    fields = [list_files(case[name]) for name in ("image", "label") if name in case]
+    return BYTES_PER_STORED * sum(_stored_bytes(file) for files in fields for file in files)
+
+
+def _stored_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.iterdir())
+        size = path.stat().st_size
+        if path.suffix.lower() != ".gz" or size < 4 or not path.is_file():
+            return size
+        with path.open("rb") as file:  # gzip's last four bytes: the size that was packed, up to 4 GiB
+            file.seek(-4, 2)
+            return max(size, int.from_bytes(file.read(4), "little"))
+    except OSError:  # what is wrong with it is told by who reads it
+        return 0

@@ -1,0 +1,245 @@
+"""What can be seen in one image or label map: the grid it lies on, and its values."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.cases import Case, Task
+from volseg.transforms.grid import MISPLACED_VOXELS, Grid
+
+__all__ = [
+    "Fault",
+    "LabelValues",
+    "count_values",
+    "find_grid_faults",
+    "find_image_faults",
+    "find_label_faults",
+    "find_place_fault",
+    "holds_labels_only",
+]
+
+FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
+"""Voxel sides (mm) between which a volume of a patient lies: micrometres or metres were taken for mm otherwise."""
+
+LARGEST_EXTENT = 5000.0
+"""Along an axis (mm)."""
+
+PIECE_VOXELS = 1 << 22
+"""Voxels counted at a time: sorting takes several times their memory."""
+
+MOST_COUNTED = 1 << 15
+"""A label map's values up to which they are counted in a table; larger ones are sorted."""
+
+MOST_FRACTIONS = 5
+"""Values that are no integers, of which a message shows so many."""
+
+SAME_SPACING = 0.01
+"""Part by which two spacings differ and are one spacing, rounded."""
+
+
+class Fault(NamedTuple):
+    """A kind of finding, and the words for it; a sentence about the file for what is bad."""
+
+    kind: str
+    text: str
+    channel: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelValues:
+    """The values of a label map."""
+
+    counts: dict[int, int]
+    """Voxels of each value, rounded."""
+    fractions: tuple[float, ...] = ()
+    """The lowest values that are no integers."""
+    num_fractions: int = 0
+    """How many there are."""
+    farthest: float = 0.0
+    """How far from an integer at most."""
+
+
+def find_grid_faults(volume: MetaTensor) -> Iterator[Fault]:
+    """Find what is wrong or odd with the place of a volume."""
+    shape, sform = tuple(volume.shape[1:]), volume.affine.numpy()
+    spacing = np.linalg.norm(sform[:3, :3], axis=0)
+    extent = spacing * shape
+    if not (spacing.min() >= FINEST_SPACING and spacing.max() <= COARSEST_SPACING and extent.max() < LARGEST_EXTENT):
+        yield Fault(
+            "size",
+            f"has voxels of {_list_lengths(spacing)} mm and an extent of {_list_lengths(extent)} mm; needed: sides of "
+            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; mend the "
+            "spacing in the header, or its unit",
+        )
+    if 1 in shape:
+        yield Fault("single-slice", f"{shape} voxels")
+    if not volume.meta.get("sform_code", 1) and not volume.meta.get("qform_code", 1):
+        yield Fault("unplaced", "")
+    yield from _compare_forms(sform, np.asarray(volume.meta.get("qform_affine", sform)), shape)
+
+
+def _compare_forms(sform: np.ndarray, qform: np.ndarray, shape: Sequence[int]) -> Iterator[Fault]:
+    if not np.isfinite(qform).all():  # damaged; nothing here goes by it
+        return
+    corners = np.array([(*corner, 1) for corner in product(*((0, side - 1) for side in shape))]).T
+    distance = np.linalg.norm(((sform - qform) @ corners)[:3], axis=0).max()
+    apart = distance / np.linalg.norm(sform[:3, :3], axis=0).min()
+    if apart > MISPLACED_VOXELS:
+        mirrors = np.linalg.det(sform[:3, :3]) * np.linalg.det(qform[:3, :3]) < 0
+        yield Fault("mirrored" if mirrors else "forms-disagree", f"up to {apart:.3g} voxels apart")
+
+
+def _list_lengths(lengths: Iterable[float]) -> str:
+    return " x ".join(f"{length:.4g}" for length in lengths)
+
+
+def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
+    """Find what is wrong or odd with the voxels of an image."""
+    channels = image.as_tensor()
+    if len(channels) != task.num_channels:
+        series = " (a time series?)" if task.num_channels == 1 else ""
+        yield Fault(
+            "channels",
+            f"has {len(channels)} channel(s){series}, but the task declares {task.num_channels} "
+            f"({', '.join(task.modalities)}); mend the file, or what the task declares",
+        )
+    if fault := _find_not_finite(channels):
+        yield fault
+        return
+    constant = set()
+    for index, channel in enumerate(channels):
+        lowest, highest = channel.aminmax()
+        if lowest == highest:
+            constant.add(index)
+            where = f" in channel {index}" if len(channels) > 1 else ""
+            text = f"is constant{where}: every voxel is {lowest.item():g}; export the image again"
+            yield Fault("constant", text, index)
+    for one, other in combinations(range(len(channels)), 2):
+        if not {one, other} & constant and channels[one].equal(channels[other]):
+            yield Fault("same-channels", f"channels {one} and {other}", other)
+
+
+def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task, case: Case) -> Iterator[Fault]:
+    """Find what is wrong or odd with the voxels of a label map; ``values`` is what `count_values` gives."""
+    voxels = label.as_tensor()
+    if len(voxels) != 1:
+        text = f"has {len(voxels)} channels; a label map needs one, with a number per structure"
+        yield Fault("label-channels", text)
+    if values is None:
+        fault = _find_not_finite(voxels)
+        assert fault is not None
+        yield fault
+        return
+    if values.fractions:
+        probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
+        yield Fault(
+            "label-fractions",
+            f"holds values{probabilities} that are no integers ({_list_values(values.fractions, values.num_fractions)})"
+            "; it was probably resampled linearly, so export it again with nearest neighbours",
+        )
+        return
+    declared = _declare(task)
+    if unknown := sorted(value for value in values.counts if value not in declared):
+        count = sum(values.counts[value] for value in unknown)
+        yield Fault(
+            "label-undeclared",
+            f"holds {_list_values(unknown[:MOST_FRACTIONS], len(unknown))} in {count} voxel(s), but the task declares "
+            f"{sorted(declared)}; mend the label map or declare the value",
+        )
+    structures = values.counts.keys() - {0, task.ignore}
+    if not structures:
+        yield Fault("label-empty", "the rest is to be ignored" if task.ignore in values.counts else "")
+    labelled = task.labelled(case)
+    if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
+        yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
+
+
+def _declare(task: Task) -> set[int]:
+    return {*task.labels} | ({task.ignore} if task.ignore is not None else set())
+
+
+def count_values(voxels: Tensor) -> LabelValues | None:
+    """Count the values of a label map, a piece at a time; None where one is not finite."""
+    if not voxels.isfinite().all():
+        return None
+    counts: Counter[int] = Counter()
+    fractions: set[float] = set()
+    shown: list[float] = []
+    farthest = 0.0
+    for piece in voxels.flatten().split(PIECE_VOXELS):
+        rounded = piece.round()
+        off = (piece - rounded).abs()
+        if (highest := off.max().item()) > 0:
+            farthest = max(farthest, highest)
+            if len(fractions) < MOST_COUNTED:  # of a map of probabilities all may differ
+                fractions.update(piece[off > 0].unique()[:MOST_COUNTED].tolist())
+        lowest, highest = (bound.item() for bound in rounded.aminmax())
+        if lowest >= 0 and highest < MOST_COUNTED:
+            table = torch.bincount(rounded.to(torch.int32))
+            found, numbers = table.nonzero()[:, 0], table[table > 0]
+        else:
+            found, numbers = rounded.unique(return_counts=True)
+        counts.update(dict(zip(map(int, found.tolist()), numbers.tolist(), strict=True)))
+    shown = sorted(fractions)[:MOST_FRACTIONS]
+    return LabelValues(counts=dict(counts), fractions=tuple(shown), num_fractions=len(fractions), farthest=farthest)
+
+
+def holds_labels_only(image: Tensor, task: Task) -> bool:
+    """Whether every voxel has a declared value, and several values occur: an image that may be a label map."""
+    declared = torch.tensor(sorted(_declare(task)), dtype=image.dtype)
+    for piece in image.flatten().split(PIECE_VOXELS):
+        # A few voxels decide for nearly every image.
+        if not torch.isin(piece[:1000], declared).all() or not torch.isin(piece, declared).all():
+            return False
+    lowest, highest = image.aminmax()
+    return bool(lowest != highest)
+
+
+def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
+    """Find what keeps a label from lying on its image's voxels."""
+    grid, other = Grid.of(image), Grid.of(label)
+    misplaced = grid.fault_of(other, "image")
+    if misplaced is None:
+        return None
+    if grid.shape == other.shape:
+        return Fault("affine", misplaced)
+    return Fault("label-coarser" if _is_resampled(grid, other) else "shape", misplaced)
+
+
+def _is_resampled(grid: Grid, other: Grid) -> bool:
+    """Whether two grids cover the same place, up to a voxel of the coarser, by voxels of different sizes."""
+    steps = [each.affine[:3, :3].norm(dim=0) for each in (grid, other)]
+    if (steps[0] / steps[1] - 1).abs().max() < SAME_SPACING:
+        return False
+    faces = [
+        torch.tensor([(*corner, 1.0) for corner in product(*((-0.5, side - 0.5) for side in each.shape))]).double()
+        for each in (grid, other)
+    ]
+    apart = (grid.affine @ faces[0].T - other.affine @ faces[1].T)[:3].norm(dim=0).max()
+    return bool(apart <= torch.stack(steps).max())
+
+
+def _find_not_finite(voxels: Tensor) -> Fault | None:
+    bad = ~voxels.isfinite()
+    if not bad.any():
+        return None
+    first = tuple(int(index) for index in np.unravel_index(int(bad.flatten().byte().argmax()), bad.shape))
+    return Fault(
+        "not-finite",
+        f"holds {int(bad.sum())} voxel(s) that are NaN or infinite, the first at (c, i, j, k) = {first}; "
+        "replace them, for instance by the value of air",
+        first[0],
+    )
+
+
+def _list_values(values: Sequence[float], count: int) -> str:
+    shown = ", ".join(f"{value:g}" for value in values[:MOST_FRACTIONS])
+    rest = count - min(count, MOST_FRACTIONS)
+    return shown + (f" and {rest} more" if rest else "")

@@ -1,0 +1,139 @@
+"""From the values of label files to the numbers that a label map has in memory, and back.
+
+In memory a label map is uint8, whatever the values in files are::
+
+    0 ... K-1        the class: the place of the file's value among the task's K, in order
+    K                nobody annotated this voxel (the task's ``ignore``)
+    K+1 ... K+S      background of a partially labelled case: it may be any class that was not looked for there
+
+There is one of the last kind for each set of values that cases were looked through for. So a label map says by itself
+what is known of each voxel, and whoever cuts, moves or stores it needs to know no more than how many numbers there are
+(`num_indices`). What each number says about each output of a network is in `volseg.losses.Targets`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.cases import Case, Task
+from volseg.errors import DataError
+from volseg.losses.targets import Targets
+
+__all__ = ["num_indices", "targets_of", "to_classes", "to_values"]
+
+MOST_INDICES = 256
+"""Of uint8."""
+
+
+def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tensor:
+    """Return a label map of class indices, uint8 of the same shape.
+
+    Parameters
+    ----------
+    label_map : Tensor
+        Values of files: those of ``task.labels``, and ``task.ignore``. A MetaTensor keeps its metadata.
+    task : Task
+        Whose values they are.
+    case : Case, optional
+        Whose label it is: with ``labelled``, background may hide what was not looked for. Without it, all was.
+
+    Raises
+    ------
+    DataError
+        For other values, or a case that was looked through for values that nobody knows.
+    """
+    known = [*task.class_values, *(() if task.ignore is None else (task.ignore,))]
+    numbers = torch.arange(len(known), dtype=torch.uint8)
+    if case is not None and (labelled := task.labelled(case)) is not None:
+        numbers[0] = task.num_classes + 1 + _place_labelled(labelled, case, task)
+    voxels = label_map.as_subclass(Tensor)
+    # Sorted for the search: the ignored value may lie between others.
+    values, order = torch.tensor(known, dtype=torch.float64, device=voxels.device).sort()
+    wide = voxels.to(torch.float64)
+    place = torch.searchsorted(values, wide).clamp_(max=len(known) - 1)
+    if bool((strange := values[place] != wide).any()):
+        holds = "the label map holds" if case is None else f"case {case['case']}: its label holds"
+        raise DataError(
+            f"{holds} {wide[strange].unique()[:5].tolist()}, but the values of {task.name} are {sorted(known)}; mend "
+            "the label map or declare the value"
+        )
+    return _with_metadata(numbers.to(voxels.device)[order][place], label_map)
+
+
+def to_values(classes: Tensor, task: Task) -> Tensor:
+    """Return a label map of the files' values: uint8 where they fit, else int32.
+
+    Parameters
+    ----------
+    classes : Tensor
+        Class indices, as `to_classes` makes them. What may be several classes becomes background.
+    task : Task
+        Whose values they become.
+
+    Raises
+    ------
+    DataError
+        For an index that stands for nothing.
+    """
+    values = [*task.class_values, *([0] * (MOST_INDICES - task.num_classes))]
+    if task.ignore is not None:
+        values[task.num_classes] = task.ignore
+    most = num_indices(task)
+    plain = classes.as_subclass(Tensor)
+    if plain.numel() and not 0 <= int(plain.min()) <= int(plain.max()) < most:
+        raise DataError(f"class indices of {task.name} are 0 to {most - 1}, got {plain.min():g} to {plain.max():g}")
+    dtype = torch.uint8 if max(values) <= 255 else torch.int32
+    return _with_metadata(torch.tensor(values, dtype=dtype, device=plain.device)[plain.long()], classes)
+
+
+def num_indices(task: Task) -> int:
+    """Return how many numbers a label map of the task may hold in memory.
+
+    Raises
+    ------
+    DataError
+        More than a byte tells apart.
+    """
+    return targets_of(task).num_indices
+
+
+def targets_of(task: Task) -> Targets:
+    """Return what the numbers of the task's label maps say about the outputs of its networks."""
+    index = {value: place for place, value in enumerate(task.class_values)}
+    hidden = tuple(
+        tuple(place for value, place in index.items() if value not in looked_for) for looked_for in _list_labelled(task)
+    )
+    targets = Targets(
+        num_classes=task.num_classes,
+        regions=tuple(tuple(index[value] for value in values) for values in task.regions.values()),
+        ignores=task.ignore is not None,
+        hidden=hidden,
+    )
+    if targets.num_indices > MOST_INDICES:
+        raise DataError(
+            f"{task.name} has {task.num_classes} labels and cases that were looked through for {len(hidden)} different "
+            f"sets of them; needed: {MOST_INDICES - 1} of both at most"
+        )
+    return targets
+
+
+def _list_labelled(task: Task) -> Sequence[tuple[int, ...]]:
+    """Return the sets of values, less than all, that training cases were looked through for, in one order."""
+    return sorted({labelled for case in task.training if (labelled := task.labelled(case)) is not None})
+
+
+def _place_labelled(labelled: tuple[int, ...], case: Case, task: Task) -> int:
+    known = _list_labelled(task)
+    if labelled not in known:
+        raise DataError(
+            f"case {case['case']} was looked through for {list(labelled)}, as no training case of {task.name}; read "
+            "it with the task that it belongs to"
+        )
+    return known.index(labelled)
+
+
+def _with_metadata(voxels: Tensor, label_map: Tensor) -> Tensor:
+    """Return ``voxels`` with the place in the patient that ``label_map`` has, if it has one."""
+    return MetaTensor(voxels).copy_meta_from(label_map) if isinstance(label_map, MetaTensor) else voxels

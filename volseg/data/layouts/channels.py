@@ -1,0 +1,107 @@
+"""Which files are the channels of one image: by nnU-Net's numbers (``CASE_0000`` ...), or by names."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from volseg.data.cases import Case
+from volseg.data.names import list_some
+from volseg.data.readers import stem
+from volseg.errors import DataError
+
+__all__ = ["SEPARATORS", "group_channels", "image_of", "number_channels"]
+
+CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
+
+ALL_CHANNELS = -1
+"""Stands for the number of a channel where a file holds every one."""
+
+SEPARATORS = "_-."
+"""What may stand between a case's id and the word that says what a file of it is."""
+
+
+def number_channels(name: str) -> tuple[str, int] | None:
+    """Return the case and the number of the channel that a file's stem names; None where it names none.
+
+    >>> number_channels("BRATS_001_0003")
+    ('BRATS_001', 3)
+    """
+    match = CHANNEL_NUMBER.fullmatch(name)
+    return None if match is None else (match["case"], int(match["channel"]))
+
+
+def image_of(files: Sequence[Path]) -> Path | tuple[Path, ...]:
+    """Return what a case has for its image: a path, or a tuple of one per channel."""
+    return files[0] if len(files) == 1 else tuple(files)
+
+
+def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Case]:
+    """Return a case per image, whose channels may lie in files of their own.
+
+    Where there is one channel, each file is an image; if all of them end in nnU-Net's ``_0000``, that is no part of
+    their names. Of several channels a file holds all, unless its name ends in the number or the name of one.
+
+    Raises
+    ------
+    DataError
+        Some channels of an image are there and others are not, or one is there twice.
+    """
+    if len(modalities) == 1:
+        numbered = [number_channels(stem(image)) for image in images]
+        if images and all(found is not None and found[1] == 0 for found in numbered):
+            return [{"case": found[0], "image": image} for image, found in zip(images, numbered, strict=True) if found]
+        return [{"case": name_image(image), "image": image} for image in images]
+    groups: dict[tuple[Path, str], dict[int, Path]] = defaultdict(dict)
+    for image, (case, channel) in zip(images, _find_channels(images, modalities), strict=True):
+        channels = groups[image.parent, case]
+        if channel in channels:
+            both = "all channels" if channel == ALL_CHANNELS else f"channel {channel}"
+            raise DataError(f"{channels[channel]} and {image} are both {both} of {case}; name one of them")
+        channels[channel] = image
+    return [_gather(case, channels, modalities) for (_, case), channels in groups.items()]
+
+
+def _find_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the case and the channel of each file.
+
+    Numbers count as channels only beside a channel 0: cases may be numbered too.
+    """
+    first = {(image.parent, found[0]) for image in images if (found := number_channels(stem(image))) and not found[1]}
+    return [
+        found
+        if (found := number_channels(stem(image))) is not None and (image.parent, found[0]) in first
+        else _find_named(image, modalities) or (name_image(image), ALL_CHANNELS)
+        for image in images
+    ]
+
+
+def _find_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | None:
+    """Return the case and the channel of a file whose name ends in the name of a channel, or is one."""
+    name = stem(image)
+    for channel in sorted(range(len(modalities)), key=lambda channel: -len(modalities[channel])):
+        ending = modalities[channel].casefold()
+        if name.casefold() == ending:
+            return Path(os.path.abspath(image)).parent.name, channel
+        case = name[: -len(ending) - 1]
+        if case and name.casefold() in {f"{case.casefold()}{mark}{ending}" for mark in SEPARATORS}:
+            return case, channel
+    return None
+
+
+def _gather(case: str, channels: Mapping[int, Path], modalities: Sequence[str]) -> Case:
+    if ALL_CHANNELS in channels and len(channels) == 1:
+        return {"case": case, "image": channels[ALL_CHANNELS]}
+    if sorted(channels) != list(range(len(modalities))):
+        raise DataError(
+            f"{case} has {len(channels)} file(s), {list_some([path.name for path in channels.values()])}; needed: one "
+            f"for each of the {len(modalities)} channels, called {case}_0000, {case}_0001 ... or by "
+            f"{', '.join(modalities)}, or one file of all channels, or a table (CSV) that says which is which"
+        )
+    return {"case": case, "image": tuple(channels[number] for number in range(len(modalities)))}
+
+
+def name_image(image: Path) -> str:
+    """Return the id of a case that is one file, or one folder; the folder "." has a name too."""
+    return stem(os.path.abspath(image))

@@ -1,0 +1,341 @@
+"""What a data set says of itself in ``dataset.json`` or ``task.yaml``: its channels, its labels and regions.
+
+Labels are read in both directions that are in use: MSD's ``{"0": "background", "1": "edema"}`` from value to name, and
+nnU-Net's ``{"background": 0, "whole tumour": [1, 2, 3], "ignore": 4}`` from name to value or values.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from volseg.config.nearest import did_you_mean
+from volseg.config.yaml_values import parse_yaml
+from volseg.data.cases import Case
+from volseg.data.json_files import read_json
+from volseg.data.names import find_doubled
+from volseg.errors import ConfigError, DataError
+
+__all__ = [
+    "MANIFESTS",
+    "DeclaredLabels",
+    "add_labelled",
+    "name_task",
+    "read_channel_names",
+    "read_labelled",
+    "read_labels",
+    "read_manifest",
+    "read_modalities",
+    "read_regions",
+]
+
+MANIFESTS = ("dataset.json", "task.yaml")
+"""Files in which a data set may describe itself."""
+
+NUMBERED = re.compile(r"(Task\d\d|Dataset\d\d\d)_")
+"""How folders of MSD and of nnU-Net are called."""
+
+IGNORE = "ignore"
+"""nnU-Net's name of the value that nobody annotated."""
+
+LARGEST_VALUE = 1 << 24
+"""Volumes are read as float32, which holds every integer up to this one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredLabels:
+    """What the values of label maps mean; see `volseg.data.cases.Task`."""
+
+    labels: dict[int, str]
+    regions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ignore: int | None = None
+
+
+def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the manifest of a folder and what it holds; None without one.
+
+    Raises
+    ------
+    DataError
+        It cannot be read, is no mapping, or there are two.
+    """
+    found = [folder / name for name in MANIFESTS if (folder / name).is_file()]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise DataError(f"{folder} is described by {' and '.join(MANIFESTS)}; keep one of them")
+    [path] = found
+    declared = read_json(path) if path.suffix == ".json" else _read_yaml(path)
+    if not isinstance(declared, dict):
+        kind = "a JSON object" if path.suffix == ".json" else "`key: value` lines"
+        raise DataError(f"{path} should hold {kind}, got {type(declared).__name__}")
+    return path, declared
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(f"{path} cannot be read as YAML: {fault}") from fault
+    except ConfigError as fault:
+        raise DataError(str(fault)) from fault
+
+
+def read_channel_names(declared: Mapping[str, Any], source: Path) -> tuple[str, ...]:
+    """Return the names of the channels: ``modality`` in MSD's manifests, ``channel_names`` in nnU-Net's.
+
+    Raises
+    ------
+    DataError
+        There are none, or both and they differ.
+    """
+    keys = [key for key in ("channel_names", "modality") if key in declared] or ["modality"]
+    first, *others = [read_modalities(declared.get(key), source, key) for key in keys]
+    if any(other != first for other in others):
+        raise DataError(f"{source}: 'channel_names' and 'modality' name other channels; keep one of them")
+    return first
+
+
+def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple[str, ...]:
+    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, a list by some tools.
+
+    Raises
+    ------
+    DataError
+        There are none, or one is no name.
+    """
+    names = declared if isinstance(declared, list) and declared else _sort_by_number(declared, key, source)
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            raise DataError(f"{source}: {key!r} should give {number} a name, got {name!r}; reports go by names")
+    return tuple(name.strip() for name in names)
+
+
+def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
+    """Return the values of {"0": ..., "1": ...} in numeric order; the keys must count from 0 without a gap."""
+    wanted = f"{manifest}: {key!r} should map the numbers 0, 1, 2 ... to names"
+    if not isinstance(mapping, dict) or not mapping:
+        raise DataError(f"{wanted}, got {mapping!r}")
+    try:
+        by_number = {int(number): name for number, name in mapping.items()}
+    except (ValueError, TypeError):
+        raise DataError(f"{wanted}, got the keys {list(mapping)}") from None
+    if sorted(by_number) != list(range(len(mapping))):
+        raise DataError(f"{wanted} without a gap, got the keys {list(mapping)}; an image has a channel for each number")
+    return [by_number[number] for number in range(len(mapping))]
+
+
+def read_labels(declared: Any, source: Path) -> dict[int, str]:
+    """Return the name of each label that ``source`` declares, where it declares no regions and ignores nothing.
+
+    Raises
+    ------
+    DataError
+        As `read_regions`.
+    """
+    return read_regions({"labels": declared}, source).labels
+
+
+def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
+    """Return labels, regions and the value to ignore, as a manifest declares them.
+
+    Read are ``labels``, in either direction, and ``regions`` (name to values), ``regions_class_order`` and ``ignore``.
+
+    Raises
+    ------
+    DataError
+        There are fewer than two labels, 0 is none of them, a value or a name is given twice, or regions are such that
+        no label map could be painted of them.
+    """
+    entries = declared.get("labels")
+    if not isinstance(entries, dict) or not entries:
+        raise DataError(
+            f"{source}: 'labels' should map values to names ({{'0': 'background', '1': ...}}) or names to values, got "
+            f"{entries!r}"
+        )
+    inside = {} if _are_values(entries) else {name.strip(): values for name, values in _list_regions(entries, source)}
+    named = _turn(entries, inside, source)
+    ignore = _read_ignore(declared.get(IGNORE), named, source)
+    named = {value: name for value, name in named.items() if value != ignore}
+    outside = declared.get("regions") or {}
+    if inside and outside:
+        raise DataError(f"{source} declares regions in 'labels' and in 'regions'; keep one of them")
+    regions = inside or _read_own_regions(outside, named, source)
+    if len(named) < 2 or 0 not in named:
+        raise DataError(
+            f"{source} declares the labels {named}; needed: 0 for the background and at least one structure"
+        )
+    if doubled := find_doubled(named.values()):
+        raise DataError(f"{source} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
+    for name, values in regions.items():
+        if strange := sorted(set(values) - (named.keys() - {0})):
+            raise DataError(
+                f"{source}: the region {name!r} holds {strange}; needed: declared values of structures, that is of "
+                f"{sorted(named.keys() - {0})}"
+            )
+    painted = _paint(regions, declared.get("regions_class_order"), source)
+    return DeclaredLabels(labels=dict(sorted(named.items())), regions=painted, ignore=ignore)
+
+
+def _are_values(entries: Mapping[Any, Any]) -> bool:
+    """Say whether a mapping goes from values to names; the other direction has names for keys."""
+    return all(isinstance(key, int) or (isinstance(key, str) and key.strip().lstrip("-").isdigit()) for key in entries)
+
+
+def _list_regions(entries: Mapping[Any, Any], source: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Return nnU-Net's regions: if one name has several values, every name but the background's is a region."""
+    for name in entries:
+        if not isinstance(name, str) or not name.strip():
+            raise DataError(f"{source}: 'labels' should map names to values, got the key {name!r}")
+    if not any(isinstance(values, list) and len(values) > 1 for values in entries.values()):
+        return []
+    values = {name: _as_values(value, name, source) for name, value in entries.items() if name.strip() != IGNORE}
+    return [(name, found) for name, found in values.items() if set(found) != {0}]
+
+
+def _as_values(value: Any, name: str, source: Path) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [value]
+    if not listed:
+        raise DataError(f"{source}: the region {name!r} has no values")
+    found = tuple(_as_value(one, name, source) for one in listed)
+    if doubled := find_doubled(map(str, found)):
+        raise DataError(f"{source}: the region {name!r} names the value {doubled[0]} twice")
+    return found
+
+
+def _as_value(value: Any, name: object, source: Path) -> int:
+    """Return a value of label maps; nnU-Net takes digits for a number too."""
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST_VALUE:
+        raise DataError(
+            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE - 1} for its value, got "
+            f"{value!r}"
+        )
+    return value
+
+
+def _turn(entries: Mapping[Any, Any], regions: Mapping[str, tuple[int, ...]], source: Path) -> dict[int, str]:
+    """Return the name of each value; values that only regions hold are called by their number."""
+    named: dict[int, str] = {}
+    if _are_values(entries):
+        for value, name in entries.items():
+            if not isinstance(name, str) or not name.strip():
+                raise DataError(f"{source}: 'labels' should give {value} a name, got {name!r}; reports go by names")
+        pairs = [(_as_value(value, name, source), name.strip()) for value, name in entries.items()]
+    else:
+        values = {name: _as_values(value, name, source) for name, value in entries.items()}
+        pairs = [(found[0], name.strip()) for name, found in values.items() if len(found) == 1]
+    for value, name in pairs:
+        if value in named:
+            raise DataError(f"{source} gives the value {value} to {named[value]!r} and to {name!r}; keep one of them")
+        named[value] = name
+    for value in sorted({value for values in regions.values() for value in values}):
+        named.setdefault(value, f"label_{value}")
+    return named
+
+
+def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int | None:
+    """Return the value to ignore: the one that is called so, or the one that a key of its own names."""
+    called = [value for value, name in named.items() if name == IGNORE]
+    if declared is None:
+        ignore = called[0] if called else None
+    else:
+        ignore = _as_value(declared, IGNORE, source)
+        if called and called != [ignore]:
+            raise DataError(f"{source} ignores {ignore}, and calls {called[0]} {IGNORE!r}; keep one of them")
+        if not called and ignore in named:
+            raise DataError(f"{source} ignores {ignore}, which is the label {named[ignore]!r}; they need another value")
+    if ignore == 0:
+        raise DataError(f"{source} ignores 0, which is the background; ignored voxels need a value of their own")
+    return ignore
+
+
+def _read_own_regions(entries: Any, named: Mapping[int, str], source: Path) -> dict[str, tuple[int, ...]]:
+    """Return the regions that stand under a key of their own, whose members may be given by name."""
+    if not isinstance(entries, dict) or not all(isinstance(name, str) and name.strip() for name in entries):
+        raise DataError(f"{source}: 'regions' should map names to the labels that belong to each, got {entries!r}")
+    by_name = {name: value for value, name in named.items()}
+    regions = {}
+    for name, members in entries.items():
+        listed = members if isinstance(members, list) else [members]
+        regions[name.strip()] = _as_values([by_name.get(member, member) for member in listed], name, source)
+    return regions
+
+
+def _paint(regions: Mapping[str, tuple[int, ...]], order: Any, source: Path) -> dict[str, tuple[int, ...]]:
+    """Return the regions, the value that each is painted with standing first among its values.
+
+    A region is painted over those before it, so its value is one that no later region holds too, if it has such a one.
+    """
+    if order is not None and (not isinstance(order, list) or len(order) != len(regions)):
+        raise DataError(
+            f"{source}: 'regions_class_order' should list a value for each of the {len(regions)} regions, got {order!r}"
+        )
+    painted: dict[str, tuple[int, ...]] = {}
+    names = list(regions)
+    for number, (name, values) in enumerate(regions.items()):
+        later = {value for other in names[number + 1 :] for value in regions[other]}
+        own = [value for value in values if value not in later] or list(values)
+        first = own[0] if order is None else _as_value(order[number], name, source)
+        if first not in own:
+            raise DataError(
+                f"{source}: 'regions_class_order' paints {name!r} with {first}; needed: one of {own}, which belong to "
+                "it and to no later region"
+            )
+        painted[name] = (first, *(value for value in values if value != first))
+    return painted
+
+
+def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple[int, ...] | None:
+    """Return the values that were looked for in a case, which may be given by name; None where all of them were.
+
+    Raises
+    ------
+    DataError
+        One is no label, or there is none.
+    """
+    if declared is None:
+        return None
+    by_name = {name: value for value, name in labels.items()}
+    structures = {value: name for value, name in labels.items() if value != 0}
+    found: list[int] = []
+    for member in declared if isinstance(declared, Sequence) and not isinstance(declared, str) else [declared]:
+        digits = isinstance(member, str) and member.isascii() and member.isdigit() and member not in by_name
+        value = int(member) if digits else by_name.get(member, member)
+        if isinstance(value, bool) or value not in structures:
+            known = did_you_mean(str(member), [*structures.values(), *map(str, structures)])
+            raise DataError(f"{where}: 'labelled' holds {member!r}, which is no structure of the task; {known}")
+        found.append(value)
+    if not found:
+        raise DataError(f"{where}: 'labelled' names no label; leave it out where all were looked for")
+    return tuple(sorted(set(found)))
+
+
+def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str], source: Path) -> tuple[Case, ...]:
+    """Return the cases, each with what was looked for in it, where ``labelled`` maps its id to labels.
+
+    Raises
+    ------
+    DataError
+        It names a case that there is not, or what is no label.
+    """
+    if declared is None:
+        return tuple(cases)
+    if not isinstance(declared, dict):
+        raise DataError(f"{source}: 'labelled' should map case ids to lists of labels, got {type(declared).__name__}")
+    ids = {case["case"] for case in cases}
+    if unknown := [name for name in declared if name not in ids]:
+        raise DataError(
+            f"{source}: 'labelled' names {unknown[0]!r}, which is no case; {did_you_mean(str(unknown[0]), ids)}"
+        )
+    found = {name: read_labelled(members, labels, f"{source}, {name}") for name, members in declared.items()}
+    return tuple(
+        case if found.get(case["case"]) is None else {**case, "labelled": found[case["case"]]} for case in cases
+    )
+
+
+def name_task(folder: Path, declared: Mapping[str, Any]) -> str:
+    """Return the name of a task: its folder's where that is numbered as MSD's and nnU-Net's, else the declared one."""
+    return folder.name if NUMBERED.match(folder.name) else str(declared.get("name") or folder.name).strip()

@@ -1,0 +1,145 @@
+"""What every layout asks of its list of cases: each once, files of its own, names that a prediction can bear."""
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PureWindowsPath
+
+from volseg.data.cases import Case
+from volseg.data.names import find_doubled, list_some
+from volseg.data.readers import find_suffix, list_files
+from volseg.errors import DataError
+
+__all__ = [
+    "LONGEST_NAME",
+    "join_inside",
+    "list_images",
+    "require_id",
+    "sort_cases",
+    "split_path",
+]
+
+logger = logging.getLogger(__name__)
+
+LONGEST_NAME, LONGEST_PATH = 200, 1000
+"""Bytes of a file's name (255 to most file systems) and characters of a declared path."""
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the files of a folder that have an image's suffix, sorted; hidden ones, as macOS' ``._``, left out."""
+    return sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
+
+
+def sort_cases(
+    training: Iterable[Case], test: Iterable[Case], source: Path, *, require_files: bool
+) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """Return the cases of a data set, sorted by id; test cases that were not fetched are left out.
+
+    Raises
+    ------
+    DataError
+        There is none to train on, one stands twice, two share a file, or a file of one to train on is absent.
+    """
+    training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
+    if not training:
+        raise DataError(
+            f"{source} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
+        )
+    if doubled := find_doubled(case["case"] for case in [*training, *test]):
+        raise DataError(
+            f"{source} declares {len(doubled)} case(s) more than once, first {doubled[0]!r}; keep each once"
+        )
+    _refuse_shared_files([*training, *test], source)
+    if require_files:
+        _refuse_absent(training, source)
+    return tuple(training), tuple(_drop_absent(test, source))
+
+
+def require_id(name: str, where: str) -> str:
+    """Return the id of a case, by which its prediction is called.
+
+    Raises
+    ------
+    DataError
+        No file can be called so.
+    """
+    name = name.strip()
+    is_plain = not name.startswith(".") and not any(letter in name for letter in "/\\\0\n\r")
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        is_plain, length = False, 0
+    if not name or not is_plain or length > LONGEST_NAME:
+        raise DataError(
+            f"{where} calls a case {name[:40]!r}; needed: a name that a file can have, without slashes, of "
+            f"{LONGEST_NAME} bytes at most"
+        )
+    return name
+
+
+def join_inside(folder: Path, text: str, where: str) -> Path:
+    """Join a declared path to the data set's folder; it must not lead out of it (links inside it may)."""
+    path = split_path(text, where)
+    if path.anchor or ".." in path.parts or not path.parts:
+        raise DataError(f"{where} names {text.strip()!r}; needed: a path inside the task's folder, relative to it")
+    return folder.joinpath(*path.parts)
+
+
+def split_path(text: str, where: str) -> PureWindowsPath:
+    """Return a path that was written on any system, which splits at both kinds of slash.
+
+    Raises
+    ------
+    DataError
+        No file can be called so.
+    """
+    text = text.strip()
+    try:
+        longest = max((len(os.fsencode(part)) for part in PureWindowsPath(text).parts), default=0)
+    except UnicodeEncodeError:
+        raise DataError(f"{where} names {text!r}, which no file can be called") from None
+    if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
+        raise DataError(
+            f"{where} names {text[:40]!r}..., of {len(text)} characters, which no file can be called; needed: names of "
+            f"{LONGEST_NAME} bytes at most, which leave room for those of predictions"
+        )
+    return PureWindowsPath(text)
+
+
+def _list_all(case: Case) -> list[Path]:
+    return [*list_files(case["image"]), *([case["label"]] if "label" in case else [])]
+
+
+def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
+    """Raise where a file stands for two fields or cases: one would learn from the other's label."""
+    if doubled := find_doubled(str(path) for case in cases for path in _list_all(case)):
+        raise DataError(
+            f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
+            "image and each label needs a file of its own"
+        )
+
+
+def _refuse_absent(cases: Sequence[Case], source: Path) -> None:
+    absent = [path for case in cases for path in _list_all(case) if not path.exists()]
+    if absent:
+        shown = list_some([str(_shorten(path, source)) for path in absent])
+        raise DataError(
+            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
+        )
+
+
+def _shorten(path: Path, source: Path) -> Path:
+    return path.relative_to(source.parent) if path.is_relative_to(source.parent) else path
+
+
+def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
+    """Leave out test cases that were not fetched: training does not need them."""
+    present = [case for case in test if all(path.exists() for path in list_files(case["image"]))]
+    if len(present) < len(test):
+        logger.warning(
+            "%s: %d of %d declared test images are absent and left out",
+            source.parent,
+            len(test) - len(present),
+            len(test),
+        )
+    return present

@@ -1,0 +1,147 @@
+"""What channels and labels are called where nobody wrote it down: channels after files, labels by their values."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volseg.data.json_files import read_json
+from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
+from volseg.data.names import list_some
+from volseg.data.readers import read_volume
+from volseg.data.threads import map_in_threads
+from volseg.errors import DataError
+from volseg.files import replacing
+
+__all__ = ["match_channels", "name_channels", "name_labels"]
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path(".volseg") / "label_values.json"
+"""Where the values of a folder's label maps are written down, so that they are read once."""
+
+MOST_VALUES = 1000
+"""In one label map; one with more is an image."""
+
+
+def name_channels(declared: Mapping[str, Any], source: Path) -> tuple[str, ...] | None:
+    """Return the channels' names that a manifest declares; None where it declares none."""
+    return read_channel_names(declared, source) if {"channel_names", "modality"} & declared.keys() else None
+
+
+def match_channels(
+    found: Sequence[str], declared: Sequence[str] | None, source: Path
+) -> tuple[tuple[str, ...], list[int]]:
+    """Return the names of the channels, and the place of each among those that were found.
+
+    One file is one channel, or all that are declared. Of several, files that are called by numbers are the channels in
+    that order; others are called as they are declared.
+
+    Raises
+    ------
+    DataError
+        Other channels are declared than were found.
+    """
+    if len(found) == 1:
+        return tuple(declared or [name if name and not name.isdigit() else "image" for name in found]), [0]
+    if declared is None:
+        return tuple(found), list(range(len(found)))
+    if len(found) == len(declared):
+        folded = [name.casefold() for name in found]
+        if sorted(folded) == sorted(name.casefold() for name in declared):
+            return tuple(declared), [folded.index(name.casefold()) for name in declared]
+        if all(name.isdigit() for name in found):
+            return tuple(declared), list(range(len(found)))
+    raise DataError(
+        f"{source} declares the channels {', '.join(declared)}, but the files are called {', '.join(found)}; call them "
+        "alike, or number the files (0000, 0001 ...)"
+    )
+
+
+def name_labels(declared: Mapping[str, Any], source: Path, labels: Sequence[Path], folder: Path) -> DeclaredLabels:
+    """Return labels as they are declared; without a declaration the values of all label maps, called ``label_1`` ....
+
+    Every label map is read for that, once: what was found is kept in the folder.
+
+    Raises
+    ------
+    DataError
+        One cannot be read, or holds what is no label map.
+    """
+    if "labels" in declared:
+        return read_regions(declared, source)
+    if strange := sorted({"regions", "regions_class_order", "ignore"} & declared.keys()):
+        raise DataError(f"{source} declares {strange[0]!r} without 'labels'; name the labels too")
+    values = sorted({0, *(value for found in _read_values(labels, folder) for value in found)})
+    if len(values) < 2:
+        raise DataError(f"the {len(labels)} label maps of {folder} hold background only; label the structures")
+    named = {value: f"label_{value}" if value else "background" for value in values}
+    logger.info(
+        '%s: nobody named the labels; the label maps hold %s. Name them in %s: {"labels": {"background": 0, ...}}',
+        folder,
+        list_some([f"{value} ({name})" for value, name in named.items()], 10),
+        source,
+    )
+    return DeclaredLabels(labels=named)
+
+
+def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int]]:
+    """Return the values of each label map, from the folder's cache where the file is still the same."""
+    known = _read_cache(folder / CACHE)
+    keys = [_identify(path, folder) for path in labels]
+    unread = [path for path, key in zip(labels, keys, strict=True) if key not in known]
+    if unread:
+        logger.info("%s: reading %d label map(s) for the values that they hold", folder, len(unread))
+        read = dict(zip(unread, map_in_threads(_find_values, unread), strict=True))
+        known |= {key: read[path] for path, key in zip(labels, keys, strict=True) if path in read}
+        _write_cache(folder / CACHE, known)
+    return [known[key] for key in keys]
+
+
+def _identify(path: Path, folder: Path) -> str:
+    """Return a text that changes with a file: its name, size and time of change."""
+    try:
+        found = path.stat()
+    except OSError as fault:
+        raise DataError(
+            f"{path} cannot be looked at ({fault.strerror or fault}), and nobody named the labels; fetch it, or "
+            "declare 'labels' in dataset.json"
+        ) from fault
+    place = path.relative_to(folder) if path.is_relative_to(folder) else path
+    return f"{place.as_posix()} {found.st_size} {found.st_mtime_ns}"
+
+
+def _find_values(path: Path) -> list[int]:
+    voxels = read_volume(path).as_tensor()
+    values = voxels.unique()
+    if not values.isfinite().all() or (values != values.round()).any() or (values < 0).any() or len(voxels) != 1:
+        raise DataError(
+            f"{path} is no label map: it holds {len(voxels)} channel(s) of {values.min():g} to {values.max():g}; "
+            "needed: one, of integers from 0 on"
+        )
+    if len(values) > MOST_VALUES:
+        raise DataError(f"{path} holds {len(values)} values; needed: a label map, with a number for each structure")
+    return values.to(torch.int64).tolist()
+
+
+def _read_cache(file: Path) -> dict[str, list[int]]:
+    """Return what was written down; nothing where there is no such file, or one that somebody damaged."""
+    try:
+        known = read_json(file)
+    except DataError:  # absent at first, and written anew if it is damaged
+        return {}
+    is_ours = isinstance(known, dict) and all(
+        isinstance(found, list) and all(isinstance(value, int) for value in found) for found in known.values()
+    )
+    return known if is_ours else {}
+
+
+def _write_cache(file: Path, known: Mapping[str, list[int]]) -> None:
+    try:
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(known, indent=0) + "\n", encoding="utf-8")
+    except OSError as fault:  # data that may only be read; they are read again next time
+        logger.info("%s cannot be written (%s); the label maps are read each time", file, fault.strerror or fault)

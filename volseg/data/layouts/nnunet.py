@@ -1,0 +1,163 @@
+"""nnU-Net's raw data sets (version 2): ``dataset.json``, ``imagesTr/CASE_0000.nii.gz`` ..., ``labelsTr/CASE.nii.gz``.
+
+What nnU-Net 2 trains on is read as it reads it, and gaps in label values besides. Where it would stop in the middle of
+its work, or train on something else (a channel that nobody declared), this stops at once.
+
+References
+----------
+.. [1] nnU-Net 2.8.1, ``documentation/dataset_format.md``, ``nnunetv2/utilities/utils.py``,
+       ``nnunetv2/utilities/label_handling/label_handling.py``.
+"""
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from volseg.data.cases import Case, Task
+from volseg.data.layouts.channels import image_of, number_channels
+from volseg.data.layouts.declared import add_labelled, name_task, read_channel_names, read_regions
+from volseg.data.layouts.files import list_images, require_id, sort_cases
+from volseg.data.names import list_some
+from volseg.data.readers import SUFFIXES, stem
+from volseg.errors import DataError
+
+__all__ = ["load_nnunet"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
+    """Return the task of a raw data set; see `volseg.data.layouts.load_task`."""
+    folder = manifest.parent
+    ending = _read_ending(declared, manifest)
+    modalities = read_channel_names(declared, manifest)
+    labels = read_regions(declared, manifest)
+    if "dataset" in declared:
+        training = _read_listed(declared["dataset"], len(modalities), manifest)
+    else:
+        training = _find_training(folder, ending, len(modalities))
+    test = _find_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
+    if declared.get("numTraining", len(training)) != len(training):
+        logger.warning("%s: numTraining is %s, but there are %d", manifest, declared["numTraining"], len(training))
+    cases, tests = sort_cases(
+        training,
+        [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()],
+        manifest,
+        require_files=require_files,
+    )
+    return Task(
+        name=name_task(folder, declared),
+        root=folder,
+        modalities=modalities,
+        labels=labels.labels,
+        regions=labels.regions,
+        ignore=labels.ignore,
+        training=add_labelled(cases, declared.get("labelled"), labels.labels, manifest),
+        test=tests,
+    )
+
+
+def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:
+    """Return ``file_ending``, which tells images from what else lies there; None where any format may."""
+    ending = declared.get("file_ending")
+    if ending is not None and (not isinstance(ending, str) or ending.lower() not in SUFFIXES):
+        raise DataError(f"{manifest}: 'file_ending' is {ending!r}; needed: one of {', '.join(SUFFIXES)}")
+    return ending
+
+
+def _read_listed(listed: Any, num_channels: int, manifest: Path) -> list[Case]:
+    """Return the cases that ``dataset`` lists with their files, which may lie anywhere, as nnU-Net lets them."""
+    if not isinstance(listed, dict):
+        raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
+    cases = []
+    for name, files in listed.items():
+        where = f"{manifest}, dataset[{name!r}]"
+        images = files.get("images") if isinstance(files, dict) else None
+        if not isinstance(images, list) or not all(isinstance(path, str) for path in [*images, files.get("label")]):
+            raise DataError(f"{where} should name 'images', a list, and 'label', got {files!r}")
+        if len(images) not in {1, num_channels}:
+            raise DataError(f"{where} names {len(images)} image(s); needed: one for each of {num_channels} channel(s)")
+        paths = [_locate(path, manifest.parent) for path in images]
+        cases.append(
+            {
+                "case": require_id(name, where),
+                "image": image_of(paths),
+                "label": _locate(files["label"], manifest.parent),
+            }
+        )
+    return cases
+
+
+def _locate(text: str, folder: Path) -> Path:
+    """Return a path as nnU-Net finds it: variables of the environment replaced, relative to the data set's folder."""
+    return Path(os.path.abspath(folder / os.path.expandvars(text)))
+
+
+def _find_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
+    images, labels = folder / "imagesTr", folder / "labelsTr"
+    for needed in (images, labels):
+        if not needed.is_dir():
+            raise DataError(f"{folder} has no {needed.name}; nnU-Net's layout needs imagesTr and labelsTr")
+    by_name: dict[str, list[Path]] = defaultdict(list)
+    for path in _list_ending(labels, ending):
+        by_name[stem(path)].append(path)
+    if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
+        raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")
+    found = _find_images(images, ending, num_channels)
+    if not found:
+        raise DataError(f"{images} holds no image; needed: CASE_0000{ending or '.nii.gz'}, a file per channel")
+    if alone := sorted(by_name.keys() - found.keys()):
+        logger.warning("%s: %d label(s) have no image and are left out: %s", labels, len(alone), list_some(alone))
+    return [
+        {
+            "case": require_id(case, str(images)),
+            "image": image,
+            "label": by_name[case][0] if case in by_name else labels / f"{case}{ending or '.nii.gz'}",
+        }
+        for case, image in found.items()
+    ]
+
+
+def _list_ending(folder: Path, ending: str | None) -> list[Path]:
+    return [path for path in list_images(folder) if ending is None or path.name.endswith(ending)]
+
+
+def _find_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
+    """Return the image of each case: a path per channel; those of absent files too, so that they are named.
+
+    Where no case has more than channel 0 though more are declared, its file holds them all.
+    """
+    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in _list_ending(folder, ending):
+        numbered = number_channels(stem(path))
+        if numbered is None:
+            raise DataError(
+                f"{path} names no channel; needed: CASE_0000{ending or ''} for the first one, CASE_0001 ..."
+            )
+        case, channel = numbered
+        if channel in found[case]:
+            raise DataError(f"{found[case][channel]} and {path.name} are the same channel of {case}; keep one of them")
+        found[case][channel] = path
+    if surplus := [case for case, channels in found.items() if max(channels) >= num_channels]:
+        _refuse_surplus(folder, {case: found[case] for case in surplus}, num_channels)
+    if all(list(channels) == [0] for channels in found.values()):
+        return {case: channels[0] for case, channels in found.items()}
+    return {case: _fill(case, channels, num_channels) for case, channels in found.items()}
+
+
+def _refuse_surplus(folder: Path, surplus: Mapping[str, Mapping[int, Path]], num_channels: int) -> None:
+    names = [channels[max(channels)].name for channels in surplus.values()]
+    raise DataError(
+        f"{folder}: {len(names)} case(s) have more than the {num_channels} declared channel(s): {list_some(names)}; "
+        "declare the channel in 'channel_names', or move its files away"
+    )
+
+
+def _fill(case: str, channels: Mapping[int, Path], num_channels: int) -> Path | tuple[Path, ...]:
+    known: Sequence[Path] = list(channels.values())
+    ending = known[0].name[len(stem(known[0])) :]
+    expected = [known[0].with_name(f"{case}_{number:04d}{ending}") for number in range(num_channels)]
+    return image_of([channels.get(number, path) for number, path in enumerate(expected)])

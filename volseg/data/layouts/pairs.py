@@ -1,0 +1,238 @@
+"""Folders in which names alone say what belongs together: images and labels, without a list of them.
+
+The rule, for all arrangements: a file whose name ends in a word for labels (``case_seg``) is a label map, and what
+stands before that word is the case; every other file is an image of the case that its name begins with, and what stands
+after is the name of its channel. Where images and labels lie in folders of those names, the folder says which it is;
+where each case has a folder, the folder's name is the case. Whatever does not fit the rule is refused with what was
+found: of two ways to read a folder none is guessed.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from volseg.data.cases import Case, Task
+from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
+from volseg.data.layouts.declared import add_labelled, name_task
+from volseg.data.layouts.files import list_images, require_id, sort_cases
+from volseg.data.layouts.naming import match_channels, name_channels, name_labels
+from volseg.data.names import list_some
+from volseg.data.readers import stem
+from volseg.errors import DataError
+
+__all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", "load_pairs"]
+
+logger = logging.getLogger(__name__)
+
+IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
+LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
+"""How the two folders may be called, in any case of letters."""
+
+TEST_FOLDERS = ("imagesTs",)
+"""Images without labels."""
+
+LABEL_WORDS = ("label", "labels", "mask", "masks", "seg", "segm", "segs", "segmentation")
+"""Last word of a label map's name."""
+
+UNNAMED = ("", "image", "img", "scan", "volume")
+"""What stands in a channel's place where an image has one file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrangement:
+    """Which files of a folder are images and which are labels, before they are paired."""
+
+    images: tuple[tuple[str, Path], ...]
+    labels: tuple[tuple[str, Path], ...]
+    """Each with the case that its folder names; empty where names of files say it."""
+    test: Path | None = None
+    """Folder of images without labels."""
+
+
+def find_arrangement(folder: Path) -> Arrangement | None:
+    """Return what lies in a folder; None where there are no images and labels.
+
+    Raises
+    ------
+    DataError
+        Several folders of images or of labels, or images beside folders of them.
+    """
+    children = [child for child in sorted(folder.glob("*/")) if not child.name.startswith((".", "_"))]
+    images, labels, tests = (
+        [child for child in children if child.name.casefold() in {name.casefold() for name in names}]
+        for names in (IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS)
+    )
+    children = [child for child in children if child not in tests]
+    test = tests[0] if tests else None
+    loose = list_images(folder)
+    if images and labels:
+        if len(images) > 1 or len(labels) > 1 or loose:
+            found = list_some([path.name for path in (*images, *labels, *loose)])
+            raise DataError(f"{folder} holds {found}; needed: one folder of images and one of labels, and none beside")
+        return Arrangement(
+            images=tuple(("", path) for path in _list_volumes(images[0])),
+            labels=tuple(("", path) for path in list_images(labels[0])),
+            test=test,
+        )
+    by_folder = {child: volumes for child in children if (volumes := _list_volumes(child))}
+    if any(_is_label(path) for path in loose):
+        if by_folder:
+            found = list_some([path.name for path in (*loose, *by_folder)])
+            raise DataError(f"{folder} holds images and folders of images ({found}); keep one way to arrange them")
+        return _sort([("", path) for path in _list_volumes(folder, children)], test)
+    if not loose and any(_is_label(path) for volumes in by_folder.values() for path in volumes):
+        return _sort([(child.name, path) for child, volumes in by_folder.items() for path in volumes], test)
+    return None
+
+
+def _list_volumes(folder: Path, children: Sequence[Path] | None = None) -> list[Path]:
+    """Return the images of a folder: files with an image's suffix, and folders of DICOM slices among ``children``."""
+    children = sorted(folder.glob("*/")) if children is None else children
+    series = [child for child in children if not child.name.startswith((".", "_")) and _may_be_series(child)]
+    return sorted([*list_images(folder), *series])
+
+
+def _may_be_series(folder: Path) -> bool:
+    """Say whether files lie in a folder and none is an image by its suffix; what they are, the reader finds out."""
+    files = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    return bool(files) and all(path.is_file() for path in files) and not list_images(folder)
+
+
+def _sort(volumes: Sequence[tuple[str, Path]], test: Path | None) -> Arrangement:
+    return Arrangement(
+        images=tuple((case, path) for case, path in volumes if not _is_label(path)),
+        labels=tuple((case, path) for case, path in volumes if _is_label(path)),
+        test=test,
+    )
+
+
+def _is_label(path: Path) -> bool:
+    return _cut_label_word(stem(path)) is not None
+
+
+def _cut_label_word(name: str) -> str | None:
+    """Return what stands before the word for labels at the end of a name; None without such a word."""
+    for word in sorted(LABEL_WORDS, key=len, reverse=True):
+        if name.casefold() == word:
+            return ""
+        if name.casefold().endswith(word) and name[-len(word) - 1] in SEPARATORS:
+            return name[: -len(word) - 1]
+    return None
+
+
+def load_pairs(
+    folder: Path, arrangement: Arrangement, manifest: tuple[Path, Mapping[str, Any]] | None, *, require_files: bool
+) -> Task:
+    """Return the task of a folder of pairs; see `volseg.data.layouts.load_task`.
+
+    Channels and labels are called as ``manifest`` says, if there is one; else after the files, and by their values.
+    """
+    source, declared = manifest or (folder / "dataset.json", {})
+    labels_of = _name_cases(arrangement, folder)
+    images_of = _find_channels(arrangement.images, labels_of, folder)
+    if not images_of:
+        raise DataError(f"{folder} holds no image with a label; put images and label maps into its folders")
+    names = _require_same_channels(images_of, folder)
+    modalities, order = match_channels(names, name_channels(declared, source), source)
+    cases: list[Case] = [
+        {
+            "case": require_id(case, str(folder)),
+            "image": image_of([channels[names[number]] for number in order]),
+            "label": labels_of[key],
+        }
+        for key, channels in images_of.items()
+        for case in [key[0] or key[1]]
+    ]
+    tests = [] if arrangement.test is None else group_channels(_list_volumes(arrangement.test), modalities)
+    training, test = sort_cases(cases, tests, source, require_files=require_files)
+    labels = name_labels(declared, source, [case["label"] for case in training], folder)
+    logger.info("%s: %d pairs of image and label, channels %s", folder, len(training), ", ".join(modalities))
+    return Task(
+        name=name_task(folder, declared),
+        root=folder,
+        modalities=modalities,
+        labels=labels.labels,
+        regions=labels.regions,
+        ignore=labels.ignore,
+        training=add_labelled(training, declared.get("labelled"), labels.labels, source),
+        test=test,
+    )
+
+
+Key = tuple[str, str]
+"""A case by the folder that is named after it, and by what stands first in the names of its files; one may be empty."""
+
+
+def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
+    """Return the label map of each case."""
+    images = {stem(path) for _, path in arrangement.images}
+    found: dict[Key, Path] = {}
+    for group, path in arrangement.labels:
+        name = stem(path)
+        cut = _cut_label_word(name)
+        # In a folder of labels the word may be part of the case's own name.
+        is_whole = cut is None or (not group and any(_is_of(image, name) for image in images))
+        key = (group, name if is_whole or cut is None else cut)
+        if key in found or (group and any(other == group for other, _ in found)):
+            other = next(found[known] for known in found if known == key or (group and known[0] == group))
+            raise DataError(f"{folder}: {other.name} and {path.name} are both labels of one case; keep one of them")
+        found[key] = path
+    return found
+
+
+def _is_of(name: str, case: str) -> bool:
+    """Say whether a file's name is a case's, alone or with a word after it."""
+    return name == case or not case or (name.startswith(case) and name[len(case)] in SEPARATORS)
+
+
+def _find_channels(
+    images: Sequence[tuple[str, Path]], cases: Mapping[Key, Path], folder: Path
+) -> dict[Key, dict[str, Path]]:
+    """Return the files of each case's image by the name of their channel, and refuse what has no partner."""
+    found: dict[Key, dict[str, Path]] = defaultdict(dict)
+    alone = []
+    for group, path in images:
+        name = stem(path)
+        of = [key for key in cases if key[0] == group and _is_of(name, key[1])]
+        if not of:
+            alone.append(path)
+            continue
+        key = max(of, key=lambda key: len(key[1]))
+        channel = name[len(key[1]) :].lstrip(SEPARATORS)
+        channel = "" if channel.casefold() in UNNAMED else channel
+        if channel in found[key]:
+            raise DataError(
+                f"{folder}: {found[key][channel].name} and {path.name} are one image twice; keep one of them"
+            )
+        found[key][channel] = path
+    alone += [path for key, path in cases.items() if key not in found]
+    if alone:
+        names = list_some([str(path.relative_to(folder)) for path in sorted(alone)])
+        raise DataError(
+            f"{folder}: {len(alone)} file(s) have no partner: {names}; an image begins with the name of its case, a "
+            f"label is that name and one of {', '.join(LABEL_WORDS)}. Move images without labels to {TEST_FOLDERS[0]}, "
+            "or list the pairs in a table (CSV)"
+        )
+    return {key: found[key] for key in sorted(found)}
+
+
+def _require_same_channels(images: Mapping[Key, Mapping[str, Path]], folder: Path) -> list[str]:
+    """Return the names of the channels, which every case has: in the order of their numbers, or of the alphabet."""
+    names = sorted({name for channels in images.values() for name in channels}, key=lambda name: (len(name), name))
+    if not all(name.isdigit() for name in names):
+        names.sort()
+    wrong = [
+        f"{key[0] or key[1]} has {', '.join(sorted(path.name for path in channels.values()))}"
+        for key, channels in images.items()
+        if len(channels) < len(names) or (len(names) > 1 and "" in channels)
+    ]
+    if wrong:
+        shown = ", ".join(name or "(no word)" for name in names)
+        raise DataError(
+            f"{folder}: not every case has one file for each of the channels {shown}: {list_some(wrong, 3)}; needed: "
+            "the same words after each case's name, or a table (CSV) that says what is what"
+        )
+    return names

@@ -1,0 +1,240 @@
+"""Tables of paths (CSV or TSV): a row per case, a column per file.
+
+========== ==========================================================================================================
+column     holds
+========== ==========================================================================================================
+case       id, by which folds are made and predictions are called
+image      path of the image; or several columns ``image_NAME``, one per channel
+label      path of the label map
+labelled   the labels that were looked for in this case, by value or name, with ``;`` between; empty: all
+fold       number of the fold in which the case validates
+split      ``train``, ``validation`` or ``test``, in place of ``fold``
+========== ==========================================================================================================
+
+Paths are relative to the table. What labels and channels are called stands in ``dataset.json`` or ``task.yaml`` beside
+it; see `volseg.data.layouts.naming` for a table without.
+"""
+
+import csv
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from volseg.config.nearest import did_you_mean
+from volseg.data.cases import Case, Task
+from volseg.data.layouts.channels import image_of
+from volseg.data.layouts.declared import add_labelled, read_manifest
+from volseg.data.layouts.files import require_id, sort_cases, split_path
+from volseg.data.layouts.naming import match_channels, name_channels, name_labels
+from volseg.data.names import find_doubled
+from volseg.data.splits import Split
+from volseg.errors import DataError
+
+__all__ = ["TABLES", "load_table", "read_images"]
+
+logger = logging.getLogger(__name__)
+
+TABLES = (".csv", ".tsv")
+"""Suffixes of tables."""
+
+COLUMNS = ("case", "image", "label", "labelled", "fold", "split")
+CHANNEL = "image_"
+"""What the columns of an image's channels begin with."""
+
+NEAR = 0.8
+"""How alike the name of a column may be to one that is read and not be a slip (difflib's ratio): ``age`` is not."""
+
+SIDES = {
+    **dict.fromkeys(("train", "training"), "training"),
+    **dict.fromkeys(("val", "valid", "validation"), "validation"),
+    "test": "test",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Table:
+    path: Path
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, Mapping[str, str]], ...]
+    """Where each stands, for messages, and its cells by column."""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Return the names of the channels; one empty name where there is one column."""
+        return tuple(name[len(CHANNEL) :] for name in self.columns if name.startswith(CHANNEL)) or ("",)
+
+
+def load_table(path: Path, *, require_files: bool) -> Task:
+    """Return the task that a table lists; see `volseg.data.layouts.load_task`."""
+    table = _read(path, ("case", "label"))
+    manifest, declared = read_manifest(path.parent) or (path.parent / "task.yaml", {})
+    modalities, order = match_channels(table.channels, name_channels(declared, manifest), manifest)
+    sides = [_read_side(row, where) for where, row in table.rows]
+    listed: dict[str, list[Case]] = {"training": [], "test": []}
+    for (where, row), side in zip(table.rows, sides, strict=True):
+        case: Case = {"case": require_id(row["case"], where), "image": _read_image(table, row, where, order)}
+        if side != "test":
+            case["label"] = _locate(row["label"], "label", table, where)
+        listed["test" if side == "test" else "training"].append(case)
+    training, test = sort_cases(listed["training"], listed["test"], path, require_files=require_files)
+    labels = name_labels(declared, manifest, [case["label"] for case in training], path.parent)
+    looked_for = {row["case"].strip(): _split(row.get("labelled", "")) for _, row in table.rows}
+    own = {
+        name: cells for name, cells in looked_for.items() if cells and any(case["case"] == name for case in training)
+    }
+    return Task(
+        name=path.stem,
+        root=path.parent,
+        modalities=modalities,
+        labels=labels.labels,
+        regions=labels.regions,
+        ignore=labels.ignore,
+        training=add_labelled(training, {**declared.get("labelled", {}), **own}, labels.labels, path),
+        test=test,
+        splits=_make_splits(table, sides),
+    )
+
+
+def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
+    """Return the cases of a table to predict, with the channels in the order of ``modalities``.
+
+    Raises
+    ------
+    DataError
+        The table cannot be read, or has other channels.
+    """
+    table = _read(path, ("case",))
+    _, order = match_channels(table.channels, modalities, Path("the task"))
+    return [
+        {"case": require_id(row["case"], where), "image": _read_image(table, row, where, order)}
+        for where, row in table.rows
+    ]
+
+
+def _read(path: Path, required: Sequence[str]) -> _Table:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = file.readlines()
+        reader = csv.reader(lines, delimiter=_find_delimiter(lines, path), skipinitialspace=True, strict=True)
+        rows = [
+            (reader.line_num, [cell.strip() for cell in row]) for row in reader if any(cell.strip() for cell in row)
+        ]
+    except UnicodeDecodeError as fault:
+        raise DataError(f"{path} is no text in UTF-8 ({fault.reason}); save it as CSV in UTF-8") from fault
+    except (OSError, csv.Error) as fault:
+        raise DataError(f"{path} cannot be read as a table: {fault}") from fault
+    if len(rows) < 2:
+        raise DataError(
+            f"{path} lists no case; needed: a line of column names ({', '.join(COLUMNS)}), and one per case"
+        )
+    columns = _read_columns(rows[0][1], required, path)
+    for number, cells in rows[1:]:
+        if len(cells) != len(columns):
+            raise DataError(f"{path}, line {number} has {len(cells)} cells; needed: {len(columns)}, as the first line")
+    return _Table(
+        path=path,
+        columns=columns,
+        rows=tuple((f"{path}, line {number}", dict(zip(columns, cells, strict=True))) for number, cells in rows[1:]),
+    )
+
+
+def _find_delimiter(lines: Sequence[str], path: Path) -> str:
+    """Return what stands between cells: tabs in a TSV; else whatever the first line has, as spreadsheets differ."""
+    first = next((line for line in lines if line.strip()), "")
+    return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+
+
+def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:
+    """Return the names of the columns; those of other programs may stand there, but none that may be a slip."""
+    names = [name.casefold() for name in header]
+    if doubled := find_doubled(name for name in names if name):
+        raise DataError(f"{path} has two columns called {doubled[0]!r}; keep one of them")
+    channels = [name for name in names if name.startswith(CHANNEL) and name != CHANNEL]
+    if ("image" in names) == bool(channels):
+        raise DataError(
+            f"{path} needs a column 'image', or one for each channel, 'image_NAME', and has {', '.join(names)}; "
+            f"{did_you_mean('image', names)}"
+        )
+    if missing := [name for name in required if name not in names]:
+        raise DataError(f"{path} needs a column {missing[0]!r}; {did_you_mean(missing[0], names)}")
+    other = [name for name in names if name and name not in {*COLUMNS, *channels}]
+    for name in other:
+        if near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR):
+            raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
+    if other:
+        logger.info("%s: not read: the column(s) %s", path, ", ".join(other))
+    # Channels are called as they were written.
+    return tuple(
+        CHANNEL + raw[len(CHANNEL) :] if name in channels else name for name, raw in zip(names, header, strict=True)
+    )
+
+
+def _read_image(table: _Table, row: Mapping[str, str], where: str, order: Sequence[int]) -> Path | tuple[Path, ...]:
+    columns = [CHANNEL + name for name in table.channels] if table.channels != ("",) else ["image"]
+    return image_of([_locate(row[columns[number]], columns[number], table, where) for number in order])
+
+
+def _locate(text: str, column: str, table: _Table, where: str) -> Path:
+    """Return the path that a cell holds, relative to the table; it may lie anywhere."""
+    if not text:
+        raise DataError(
+            f"{where}: {column!r} is empty; needed: a path (cases without a label have 'test' under 'split')"
+        )
+    if os.path.isabs(text):
+        return Path(os.path.abspath(text))
+    path = split_path(text, where)
+    if path.anchor:
+        raise DataError(f"{where}: {column!r} is {text!r}, a place on another system; needed: a path from the table on")
+    return Path(os.path.abspath(table.path.parent.joinpath(*path.parts)))
+
+
+def _split(text: str) -> list[str]:
+    return [cell.strip() for cell in text.split(";") if cell.strip()]
+
+
+def _read_side(row: Mapping[str, str], where: str) -> str | None:
+    """Return the side of the split that a row names, if it does."""
+    if not (side := row.get("split", "").casefold()):
+        return None
+    if side not in SIDES:
+        raise DataError(f"{where}: 'split' is {side!r}; {did_you_mean(side, ('train', 'validation', 'test'))}")
+    return SIDES[side]
+
+
+def _make_splits(table: _Table, sides: Sequence[str | None]) -> tuple[Split, ...]:
+    """Return the splits that the table's columns make of its cases; none where it has no such columns."""
+    rows = [(where, row) for (where, row), side in zip(table.rows, sides, strict=True) if side != "test"]
+    ids = [row["case"] for _, row in rows]
+    validates = {row["case"] for (_, row), side in zip(table.rows, sides, strict=True) if side == "validation"}
+    if not any(row.get("fold") for _, row in rows):
+        if not validates:
+            return ()
+        return (_divide(ids, validates, table.path),)
+    if validates:
+        raise DataError(f"{table.path} says under 'fold' and under 'split' what validates; keep one of them")
+    folds = {row["case"]: _read_fold(row["fold"], where) for where, row in rows}
+    numbers = sorted({fold for fold in folds.values() if fold is not None})
+    if numbers != list(range(len(numbers))):
+        raise DataError(f"{table.path}: 'fold' holds {numbers}; needed: the numbers from 0 on, without a gap")
+    return tuple(_divide(ids, {name for name in ids if folds[name] == number}, table.path) for number in numbers)
+
+
+def _read_fold(text: str, where: str) -> int | None:
+    """Return the fold in which a case validates; None for one that always trains."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise DataError(f"{where}: 'fold' is {text!r}; needed: the number of the fold in which the case validates")
+    return int(text)
+
+
+def _divide(ids: Sequence[str], validates: Collection[str], path: Path) -> Split:
+    try:
+        return Split(
+            training=tuple(sorted(name for name in ids if name not in validates)), validation=tuple(sorted(validates))
+        )
+    except DataError as fault:
+        raise DataError(f"{path}: {fault}") from fault

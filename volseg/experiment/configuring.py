@@ -1,0 +1,160 @@
+"""From a folder of cases to a config, and to the config of a training that was given a folder only."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from volseg.config.loading import load_config, override
+from volseg.data import load_task
+from volseg.data.cases import Task
+from volseg.errors import ConfigError
+from volseg.experiment.run_folder import RunFolder
+from volseg.monitoring.progress import count_up
+from volseg.parallel.devices import is_launched
+from volseg.planning import (
+    DEFAULT_MEMORY,
+    Fingerprint,
+    Plan,
+    choose_name,
+    keep_fingerprint,
+    load_fingerprint,
+    plan,
+    take_fingerprint,
+    write_config,
+)
+
+__all__ = ["PLANNED", "configure", "configure_words", "is_data_set", "plan_run"]
+
+logger = logging.getLogger(__name__)
+
+PLANNED = "planned.yaml"
+"""In the run folder: the config that was planned for a training that was given a data set only."""
+
+TABLES = (".csv", ".tsv")
+
+
+def configure(
+    folder: str | Path,
+    *,
+    preset: str = "unet",
+    gpu_memory: float = DEFAULT_MEMORY,
+    name: str | None = None,
+    skip_bad: bool = False,
+) -> Plan:
+    """Look at every case of a data set, unless it was done before and nothing has changed, and plan its training.
+
+    Parameters
+    ----------
+    folder : path
+        Of the data set.
+    preset, gpu_memory, name
+        As for `volseg.planning.plan`.
+    skip_bad : bool
+        Leave bad cases out, of the plan and of the training.
+
+    Raises
+    ------
+    ConfigError
+        If nothing fits the memory.
+    DataError
+        If there is no data set, or a case is bad: all of them at once.
+    """
+    task = load_task(folder, require_files=False)
+    fingerprint = _find_fingerprint(task, skip_bad)
+    root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
+    return plan(fingerprint, preset, gpu_memory, root=root, name=name, skip_bad=skip_bad)
+
+
+def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
+    taken = load_fingerprint(task, skip_bad=skip_bad)
+    if taken is None:
+        with count_up(len(task.training), "looking at cases") as count:
+            taken = take_fingerprint(task, skip_bad=skip_bad, progress=count)
+        keep_fingerprint(taken, task, skip_bad=skip_bad)
+    for problem in taken.left_out:
+        logger.warning("left out: %s", problem)
+    return taken.fingerprint
+
+
+def configure_words(planned: Plan, path: Path) -> str:
+    """Return what was planned, in a few lines."""
+    geometry, fingerprint = planned.geometry, planned.fingerprint
+    size = " x ".join(f"{side:g}" for side in geometry.median_shape)
+    lines = {
+        "cases": f"{len(fingerprint.cases)}, {len(fingerprint.channels)} channel(s), {len(fingerprint.labels)} labels",
+        "spacing": f"{' x '.join(f'{mm:.4g}' for mm in geometry.spacing)} mm",
+        "median case": f"{size} voxels at that spacing",
+        "patch": f"{' x '.join(map(str, geometry.patch))} voxels, {geometry.batch} per batch",
+        "network": planned.values()["network"]["name"],
+        "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
+    }
+    return "\n".join(
+        [*(f"{what:12} {text}" for what, text in lines.items()), f"written to {path}; why each number is what it is, "
+         "stands there. Next:", f"  volseg train {path}"]
+    )  # fmt: skip
+
+
+def is_data_set(path: Path) -> bool:
+    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths."""
+    return path.is_dir() or path.suffix.lower() in TABLES
+
+
+def plan_run(
+    folder: Path,
+    *,
+    preset: str = "unet",
+    gpu_memory: float = DEFAULT_MEMORY,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+) -> Path:
+    """Return the planned config of a training that is given a data set, written into its run folder.
+
+    A run that goes on keeps its plan, whatever cases have come since.
+
+    Parameters
+    ----------
+    folder : path
+        Of the data set.
+    preset, gpu_memory
+        As for `volseg.planning.plan`.
+    overrides : sequence of str
+        Such as ``training.epochs=5``; those of ``name``, ``output`` and ``data.skip_bad`` count here.
+    resume : bool
+        Whether a run that was begun is to go on.
+
+    Raises
+    ------
+    ConfigError
+        If a run was begun in the folder and ``resume`` is off, or it was planned otherwise.
+    DataError
+        As `configure`.
+    """
+    task = load_task(folder, require_files=False)
+    name = choose_name(task.name, preset)
+    values = {"name": name}
+    for assignment in overrides:
+        values = override(values, assignment)
+    run = RunFolder(Path(values.get("output") or Path("runs") / values["name"]))
+    file = run.path / PLANNED
+    if resume and file.is_file():
+        if load_config(file).name != name:
+            raise ConfigError(
+                f"{file} was planned for {load_config(file).name}, not for {name}; choose another --output"
+            )
+        logger.info("going on as planned in %s", file)
+        return file
+    if resume and run.exists:
+        raise ConfigError(f"{run.path} was not begun from a data set; go on with it by the config it was begun with")
+    if is_launched():
+        raise ConfigError(
+            f"{folder} is a data set, and each of several processes would plan for it; run volseg configure {folder} "
+            "first, and train with the config it writes"
+        )
+    run.require_free()
+    data = values.get("data")
+    skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
+    planned = configure(folder, preset=preset, gpu_memory=gpu_memory, skip_bad=skip_bad)
+    write_config(planned, file, force=True)
+    logger.info("%s", configure_words(planned, file))
+    return file

@@ -1,0 +1,222 @@
+"""Components of the user's own: registered by a call, or by a file that the command line names.
+
+One table says which kinds there are; a third way, entry points of installed packages, is the registries' own
+(`volseg.config.registry`). A config never says where code is to be taken from: whoever starts a command does.
+"""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from volseg.config.nearest import did_you_mean
+from volseg.config.registry import Registry
+from volseg.config.sources import Source
+from volseg.data.readers import SUFFIXES
+from volseg.errors import ConfigError, VolsegError
+from volseg.models.networks import NETWORKS
+from volseg.transforms.augmentation.own import AUGMENTATIONS
+from volseg.transforms.preprocessing import PREPROCESSING
+from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS
+from volseg.workflow.hooks import HOOKS
+from volseg.workflow.schedules import SCHEDULES
+
+__all__ = ["REGISTRIES", "components_arguments", "list_components", "load_components", "register"]
+
+Component = TypeVar("Component", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+
+REGISTRIES: Mapping[str, Registry] = {
+    "network": NETWORKS,
+    "loss": LOSSES,
+    "transform": PREPROCESSING,
+    "augmentation": AUGMENTATIONS,
+    "metric": METRICS,
+    "hook": HOOKS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "reader": SUFFIXES,
+}
+"""The kinds of component, and what is known of each."""
+
+_files: dict[Path, Source] = {}
+"""Files that were run in this process, in their order; processes that it starts are given them too."""
+
+_running: list[Source] = []
+"""The file that is being run, to which a registration belongs."""
+
+
+@overload
+def register(kind: str, name: str) -> Callable[[Component], Component]: ...
+
+
+@overload
+def register(kind: str, name: str, component: Component) -> Component: ...
+
+
+def register(kind: str, name: str, component: Component | None = None) -> Any:
+    """Let configs name a component of one's own; as a call, or as a decorator.
+
+    Parameters
+    ----------
+    kind : str
+        ``network``, ``loss``, ``transform``, ``augmentation``, ``metric``, ``hook``, ``optimizer``, ``schedule`` or
+        ``reader``.
+    name : str
+        By which configs call it; of a reader the suffix of its files. No other component of the kind has it.
+    component : callable, optional
+        Class or function that makes the component from the parameters in the config; docs/own-components.md says what
+        each kind is called with. Left out, a decorator is returned.
+
+    Returns
+    -------
+    callable
+        The component, as it came.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown kind, or a name that is taken.
+
+    Examples
+    --------
+    >>> import volseg
+    >>> @volseg.register("schedule", "half")
+    ... def half(progress):
+    ...     return 0.5
+    >>> volseg.experiment.REGISTRIES["schedule"].forget("half")
+    """
+    if kind not in REGISTRIES:
+        raise ConfigError(f"volseg.register takes one of {', '.join(REGISTRIES)}; {did_you_mean(kind, REGISTRIES)}")
+    if component is None:
+        return lambda decorated: register(kind, name, decorated)
+    if kind == "reader" and not (name.startswith(".") and name == name.lower()):
+        raise ConfigError(f"a reader is registered by the suffix of its files in lower case, .npz, got {name!r}")
+    REGISTRIES[kind].register(name, component, _running[-1] if _running else None)
+    return component
+
+
+def load_components(files: Sequence[str | Path]) -> None:
+    """Run files of Python that register components, each once in a process.
+
+    Parameters
+    ----------
+    files : sequence of path
+        Each stands alone: what it imports is installed, for what lies beside it would not be in the run's record.
+
+    Raises
+    ------
+    ConfigError
+        If a file cannot be read or run, or was changed since this process ran it; names the line.
+    """
+    for path in map(Path, files):
+        try:
+            content = path.read_bytes()
+        except OSError as fault:
+            raise ConfigError(f"--components {path} cannot be read: {fault.strerror}; name a file of Python") from fault
+        source = Source(file=str(path.resolve()), sha256=hashlib.sha256(content).hexdigest())
+        known = _files.get(path.resolve())
+        if known is None:
+            with _taking_back_on_failure(), _named(source):
+                _run(path, content)
+            _files[path.resolve()] = source
+        elif known != source:
+            raise ConfigError(f"{path} was changed after this process had run it; start a new process")
+
+
+def components_arguments() -> list[str]:
+    """Return the options by which a process that this one starts knows the same components.
+
+    Raises
+    ------
+    ConfigError
+        If one was registered by a plain call, of which another process cannot know.
+    """
+    for kind, registry in REGISTRIES.items():
+        for name in registry:
+            source = registry.find_source(name)
+            if source is not None and source.module is not None:
+                raise ConfigError(
+                    f"{kind} {name!r} was registered by {source}, and processes that this one starts cannot know it; "
+                    "put it into a file, and name that by --components FILE or volseg.load_components"
+                )
+    return [argument for path in _files for argument in ("--components", str(path))]
+
+
+def list_components(kind: str | None = None) -> list[str]:
+    """Return a line for each component that a config may name: its kind, its name, and where it came from.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown kind.
+    """
+    if kind is not None and kind not in REGISTRIES:
+        raise ConfigError(f"no kind of component is called {kind!r}; {did_you_mean(kind, REGISTRIES)}")
+    return [
+        f"{one:<13} {name:<32} {_describe_home(registry, name)}"
+        for one, registry in REGISTRIES.items()
+        if kind in (None, one)
+        for name in registry
+    ]
+
+
+def _describe_home(registry: Registry, name: str) -> str:
+    clash = registry.find_clash(name)
+    return f"CANNOT BE USED: {clash}" if clash else str(registry.find_source(name) or "built in")
+
+
+@contextmanager
+def _named(source: Source) -> Iterator[None]:
+    _running.append(source)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@contextmanager
+def _taking_back_on_failure() -> Iterator[None]:
+    """Leave the registries as they were if the block raises."""
+    before = {kind: set(registry) for kind, registry in REGISTRIES.items()}
+    try:
+        yield
+    except BaseException:
+        for kind, registry in REGISTRIES.items():
+            for name in set(registry) - before[kind]:
+                registry.forget(name)
+        raise
+
+
+def _run(path: Path, content: bytes) -> None:
+    """Run a file's content as a module of its own, of which pickles and tracebacks know.
+
+    Not by torch's or Python's import: these may take a stale cache of the file, and the bytes that are run are to be
+    those whose sum is written down.
+    """
+    module = ModuleType(f"volseg_components_{hashlib.sha256(content).hexdigest()[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - what the command line names is run
+    except VolsegError as fault:
+        raise ConfigError(f"--components {path}{_line_of(fault, path)}: {fault}") from fault
+    except Exception as fault:  # whatever the user's own code raises
+        told = f"--components {path} cannot be run{_line_of(fault, path)}"
+        raise ConfigError(f"{told}: {type(fault).__name__}: {fault}") from fault
+
+
+def _line_of(fault: BaseException, path: Path) -> str:
+    """Return the last line of the file that led to a fault."""
+    if isinstance(fault, SyntaxError):
+        return f", line {fault.lineno}"
+    line, frame = None, fault.__traceback__
+    while frame is not None:
+        line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == str(path) else line
+        frame = frame.tb_next
+    return f", line {line}" if line else ""

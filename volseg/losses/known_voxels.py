@@ -1,0 +1,299 @@
+"""Soft Dice plus cross entropy of what a label map knows: regions, voxels nobody annotated, classes nobody looked for.
+
+Each number of a label map says of each output of the network that a voxel is in it, is not, or may be (`Targets`). The
+loss is that of `volseg.losses.dice_cross_entropy` over what is known:
+
+* Without regions, outputs share a softmax. A voxel that may be one of several classes costs ``-log`` of their summed
+  probability, and for Dice these classes are one, in samples where they cannot be told apart: the marginal losses of
+  [1]_. Cross entropy is the mean over a sample's annotated voxels.
+* With regions, each output has a sigmoid, and the loss is nnU-Net's: Dice and binary cross entropy, each a mean over
+  outputs. The background has no output. An output that a sample's label says nothing about (its region may be hidden in
+  the background) has no loss there.
+* A voxel that nobody annotated has no part in any sum, and a gradient of exactly 0.
+
+All is a mean over samples of means within a sample, of which one without any annotated voxel counts as 0: the same
+number results however many replicas share a batch. nnU-Net divides by the annotated voxels of the whole batch, which no
+replica knows; and where it ignores voxels its binary cross entropy is a sum over the outputs, not their mean.
+
+Nothing is kept for the backward pass but logits and label. No step waits for the host.
+
+References
+----------
+.. [1] Shi et al., Marginal loss and exclusion loss for partially supervised multi-organ segmentation, Medical Image
+   Analysis 70 (2021), 101979, doi:10.1016/j.media.2021.101979.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from volseg.device.first_order import first_order
+from volseg.errors import DataError
+from volseg.losses.dice.terms import Terms
+from volseg.losses.dice_cross_entropy import read_at_grid
+from volseg.losses.targets import Targets
+
+__all__ = ["check_outputs", "compute_known_loss", "known_dice_cross_entropy", "sum_known"]
+
+ELEMENTS = 2**23
+"""Voxels at a time, times what is computed for each: some tens of megabytes."""
+
+
+def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:
+    """Return the scalar loss, in float32, or in float64 for logits of float64.
+
+    Parameters
+    ----------
+    logits
+        ``(B, K, D, H, W)``, K outputs; or a sharded volume.
+    label
+        ``(B, 1, D, H, W)``; on a finer grid the voxels are taken that ``nearest-exact`` takes.
+    targets
+        What the label's numbers mean.
+    terms
+        Weights and variants of the two losses; ``include_background: false`` leaves class 0 out of Dice.
+
+    Raises
+    ------
+    DataError
+        On the CPU, if the label holds a number that means nothing. On a GPU the loss is NaN then.
+    """
+    if has_torch_function((logits, label)):
+        arguments = (logits, label, targets, terms)
+        result: Tensor = handle_torch_function(known_dice_cross_entropy, (logits, label), *arguments)
+        return result
+    check_outputs(logits, label, targets)
+    label = read_at_grid(label, logits.shape[2:])
+    return compute_known_loss(sum_known(logits, label, targets, terms), targets, terms)
+
+
+def check_outputs(logits: Tensor, label: Tensor, targets: Targets) -> None:
+    """Raise unless the two are of one batch, and the logits those of the targets."""
+    wanted = (logits.shape[0], 1)
+    if (
+        logits.ndim != 5
+        or label.ndim != 5
+        or logits.shape[1] != targets.num_outputs
+        or tuple(label.shape[:2]) != wanted
+    ):
+        raise DataError(
+            f"need logits (B, {targets.num_outputs}, D, H, W), one channel per "
+            f"{'region' if targets.regions else 'class'}, and a label map (B, 1, D, H, W), got {tuple(logits.shape)} "
+            f"and {tuple(label.shape)}"
+        )
+
+
+def sum_known(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:
+    """Return the sums ``(B, 3 J + I + 1)`` over the voxels of one slab; those of all slabs are still to be added.
+
+    For each of the J columns (outputs, then the classes that cannot be told apart, as one) of the probabilities: those
+    in it, all, and their surprise; voxels of each of the I numbers; voxels of others.
+    """
+    sums: Tensor = _KnownSums.apply(logits, label, targets, terms.squared)
+    return sums
+
+
+def compute_known_loss(sums: Tensor, targets: Targets, terms: Terms) -> Tensor:
+    """Return the loss from the sums over all voxels."""
+    strange = sums[:, -1] > 0
+    if not sums.is_cuda and bool(strange.any()):
+        raise DataError(
+            f"a label map may hold the numbers 0 to {targets.num_indices - 1} here, got others in "
+            f"{int(sums[:, -1].sum())} voxel(s); map its values by volseg.data.labels.to_classes"
+        )
+    tables = _tables(targets, sums.device, sums.dtype)
+    columns = tables.truth.shape[0]
+    overlap, mass, surprise = sums[:, : 3 * columns].unflatten(1, (3, columns)).unbind(1)
+    counts = sums[:, 3 * columns : -1].detach()
+    # Not a matrix product, which TF32 would round.
+    truth, known = ((counts.unsqueeze(1) * table).sum(2) for table in (tables.truth, tables.known))
+    judged = (known > 0) & ~((counts.unsqueeze(1) > 0) & tables.spoils).any(2)
+    for place in range(len(targets.hidden) if not targets.regions else 0):
+        judged[:, targets.num_classes + place] &= counts[:, targets.num_classes + 1 + place] > 0
+    loss = terms.dice * _dice(overlap, mass, truth, _choose_for_dice(judged, targets, terms), terms)
+    if terms.cross_entropy != 0:
+        if targets.regions:
+            per_voxel = surprise / known.clamp(min=1)
+            entropy = (torch.where(judged, per_voxel, 0).sum(1) / judged.sum(1).clamp(min=1)).mean()
+        else:
+            entropy = (surprise[:, 0] / known[:, 0].clamp(min=1)).mean()
+        loss = loss + terms.cross_entropy * entropy
+    return loss * torch.where(strange.any(), torch.nan, 1.0)  # reaches the gradient, too
+
+
+def _choose_for_dice(judged: Tensor, targets: Targets, terms: Terms) -> Tensor:
+    if terms.include_background or targets.regions:
+        return judged
+    background = torch.zeros_like(judged)
+    background[:, 0] = True
+    background[:, targets.num_classes :] = True
+    return judged & ~background
+
+
+def _dice(overlap: Tensor, mass: Tensor, truth: Tensor, judged: Tensor, terms: Terms) -> Tensor:
+    """Return one minus Dice: the mean over a sample's judged columns, then over samples."""
+    if terms.batch:
+        overlap, mass, truth = (torch.where(judged, sums, 0).sum(0, keepdim=True) for sums in (overlap, mass, truth))
+        judged = judged.any(0, keepdim=True)
+    sizes, overlaps = terms.denominator
+    denominator = sizes * (mass + truth) - overlaps * overlap + terms.smooth_dr
+    ratio = (2 * overlap + terms.smooth_nr) / torch.where(judged, denominator, 1)
+    return (torch.where(judged, 1 - ratio, 0).sum(1) / judged.sum(1).clamp(min=1)).mean()
+
+
+class _KnownSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, targets: Targets, squared: bool) -> Tensor:
+        ctx.save_for_backward(logits, label)
+        ctx.targets, ctx.squared = targets, squared
+        return _sum_voxels(logits, label, targets, squared)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+        logits, label = ctx.saved_tensors
+        return _compute_gradient(logits, label, slopes, ctx.targets, ctx.squared), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What each number says, as tensors on a device; ``(J, I)``."""
+
+    truth: Tensor
+    """1 where the number lies in the column."""
+    known: Tensor
+    """1 where the number says whether it does."""
+    spoils: Tensor
+    """Whether one voxel with the number keeps the column from being judged in its sample."""
+    possible: Tensor
+    """``(K, I)``: 1 where the number may be the class."""
+    members: tuple[Tensor, ...]
+    """The classes of each column that stands for several."""
+
+
+@cache
+def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tables:
+    """Return tensors that live as long as the process: recordings read them at their addresses.
+
+    To make one copies from the host, which cannot be recorded; the step that goes before a recording makes them.
+    """
+    every = set(range(targets.num_classes))
+    columns = [set(region) for region in targets.regions]
+    if not columns:
+        columns = [*({index} for index in every), *(set(hidden) for hidden in targets.hidden)]
+    truth: list[list[bool]] = []
+    known: list[list[bool]] = []
+    spoils: list[list[bool]] = []
+    for column in columns:
+        of_column: tuple[list[bool], ...] = ([], [], [])
+        for number, classes in enumerate(targets.possible):
+            annotated = number != targets.num_classes
+            inside, outside = set(classes) <= column, not column & set(classes)
+            tells = annotated if not targets.regions else inside or (annotated and outside)
+            of_column[0].append(annotated and inside)
+            of_column[1].append(annotated and tells)
+            # A class that may be hidden in the background is judged together with it only.
+            of_column[2].append(annotated and not (inside or outside))
+        for rows, row in zip((truth, known, spoils), of_column, strict=True):
+            rows.append(row)
+    possible = [[index in classes for classes in targets.possible] for index in sorted(every)]
+    hidden = () if targets.regions else targets.hidden
+    return _Tables(
+        truth=torch.tensor(truth, dtype=dtype, device=device),
+        known=torch.tensor(known, dtype=dtype, device=device),
+        spoils=torch.tensor(spoils, device=device),
+        possible=torch.tensor(possible, dtype=dtype, device=device),
+        members=tuple(torch.tensor(classes, device=device) for classes in hidden),
+    )
+
+
+def _sum_voxels(logits: Tensor, label: Tensor, targets: Targets, squared: bool) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    tables = _tables(targets, logits.device, wide)
+    columns, numbers = tables.truth.shape
+    out = torch.zeros(logits.shape[0], 3 * columns + numbers + 1, dtype=wide, device=logits.device)
+    for sample, _, values, hits in _iterate_chunks(logits, label, numbers):
+        number = hits.to(torch.uint8).argmax(0)
+        truth, known = (table.index_select(1, number) for table in (tables.truth, tables.known))
+        if targets.regions:
+            probabilities = values.sigmoid()
+            surprise = known * F.binary_cross_entropy_with_logits(values, truth, reduction="none")
+        else:
+            logs = values.log_softmax(0)
+            probabilities, chosen = _merge(logs.exp(), tables), _choose_logs(logs, number, targets, tables)
+            surprise = torch.zeros_like(probabilities)
+            surprise[0] = -chosen
+        masses = probabilities.square() if squared else probabilities
+        row = out[sample]
+        sums = ((probabilities * truth).sum(1), (masses * known).sum(1), surprise.sum(1))
+        row[: 3 * columns] += torch.cat(sums)
+        row[3 * columns : -1] += hits.sum(1)
+        row[-1] += (~hits.any(0)).sum()
+    if numbers > targets.num_classes and not targets.ignores:
+        out[:, -1] += out[:, 3 * columns + targets.num_classes]
+    return out
+
+
+def _compute_gradient(logits: Tensor, label: Tensor, slopes: Tensor, targets: Targets, squared: bool) -> Tensor:
+    """Return the gradient of the logits from the loss's derivatives by the sums."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    tables = _tables(targets, logits.device, wide)
+    columns, numbers = tables.truth.shape
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    flat = out.flatten(2)
+    for sample, voxels, values, hits in _iterate_chunks(logits, label, numbers):
+        number = hits.to(torch.uint8).argmax(0)
+        truth, known = (table.index_select(1, number) for table in (tables.truth, tables.known))
+        overlap, mass, surprise = slopes[sample, : 3 * columns].unflatten(0, (3, columns)).unsqueeze(2).unbind()
+        if targets.regions:
+            p = values.sigmoid()
+            by_probability = overlap * truth + mass * known * (2 * p if squared else 1.0)
+            result = by_probability * p * (1 - p) + surprise * known * (p - truth)
+        else:
+            logs = values.log_softmax(0)
+            p = logs.exp()
+            merged = _merge(p, tables)
+            by_column = overlap * truth + mass * known * (2 * merged if squared else 1.0)
+            by_probability = by_column[: targets.num_classes]
+            for place, members in enumerate(tables.members, targets.num_classes):
+                by_probability.index_add_(0, members, by_column[place].expand(len(members), -1))
+            centered = by_probability - (by_probability * p).sum(0)
+            among = (logs - _choose_logs(logs, number, targets, tables)).exp() * tables.possible.index_select(1, number)
+            result = centered * p + surprise[0] * known[0] * (p - among)
+        flat[sample, :, voxels] = result.to(out.dtype)
+    return out
+
+
+def _merge(probabilities: Tensor, tables: _Tables) -> Tensor:
+    """Return the probability of each column: the classes, and each set of classes that are one."""
+    if not tables.members:
+        return probabilities
+    sets = [probabilities.index_select(0, members).sum(0, keepdim=True) for members in tables.members]
+    return torch.cat([probabilities, *sets])
+
+
+def _choose_logs(logs: Tensor, number: Tensor, targets: Targets, tables: _Tables) -> Tensor:
+    """Return the logarithm of the probability of what each voxel may be; 0 where that is anything."""
+    rows = [logs]
+    if targets.num_indices > targets.num_classes:
+        rows.append(torch.zeros_like(logs[:1]))
+    rows += [logs.index_select(0, members).logsumexp(0, keepdim=True) for members in tables.members]
+    return torch.cat(rows).gather(0, number.unsqueeze(0)).squeeze(0)
+
+
+def _iterate_chunks(logits: Tensor, label: Tensor, numbers: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Yield sample, voxels, and there the logits in float32 or wider and whether the label is each number."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    each = torch.arange(numbers, device=logits.device).unsqueeze(1)
+    flat, labels = logits.flatten(2), label.flatten(2)
+    length = ELEMENTS // max(numbers, logits.shape[1])
+    for sample in range(logits.shape[0]):
+        for first in range(0, flat.shape[2], length):
+            voxels = slice(first, first + length)
+            yield sample, voxels, flat[sample, :, voxels].to(wide), labels[sample, :, voxels] == each

@@ -1,0 +1,44 @@
+"""What the numbers of a label map say about each output of a network."""
+
+from dataclasses import dataclass
+
+__all__ = ["Targets"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """The meaning of label maps to a loss.
+
+    A label map holds the classes ``0 ... K-1``, ``K`` where nobody annotated, and from ``K+1`` on what is known to be
+    one of several classes; see `volseg.data.labels`.
+    """
+
+    num_classes: int
+    """K, background included."""
+    regions: tuple[tuple[int, ...], ...] = ()
+    """Classes that belong to each of a network's sigmoid outputs; empty for a softmax over the classes."""
+    ignores: bool = False
+    """Whether K may occur: voxels that nobody annotated."""
+    hidden: tuple[tuple[int, ...], ...] = ()
+    """Classes, with the background, that each number from K+1 on may stand for."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Channels of the logits."""
+        return len(self.regions) or self.num_classes
+
+    @property
+    def num_indices(self) -> int:
+        """Numbers that a label map may hold: 0 to one less."""
+        return self.num_classes + (1 + len(self.hidden) if self.hidden else int(self.ignores))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every voxel has one known class, and every class an output."""
+        return not (self.regions or self.ignores or self.hidden)
+
+    @property
+    def possible(self) -> tuple[tuple[int, ...], ...]:
+        """Classes that a voxel with each number may have."""
+        every = tuple(range(self.num_classes))
+        return (*((index,) for index in every), *((every, *self.hidden)[: self.num_indices - self.num_classes]))
