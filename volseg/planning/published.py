@@ -3,7 +3,7 @@
 import math
 
 from volseg.data.catalogue import find_public_task
-from volseg.planning.facts import CaseFacts, Fingerprint, Intensities
+from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 
 __all__ = ["MOSTLY_ZERO", "published_fingerprint"]
 
@@ -46,7 +46,7 @@ def published_fingerprint(name: str) -> Fingerprint:
         mm = target if number < math.ceil(SHARE_OF_FINE * num_cases) else found["median_spacing"]
         d, h, w = (round(side * to / own) for side, to, own in zip(resampled, target, mm, strict=True))
         x, y, z = (float(side) for side in mm)
-        cases.append(CaseFacts(case=f"case_{number:03d}", shape=(d, h, w), spacing=(x, y, z), kept=kept))
+        cases.append(CaseSizes(case=f"case_{number:03d}", shape=(d, h, w), spacing=(x, y, z), kept=kept))
     return Fingerprint(
         task=manifest["name"],
         channels=tuple(manifest["modalities"]),
