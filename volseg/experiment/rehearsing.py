@@ -86,14 +86,14 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
     try:
         with torch.random.fork_rng([]), torch.no_grad():
             try:
-                return shape, functional_call(network, shapes, (torch.empty(shape, device="meta"),))
+                return shape, _call(network, shapes, torch.empty(shape, device="meta"))
             except ImportError:
                 raise
             except Exception:  # noqa: S110 - meta tensors have no values, at which the network may look
                 pass
             shape = (1, num_channels, *network.rule.sides(network.rule.minimum))
             kept = {key: tensor.detach().clone() for key, tensor in tensors}  # a norm's statistics would be moved
-            return shape, functional_call(network, kept, (torch.zeros(shape),))
+            return shape, _call(network, kept, torch.zeros(shape))
     except ImportError as fault:
         raise ConfigError(f"network {name} {explain_import(fault)}") from fault
     except VolsegError:
@@ -102,6 +102,11 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
         raise ConfigError(f"network {name} cannot be run on an image of {shape}: {_tell(fault)}") from fault
     finally:
         network.train(mode)
+
+
+def _call(network: nn.Module, tensors: Mapping[str, Tensor], image: Tensor) -> Any:
+    # With tie_weights torch 2.13 puts back, for a module that stands in two places (MONAI's DynUNet), what it lent.
+    return functional_call(network, tensors, (image,), tie_weights=False)
 
 
 def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -> None:
