@@ -86,7 +86,7 @@ def measure_apart(row: str, task: str, chosen: argparse.Namespace) -> dict[str, 
     command += [part for override in chosen.overrides for part in ("--set", override)]
     try:
         # Twice the limit: compiling and tuning come before the first batch that is timed.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * chosen.seconds + 60)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=2 * chosen.seconds + 60)
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {2 * chosen.seconds + 60:.0f} s"}
     if done.returncode:
