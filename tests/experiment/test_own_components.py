@@ -425,3 +425,20 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
     monkeypatch.undo()  # as if it were uninstalled
     said = refuse("validate", tmp_path / "run")
     assert "network 'PackedNet' from package volseg-tiny 1.2. Give it by installing it: pip install" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda case: {**case, "image": case["image"].as_tensor()},
+            "Wrong must return a case whose image is a MetaTensor",
+        ),
+        (lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
+        (lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+    ],
+)
+def test_a_transform_that_loses_the_place_of_a_volume_is_refused(own, registered, change, message):
+    volseg.register("transform", "Wrong", lambda fields: change)
+    with pytest.raises(GridError, match=message):
+        train(load_config(own[0], ["preprocessing=[{name: Orientation}, {name: Wrong}]"]))

@@ -137,8 +137,8 @@ class PatchBatches:
     seed : int
         Of the experiment.
     prefetch : int, optional
-        Batches prepared ahead, each by a thread, where cases lie in main memory; by default 3 when training on a GPU, and
-        none on a CPU, whose cores the network needs itself.
+        Batches prepared ahead, each by a thread, where cases lie in main memory or are mapped; by default 3 when
+        training on a GPU, and none on a CPU, whose cores the network needs itself.
 
     Attributes
     ----------

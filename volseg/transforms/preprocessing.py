@@ -75,10 +75,55 @@ def build_preprocessing(
     names = [component.get("name") for component in components]
     if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
         raise ConfigError(f"Pad must follow {sorted(late)}: padding is taken off again before anything is inverted")
-    steps = [PREPROCESSING.build(component, fields=tuple(fields)) for component in components]
+    steps = [_build_step(component, tuple(fields)) for component in components]
     preprocessing = Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
     preprocessing.components = [dict(component) for component in components]
     return preprocessing
+
+
+def _build_step(component: Mapping[str, Any], fields: tuple[str, ...]) -> Callable[[Case], Case]:
+    step: Callable[[Case], Case] = PREPROCESSING.build(component, fields=fields)
+    is_own = PREPROCESSING.find_source(component["name"]) is not None
+    return CheckedStep(step, component["name"], fields) if is_own else step
+
+
+class CheckedStep:
+    """A step of the user's own, which must leave a case as the others need it.
+
+    Parameters
+    ----------
+    step : callable
+        From a case to a case.
+    name : str
+        By which the config calls it.
+    fields : sequence of str
+        That lie on one grid, the image first.
+    """
+
+    def __init__(self, step: Callable[[Case], Case], name: str, fields: Sequence[str]) -> None:
+        self.func = step  # as functools.partial calls it: whoever asks whose code prepares cases looks there
+        self.name = name
+        self.fields = fields
+
+    def __call__(self, case: Case) -> Case:
+        """Return the case that the step made.
+
+        Raises
+        ------
+        GridError
+            If a volume has lost its place in the patient, or image and label no longer lie on one grid.
+        """
+        made = self.func(case)
+        for field in (field for field in self.fields if field in case):
+            volume = made.get(field) if isinstance(made, Mapping) else None
+            if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
+                raise GridError(
+                    f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, "
+                    f"got a {type(volume).__name__}; change the volume itself, or use copy_meta_from"
+                )
+            grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
+            grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
+        return made
 
 
 class Preprocessing(Compose):
