@@ -104,7 +104,7 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
         network.train(mode)
 
 
-def _call(network: nn.Module, tensors: Mapping[str, Tensor], image: Tensor) -> Any:
+def _call(network: nn.Module, tensors: dict[str, Tensor], image: Tensor) -> Any:
     # With tie_weights torch 2.13 puts back, for a module that stands in two places (MONAI's DynUNet), what it lent.
     return functional_call(network, tensors, (image,), tie_weights=False)
 
