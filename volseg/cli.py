@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(name="data", help="Make and check data sets.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Fetch, make, describe and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
 
 Overrides = Annotated[
@@ -267,6 +267,54 @@ def verify(
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@data_app.command("list", epilog="Example: volseg data list")
+def list_tasks() -> None:
+    """List the public tasks that can be fetched: the ten of the Medical Segmentation Decathlon."""
+    from volseg.data.describing import tabulate_public_tasks  # imports torch: not for --help
+
+    typer.echo(tabulate_public_tasks())
+
+
+@data_app.command(epilog="Example: volseg data info Task04_Hippocampus")
+def info(
+    name: Annotated[str, typer.Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
+    components: Components = None,
+) -> None:
+    """Say what is in a data set: of a folder cases, channels, labels, sizes and spacings; every image is read."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.data import load_task
+    from volseg.data.catalogue import find_public_task
+    from volseg.data.describing import describe_public_task, describe_task
+    from volseg.monitoring.progress import count_up
+
+    if not Path(name).exists() and Path(name).name == name:
+        typer.echo(describe_public_task(find_public_task(name)))
+        return
+    experiment.load_components(components or ())
+    task = load_task(name)
+    with count_up(len(task.training) + len(task.test), "reading") as count:
+        described = describe_task(task, progress=count)
+    typer.echo(described)
+
+
+@data_app.command(epilog="Example: volseg data fetch Task04_Hippocampus --output data")
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder in which the task's own folder is made.")
+    ] = Path(),
+    url: Annotated[str | None, typer.Option(help="A mirror of the archive, which must be the same file.")] = None,
+) -> None:
+    """Fetch a public task; what has come before an interruption is not fetched again."""
+    from volseg.data.catalogue import find_public_task  # imports torch: not for --help
+    from volseg.data.fetching import fetch_task
+    from volseg.monitoring.progress import show_bytes
+
+    with show_bytes() as show:
+        folder = fetch_task(find_public_task(name), output, url=url, show=show)
+    typer.echo(folder)
 
 
 @data_app.command(epilog="Example: volseg data make Task00_Synthetic --cases 24")

@@ -226,3 +226,12 @@ def test_channels_in_files_of_their_own_and_other_formats_are_copied_whole(root,
     assert (declared["regions"], declared["ignore"]) == ({"all": [1, 2], "front": [1]}, 9)
     files = [mended.root / file for file in declared["training"][0]["image"]]
     assert read_volume(files).equal(read_volume(cases[0]["image"]))
+    again = load_task(mended.root)
+    assert (again.labels, again.regions, again.ignore) == (task.labels, task.regions, task.ignore)
+    assert again.training[0] == {
+        "case": name,
+        "image": tuple(files),
+        "label": again.training[0]["label"],
+        "labelled": (1,),
+    }
+    assert check_task(again).findings == check.findings == ()

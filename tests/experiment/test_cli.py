@@ -17,8 +17,20 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
-VERBS = ["configure", "train", "cross-validate", "validate", "predict", "verify", "quickstart"]
-VERBS += ["data make", "data check"]
+VERBS = [
+    "configure",
+    "train",
+    "cross-validate",
+    "validate",
+    "predict",
+    "verify",
+    "quickstart",
+    "data list",
+    "data info",
+    "data fetch",
+    "data make",
+    "data check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)

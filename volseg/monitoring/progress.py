@@ -11,7 +11,7 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
-__all__ = ["Progress", "count_up", "progress"]
+__all__ = ["Progress", "count_up", "progress", "show_bytes"]
 
 Item = TypeVar("Item")
 
@@ -26,6 +26,27 @@ def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], 
     """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
     with open_bar(total=total, initial=done, desc=title, unit="case") as bar:
         yield bar.update
+
+
+@contextmanager
+def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Give a function to call with what is being done, how many bytes of it are, and of how many: a bar for each."""
+    bar: tqdm[Any] | None = None
+
+    def show(title: str, done: int, total: int | None) -> None:
+        nonlocal bar
+        if bar is None or bar.desc != f"{title}: ":
+            if bar is not None:
+                bar.close()
+            bar = open_bar(desc=title, total=total, initial=done, unit="B", unit_scale=True, unit_divisor=1024)
+        bar.total = total
+        bar.update(done - bar.n)  # less than before, where a server begins anew
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 class Progress(Hook):

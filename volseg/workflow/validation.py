@@ -155,7 +155,7 @@ class Validation:
                 for name, value in metric(fields).items()
             }
             if len(self.examples) < num_examples:
-                self.examples.append(_example(case, prediction))
+                self.examples.append(self._example(case, prediction))
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)
 
     def conclude(self, judged: Sequence[JudgedCase], *, writes: bool = True) -> Validated:
@@ -170,6 +170,21 @@ class Validation:
             scores={f"dice/{self.labels[read_structure(key)]}": mean["Dice"] for key, mean in summary["mean"].items()}
             | {name: _mean([case.further[name] for case in judged]) for name in names},
         )
+
+    def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
+        """Return the first channel of the image, back on its original grid, with label and prediction."""
+        image = case["image"]
+        original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
+        label, found = (self._number(volume.as_tensor()[0]) for volume in (case["reference"], prediction))
+        return Example(case=case["case"], image=original.cpu(), label=label.cpu(), prediction=found)
+
+    def _number(self, label_map: Tensor) -> Tensor:
+        """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
+        if self.ignore is not None:
+            label_map = label_map.masked_fill(label_map == self.ignore, 0)
+        scored = {value for key in self.labels for value in (key if isinstance(key, tuple) else (key,))}
+        known = torch.tensor(sorted({0, *self.values, *scored}), device=label_map.device)
+        return torch.searchsorted(known, label_map.long())
 
     def _average(self, metric: Tensor, case: Mapping[str, Any]) -> float:
         """Return the mean of a metric over what is scored in a case, without NaN; NaN where that cannot be told."""
@@ -230,16 +245,6 @@ class Testing:
             case["case"]: write_prediction(labels, case["image"], self.folder / f"{case['case']}.nii.gz")
             for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
         }
-
-
-def _example(case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-    """Return the first channel of the image, back on its original grid, with label and prediction."""
-    image = case["image"]
-    original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
-    label = case["reference"].as_tensor()[0].long()
-    return Example(
-        case=case["case"], image=original.cpu(), label=label.cpu(), prediction=prediction.as_tensor()[0].long()
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Finding", "FindingKind", "Severity", "write_kinds_table"]
+__all__ = ["KINDS", "Finding", "FindingKind", "Severity"]
 
 Severity = Literal["bad", "look"]
 
@@ -262,13 +262,3 @@ class Finding:
             "message": said,
             "remedy": kind.remedy,
         }
-
-
-def write_kinds_table() -> str:
-    """Return the table of the docs: a row per kind."""
-    rows = [
-        f"| `{name}` | {kind.severity} | {kind.says} | {kind.rule} | {kind.remedy} | {kind.mended} |"
-        for name, kind in KINDS.items()
-    ]
-    head = "| kind | severity | what it is | expected | remedy | `--fix` |\n| --- | --- | --- | --- | --- | --- |"
-    return "\n".join([head, *rows]) + "\n"

@@ -1,0 +1,593 @@
+"""Fetching a task from a real server on this machine, which does what servers do to downloads."""
+
+import hashlib
+import io
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from volseg.cli import app
+from volseg.data.catalogue import PublicTask, find_public_task
+from volseg.data.download import Persistence, download
+from volseg.data.fetching import fetch_task
+from volseg.data.unpacking import unpack
+from volseg.errors import DataError
+
+QUICK = Persistence(timeout=5.0, attempts=3, first_wait=0.001, longest_wait=10.0)
+CONTENT = bytes(range(256)) * 4096  # 1 MiB, in which no part is like its neighbour by chance
+
+Answer = Callable[["Handler"], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers each request by the next of its server's answers; the last one stays."""
+
+    def do_GET(self):
+        self.server.requests.append(dict(self.headers))
+        answers = self.server.answers
+        (answers.pop(0) if len(answers) > 1 else answers[0])(self)
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status, content=b"", **headers):
+        self.send_response(status)
+        for name, value in {"Content_Length": len(content), **headers}.items():
+            if value is not None:
+                self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def whole(content=CONTENT, **headers):
+    """Know no ranges."""
+    return lambda handler: handler.answer(200, content, **headers)
+
+
+def ranged(content=CONTENT, etag='"one"', upto=None, **headers):
+    """Know ranges and conditions; break the connection off at byte ``upto``."""
+
+    def act(handler):
+        asked = handler.headers.get("Range")
+        is_same = handler.headers.get("If-Range") in (None, etag)
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and is_same else 0
+        if start and start >= len(content):
+            handler.answer(416, Content_Range=f"bytes */{len(content)}")
+            return
+        place = {"Content_Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
+        told = {"Content_Length": len(content) - start, "ETag": etag, **place, **headers}
+        handler.answer(206 if start else 200, content[start:upto], **told)
+
+    return act
+
+
+def refuse(status, **headers):
+    return lambda handler: handler.answer(status, **headers)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that starts a server with these answers and returns its URL and what it was asked."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    running = []
+
+    def start(*answers: Answer):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        server.handle_error = lambda *_: None  # a client that does not want the rest
+        server.answers, server.requests = list(answers), []
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        running.append(server)
+        return f"http://127.0.0.1:{server.server_port}/file.tar", server.requests
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def fetch(tmp_path):
+    """Return a function that downloads a URL into a part file and returns what that holds then."""
+
+    def get(url, content=CONTENT, *, before=None, persistence=QUICK, **settings):
+        path = tmp_path / "file.part"
+        if before is not None:
+            path.write_bytes(before)
+        path.touch()
+        with path.open("r+b") as part:
+            md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            download(url, part, path, md5=md5, persistence=persistence, **settings)
+        return path.read_bytes()
+
+    return get
+
+
+def ranges(requests):
+    return [request.get("Range") for request in requests]
+
+
+def test_a_plain_download_is_told_byte_by_byte(serve, fetch):
+    url, requests = serve(whole())
+    told = []
+    assert fetch(url, show=lambda *progress: told.append(progress)) == CONTENT
+    assert ranges(requests) == [None]
+    fetched = [done for title, done, total in told if title == "fetching" and total == len(CONTENT)]
+    assert fetched[0] == 0
+    assert fetched == sorted(fetched)
+    assert fetched[-1] == len(CONTENT)
+    assert told[-1] == ("checking", len(CONTENT), len(CONTENT))
+
+
+def test_dropped_connections_are_gone_on_from(serve, fetch):
+    url, requests = serve(ranged(upto=300_000), ranged(upto=700_000), ranged())
+    assert fetch(url) == CONTENT
+    assert ranges(requests) == [None, "bytes=300000-", "bytes=700000-"]
+    assert [request.get("If-Range") for request in requests] == [None, '"one"', '"one"']
+
+
+def test_attempts_that_bring_something_are_not_counted(serve, fetch):
+    stops = range(100_000, len(CONTENT), 100_000)
+    assert len(stops) > QUICK.attempts
+    url, _ = serve(*(ranged(upto=stop) for stop in stops), ranged())
+    assert fetch(url) == CONTENT
+
+
+def test_another_process_goes_on(serve, fetch, tmp_path):
+    url, requests = serve(ranged(upto=300_000), refuse(503), refuse(503), refuse(503), ranged())
+    with pytest.raises(
+        DataError, match=r"the last attempt failed as the server answers 503 .*; 300000 bytes are kept: go on"
+    ):
+        fetch(url)
+    assert json.loads((tmp_path / "file.part.json").read_text(encoding="utf-8")) == {
+        "url": url,
+        "total": len(CONTENT),
+        "validator": '"one"',
+    }
+    assert fetch(url) == CONTENT
+    assert ranges(requests)[-1] == "bytes=300000-"
+    assert fetch(url) == CONTENT  # there is nothing more to ask for
+    assert len(requests) == 5
+
+
+def test_bytes_of_unknown_origin_are_not_gone_on_from(serve, fetch, tmp_path):
+    url, requests = serve(ranged())
+    assert fetch(url, before=b"what somebody left") == CONTENT
+    assert ranges(requests) == [None]
+    (tmp_path / "file.part.json").write_text(json.dumps({"url": "http://elsewhere", "total": 9, "validator": None}))
+    assert fetch(url, before=b"of another mirror") == CONTENT
+    assert ranges(requests) == [None, None]
+
+
+def test_a_server_without_ranges_begins_anew(serve, fetch):
+    url, requests = serve(ranged(upto=300_000), whole())
+    assert fetch(url) == CONTENT
+    assert ranges(requests) == [None, "bytes=300000-"]
+
+
+NEWER = CONTENT[::-1]
+
+
+def test_a_file_that_changed_is_fetched_anew(serve, fetch):
+    """The server compares the ETag; what has come is dropped."""
+    url, requests = serve(ranged(upto=300_000), ranged(NEWER, etag='"two"'))
+    assert fetch(url, NEWER) == NEWER
+    assert len(requests) == 2
+
+
+def test_a_file_that_changed_its_length_is_fetched_anew(serve, fetch):
+    """A server that compares nothing gives its new length away."""
+    longer = NEWER + b"more"
+    url, requests = serve(ranged(upto=300_000, etag=None), ranged(longer, etag=None))
+    assert fetch(url, longer) == longer
+    assert ranges(requests) == [None, "bytes=300000-", None]
+
+
+def test_a_file_that_changed_without_a_word_is_found_by_its_checksum(serve, fetch):
+    url, requests = serve(ranged(upto=300_000, etag='W/"weak"'), ranged(NEWER, etag=None))
+    assert fetch(url, NEWER) == NEWER
+    assert [request.get("If-Range") for request in requests] == [None, None, None]
+    assert ranges(requests) == [None, "bytes=300000-", None]
+
+
+def test_a_date_is_compared_where_the_tag_is_weak(serve, fetch):
+    date = formatdate(0, usegmt=True)
+    url, requests = serve(ranged(upto=300_000, etag='W/"weak"', Last_Modified=date), ranged(etag=date))
+    assert fetch(url) == CONTENT
+    assert requests[1]["If-Range"] == date
+
+
+def test_a_file_that_never_stays_the_same_is_given_up(serve, fetch):
+    answers = [ranged(CONTENT + bytes(number), etag=None, upto=1000 + number) for number in range(40)]
+    url, requests = serve(*answers)
+    with pytest.raises(DataError, match="the last attempt failed as the file has changed on the server"):
+        fetch(url)
+    assert len(requests) < 10
+
+
+def test_wrong_bytes_are_refused_and_not_kept(serve, fetch, tmp_path):
+    url, requests = serve(whole(NEWER))
+    with pytest.raises(
+        DataError, match=r"holds another file than was asked for: its md5 is \w{32}, needed \w{32}; name"
+    ):
+        fetch(url)
+    assert len(requests) == 1
+    assert (tmp_path / "file.part").stat().st_size == 0
+
+
+@pytest.mark.parametrize("told", [len(CONTENT) + 5000, len(CONTENT) - 5000], ids=["too long", "too short"])
+def test_a_length_that_is_a_lie(serve, fetch, told):
+    url, requests = serve(whole(Content_Length=told))
+    with pytest.raises(
+        DataError, match=r"the connection ended after \d+ of \d+ bytes|holds another file than was asked"
+    ):
+        fetch(url)
+    assert len(requests) <= QUICK.attempts + 1
+
+
+def test_no_length_at_all(serve, fetch):
+    """The end of the connection is the end of the file; the checksum says whether it was."""
+    url, requests = serve(whole(CONTENT[:5000], Content_Length=None), whole(Content_Length=None))
+    assert fetch(url) == CONTENT
+    assert len(requests) == 2
+
+
+def test_chunks_without_a_length(serve, fetch):
+    def chunked(upto):
+        def act(handler):
+            handler.protocol_version = "HTTP/1.1"
+            handler.answer(200, Content_Length=None, Transfer_Encoding="chunked", Connection="close")
+            for start in range(0, upto, 100_000):
+                piece = CONTENT[start : start + 100_000]
+                handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            if upto == len(CONTENT):
+                handler.wfile.write(b"0\r\n\r\n")
+
+        return act
+
+    url, requests = serve(chunked(300_000), chunked(len(CONTENT)))
+    assert fetch(url) == CONTENT
+    assert len(requests) == 2
+
+
+def test_a_server_that_stalls_is_asked_again(serve, fetch):
+    released = threading.Event()
+
+    def stall(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(CONTENT)))
+        handler.send_header("ETag", '"one"')
+        handler.end_headers()
+        handler.wfile.write(CONTENT[:200_000])
+        handler.wfile.flush()
+        released.wait(60)
+
+    url, requests = serve(stall, ranged())
+    try:
+        assert fetch(url, persistence=Persistence(timeout=0.5, attempts=3, first_wait=0.001)) == CONTENT
+    finally:
+        released.set()
+    assert 0 < int(requests[1]["Range"].removeprefix("bytes=").rstrip("-")) <= 200_000
+
+
+def test_a_busy_server_is_asked_again_when_it_says(serve, fetch, caplog):
+    url, requests = serve(refuse(503, Retry_After=1), refuse(429, Retry_After=formatdate(0, usegmt=True)), whole())
+    with caplog.at_level(logging.INFO, logger="volseg.data"):
+        assert fetch(url) == CONTENT
+    assert "the server answers 503 (Service Unavailable); going on in 1 s" in caplog.text
+    assert "the server answers 429 (Too Many Requests); going on in 0 s" in caplog.text
+    assert len(requests) == 3
+
+
+def test_a_server_that_wants_to_be_asked_tomorrow(serve, fetch):
+    url, requests = serve(refuse(503, Retry_After=86400))
+    with pytest.raises(DataError, match=r"answers 503 \(Service Unavailable\), and asks to wait 86400 s; run the same"):
+        fetch(url)
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_what_no_other_attempt_mends(serve, fetch, status):
+    url, requests = serve(refuse(status))
+    with pytest.raises(
+        DataError, match=rf"the server answers {status} \(.*\); check the address, or name a mirror by --url"
+    ):
+        fetch(url)
+    assert len(requests) == 1
+
+
+def test_redirects_are_followed_within_the_web(serve, fetch):
+    url, requests = serve(whole())
+    first, _ = serve(refuse(302, Location=url))
+    assert fetch(first) == CONTENT
+    assert len(requests) == 1
+    away, _ = serve(refuse(301, Location="file:///etc/passwd"))
+    with pytest.raises(DataError, match=r"server answers 301|file:///etc/passwd cannot be fetched; needed: https://"):
+        fetch(away)
+    circle, _ = serve(lambda handler: handler.answer(302, Location=handler.path))
+    with pytest.raises(DataError, match=r"the server answers 302 .*infinite loop"):
+        fetch(circle)
+
+
+def test_an_encrypted_place_leads_to_no_open_one():
+    from urllib.request import Request  # beside its only use
+
+    from volseg.data.download import _SafeRedirects
+
+    request = Request("https://host/file")
+    with pytest.raises(DataError, match=r"https://host/file leads to http://host/file, which is not encrypted"):
+        _SafeRedirects().redirect_request(request, None, 302, "Found", {}, "http://host/file")
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "x.tar", "https://", "http://[", "data:,x", ""])
+def test_places_that_are_not_the_web(fetch, url):
+    with pytest.raises(DataError, match=r"cannot be fetched; needed: https://\.\.\."):
+        fetch(url)
+
+
+def test_an_address_that_no_request_can_name(fetch):
+    with pytest.raises(DataError, match=r"cannot be fetched: .*control characters"):
+        fetch("http://127.0.0.1/a b")
+
+
+def test_nobody_at_home(fetch, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(DataError, match=r"the last attempt failed as .*refused"):
+        fetch("http://127.0.0.1:1/x")
+
+
+def test_an_encoding_that_nobody_asked_for(serve, fetch):
+    url, requests = serve(whole(Content_Encoding="gzip"))
+    with pytest.raises(DataError, match="is sent as gzip, which nobody asked for"):
+        fetch(url)
+    assert requests[0]["Accept-Encoding"] == "identity"
+
+
+def test_a_disk_without_room_is_said_before_the_first_byte(serve, fetch, tmp_path):
+    url, _ = serve(whole(Content_Length=10**16))
+    with pytest.raises(
+        DataError, match=r"GiB free, and 18626451\.5 GiB are needed to fetch and unpack the archive; free"
+    ):
+        fetch(url, spare=1.0)
+
+
+def test_proxies_of_the_environment_are_used(serve, fetch, monkeypatch):
+    proxy, requests = serve(whole())
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert fetch("http://nowhere.invalid/file.tar") == CONTENT
+    assert requests[0]["Host"] == "nowhere.invalid"
+
+
+# Archives
+
+
+def make_archive(*members, root="Task77_Test", **changes):
+    """Return a tar of a small task: members are names of files with their content, or TarInfos."""
+    declared = {
+        "name": "Test",
+        "modality": {"0": "CT"},
+        "labels": {"0": "background", "1": "organ"},
+        "training": [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}],
+        **changes,
+    }
+    files = {
+        f"{root}/dataset.json": json.dumps(declared).encode(),
+        f"._{root}": b"macOS",
+        f"{root}/imagesTr/._a.nii.gz": b"macOS",
+        f"{root}/imagesTr/a.nii.gz": b"image",
+        f"./{root}/labelsTr/a.nii.gz": b"label",
+        f"{root}/.DS_Store": b"macOS",
+    }
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for member in (*files.items(), *members):
+            if isinstance(member, tuple):
+                info = tarfile.TarInfo(member[0])
+                info.size = len(member[1])
+                archive.addfile(info, io.BytesIO(member[1]))
+            else:
+                archive.addfile(member)
+    return buffer.getvalue()
+
+
+def special(kind, name="Task77_Test/odd", target="/etc/passwd"):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def public(content, url="https://nowhere.invalid/Task77_Test.tar"):
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    facts = {"licence": "CC0", "modalities": ("CT",), "labels": {0: "background", 1: "organ"}}
+    return PublicTask(name="Task77_Test", url=url, md5=md5, num_training=1, num_test=0, manifest={}, **facts)
+
+
+def listed(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_task_is_fetched_whole(serve, tmp_path):
+    content = make_archive()
+    url, requests = serve(ranged(content, upto=2000), ranged(content))
+    told = []
+    found = fetch_task(public(content, url), tmp_path / "new", persistence=QUICK, show=lambda *p: told.append(p[0]))
+    assert found == tmp_path / "new/Task77_Test"
+    assert listed(tmp_path / "new") == [
+        "Task77_Test/dataset.json",
+        "Task77_Test/imagesTr/a.nii.gz",
+        "Task77_Test/labelsTr/a.nii.gz",
+    ]
+    assert (found / "labelsTr/a.nii.gz").read_bytes() == b"label"
+    assert list(dict.fromkeys(told)) == ["fetching", "checking", "unpacking"]
+    assert fetch_task(public(content, url), tmp_path / "new") == found
+    assert len(requests) == 2  # what is there is not asked for
+
+
+def test_a_mirror_has_the_same_file(serve, tmp_path):
+    content = make_archive()
+    url, _ = serve(whole(content))
+    assert fetch_task(public(content), tmp_path, url=url, persistence=QUICK).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (("../outside", b"x"), r"holds '\.\./outside', which lies outside the archive; it is not unpacked"),
+        (("Task77_Test/../../outside", b"x"), r"which lies outside the archive"),
+        (("/outside", b"x"), r"holds '/outside', which lies outside the archive"),
+        (("C:\\outside", b"x"), r"which lies outside the archive"),
+        (("Task77_Test\\..\\..\\outside", b"x"), r"which lies outside the archive"),
+        (special(tarfile.SYMTYPE), r"holds 'Task77_Test/odd', which is no plain file; it is not unpacked"),
+        (special(tarfile.LNKTYPE), r"which is no plain file"),
+        (special(tarfile.FIFOTYPE), r"which is no plain file"),
+        (special(tarfile.CHRTYPE), r"which is no plain file"),
+        (special(tarfile.GNUTYPE_SPARSE), r"which is no plain file|is damaged, or no tar archive"),
+        (("Task77_Test/imagesTr/a.nii.gz", b"y"), r"holds 'Task77_Test/imagesTr/a\.nii\.gz' twice"),
+    ],
+)
+def test_archives_that_reach_out_are_not_unpacked(serve, tmp_path, member, message):
+    content = make_archive(member)
+    url, _ = serve(whole(content))
+    with pytest.raises(DataError, match=message):
+        fetch_task(public(content, url), tmp_path / "new", persistence=QUICK)
+    assert not (tmp_path / "outside").exists()
+    assert listed(tmp_path / "new") == ["Task77_Test.tar.part", "Task77_Test.tar.part.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no archive", r"is damaged, or no tar archive"),
+        (make_archive()[:3000], r"is damaged, or no tar archive \(unexpected end of data\)|absent file"),
+        (make_archive(training=[]), r"declares no training cases"),
+        (make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]), r"declares 2 absent file"),
+    ],
+    ids=["text", "cut", "no cases", "absent files"],
+)
+def test_an_archive_that_holds_no_whole_task_leaves_no_folder(serve, tmp_path, content, message):
+    url, _ = serve(whole(content))
+    with pytest.raises(DataError, match=message):
+        fetch_task(public(content, url), tmp_path / "new", persistence=QUICK)
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == []
+
+
+def test_an_archive_without_a_folder_becomes_one(serve, tmp_path):
+    content = make_archive(root=".")
+    url, _ = serve(whole(content))
+    found = fetch_task(public(content, url), tmp_path, persistence=QUICK)
+    assert listed(found) == ["dataset.json", "imagesTr/a.nii.gz", "labelsTr/a.nii.gz"]
+
+
+def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
+    (tmp_path / "Task77_Test").mkdir()
+    (tmp_path / "Task77_Test/mine.txt").touch()
+    with pytest.raises(DataError, match=r"is there and holds no whole task .*; move it away, or name another folder"):
+        fetch_task(public(b""), tmp_path)
+    assert listed(tmp_path) == ["Task77_Test/mine.txt"]
+
+
+def test_a_refusal_leaves_nothing(serve, tmp_path):
+    url, _ = serve(refuse(404))
+    with pytest.raises(DataError, match="answers 404"):
+        fetch_task(public(b"", url), tmp_path / "new", persistence=QUICK)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_a_killed_process_left_unpacked_is_no_task(serve, tmp_path):
+    content = make_archive()
+    (tmp_path / ".Task77_Test.partial/Task77_Test").mkdir(parents=True)
+    (tmp_path / ".Task77_Test.partial/Task77_Test/half").touch()
+    url, _ = serve(whole(content))
+    fetch_task(public(content, url), tmp_path, persistence=QUICK)
+    assert "half" not in " ".join(listed(tmp_path))
+
+
+FETCH = """
+import json, sys
+from volseg.data.catalogue import PublicTask
+from volseg.data.fetching import fetch_task
+facts = json.loads(sys.argv[1])
+task = PublicTask(**{**facts, "modalities": ("CT",), "labels": {0: "background", 1: "organ"}, "manifest": {}})
+fetch_task(task, sys.argv[2])
+"""
+
+
+@contextmanager
+def fetching(task, folder):
+    """Fetch in a process of its own."""
+    facts = {name: getattr(task, name) for name in ("name", "url", "md5", "licence", "num_training", "num_test")}
+    command = [sys.executable, "-c", FETCH, json.dumps(facts), str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(holds):
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end, "waited two minutes"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_leaves_what_has_come_and_two_do_not_fetch_at_once(serve, tmp_path):
+    content = make_archive(("Task77_Test/large", CONTENT))
+    released = threading.Event()
+
+    def halt(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.send_header("ETag", '"one"')
+        handler.end_headers()
+        handler.wfile.write(content[:400_000])
+        handler.wfile.flush()
+        released.wait(300)
+
+    url, requests = serve(halt, ranged(content))
+    task, part = public(content, url), tmp_path / "Task77_Test.tar.part"
+    try:
+        with fetching(task, tmp_path) as process:
+            wait_for(lambda: part.exists() and part.stat().st_size > 100_000)
+            with pytest.raises(DataError, match=r"Task77_Test\.tar\.part is being fetched by another process; wait"):
+                fetch_task(task, tmp_path)
+            process.send_signal(signal.SIGINT)
+            assert process.wait() != 0
+    finally:
+        released.set()
+    held = part.stat().st_size
+    assert held > 100_000
+    assert listed(tmp_path) == ["Task77_Test.tar.part", "Task77_Test.tar.part.json"]
+    assert fetch_task(task, tmp_path, persistence=QUICK).is_dir()
+    assert requests[-1]["Range"] == f"bytes={held}-"
+    assert not part.exists()
+
+
+def test_unpacking_by_itself_shows_its_progress(tmp_path):
+    (tmp_path / "a.tar").write_bytes(make_archive(("Task77_Test/large", CONTENT)))
+    told = []
+    unpack(tmp_path / "a.tar", tmp_path / "new", show=lambda *progress: told.append(progress))
+    assert told[-1][1] == told[-1][2] > len(CONTENT)
+
+
+def test_the_verb_fetches_into_a_folder_by_any_name_of_a_task(serve, tmp_path, monkeypatch):
+    """From a mirror whose file is another one: a real archive is too large for a test."""
+    url, _ = serve(whole(make_archive()))
+    result = CliRunner().invoke(app, ["data", "fetch", "hippocampus", "-o", str(tmp_path), "--url", url])
+    assert isinstance(result.exception, DataError)
+    assert f"needed {find_public_task('Task04').md5}" in str(result.exception)
+    assert list(tmp_path.iterdir()) == []

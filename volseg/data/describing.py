@@ -1,0 +1,110 @@
+"""What is in a data set, in a few lines for the terminal."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from volseg.data.cases import Task
+from volseg.data.catalogue import PublicTask, list_public_tasks
+from volseg.data.readers import list_files, read_volume
+from volseg.data.threads import map_in_threads
+
+__all__ = ["describe_public_task", "describe_task", "tabulate_public_tasks"]
+
+
+def tabulate_public_tasks() -> str:
+    """Return a table of the tasks that can be fetched."""
+    rows = [("task", "channels", "labelled", "test", "labels", "licence")]
+    for task in list_public_tasks():
+        structures = [name for value, name in task.labels.items() if value != 0]
+        counts = (str(task.num_training), str(task.num_test))
+        rows.append((task.name, ", ".join(task.modalities), *counts, ", ".join(structures), task.licence))
+    return _align(rows)
+
+
+def describe_public_task(task: PublicTask) -> str:
+    """Return what is known of a task that can be fetched."""
+    plan = task.manifest.get("plan", {})
+    facts = [
+        ("task", task.name),
+        ("from", task.url),
+        ("md5", task.md5),
+        ("licence", task.licence),
+        ("cases", f"{task.num_training} with labels, {task.num_test} without"),
+        ("channels", _list_channels(task.modalities)),
+        ("labels", _list_labels(task.labels)),
+        *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
+        *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
+    ]
+    return f"{_align(facts)}\nfetch it by: volseg data fetch {task.name}"
+
+
+def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:
+    """Return what a data set holds; every image is read for that.
+
+    Parameters
+    ----------
+    task : Task
+        Of `volseg.data.layouts.load_task`.
+    progress : callable, optional
+        Called after each case.
+
+    Raises
+    ------
+    ReaderError
+        An image cannot be read.
+    """
+    cases = [*task.training, *task.test]
+    measured = []
+    # The channels of a case lie on one grid, so its first file says what there is to say.
+    for found in map_in_threads(lambda case: _measure(list_files(case["image"])[0]), cases):
+        measured.append(found)
+        if progress is not None:
+            progress()
+    shapes, spacings = (np.array(side, dtype=np.float64) for side in zip(*measured, strict=True))
+    regions = ", ".join(f"{name} = {' + '.join(map(str, values))}" for name, values in task.regions.items())
+    partly = sum("labelled" in case for case in task.training)
+    facts = [
+        ("task", task.name),
+        ("folder", str(task.root)),
+        ("cases", f"{len(task.training)} with labels, {len(task.test)} without"),
+        ("channels", _list_channels(task.modalities)),
+        ("labels", _list_labels(task.labels)),
+        *([("regions", regions)] if regions else []),
+        *([("ignored", str(task.ignore))] if task.ignore is not None else []),
+        *([("partly", f"{partly} case(s) were looked through for some labels only")] if partly else []),
+        *([("folds", f"{len(task.splits)}, of the data set's own")] if task.splits else []),
+        ("voxels", _summarise(shapes)),
+        ("spacing", f"{_summarise(spacings)} mm"),
+    ]
+    return _align(facts)
+
+
+def _measure(path: Path) -> tuple[tuple[int, ...], list[float]]:
+    volume = read_volume(path)
+    return tuple(volume.shape[1:]), np.linalg.norm(volume.affine.numpy()[:3, :3], axis=0).tolist()
+
+
+def _summarise(sides: np.ndarray) -> str:
+    """Return the median of each axis, and the smallest and largest of each."""
+    median, least, most = (
+        " x ".join(f"{side:.4g}" for side in found)
+        for found in (np.median(sides, axis=0), sides.min(axis=0), sides.max(axis=0))
+    )
+    return median if least == most else f"{median} (median; from {least} to {most})"
+
+
+def _list_channels(modalities: Sequence[str]) -> str:
+    return ", ".join(f"{number} {name}" for number, name in enumerate(modalities))
+
+
+def _list_labels(labels: Mapping[int, str]) -> str:
+    return ", ".join(f"{value} {name}" for value, name in labels.items())
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

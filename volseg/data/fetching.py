@@ -1,0 +1,147 @@
+"""Fetch a public task: its archive, whole and checked, then its folder, which is there whole or not at all."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from volseg.data.catalogue import PublicTask
+from volseg.data.download import PATIENT, Persistence, ShowBytes, download, require_web
+from volseg.data.layouts import find_task, load_task
+from volseg.data.unpacking import unpack
+from volseg.errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["fetch_task"]
+
+logger = logging.getLogger(__name__)
+
+
+def fetch_task(
+    task: PublicTask,
+    folder: str | Path = ".",
+    *,
+    url: str | None = None,
+    persistence: Persistence = PATIENT,
+    show: ShowBytes | None = None,
+) -> Path:
+    """Fetch a task into a folder of its name; one that is there already stays.
+
+    Whatever ends this, ``NAME.tar.part`` keeps what has come, and the same call goes on from there.
+
+    Parameters
+    ----------
+    task : PublicTask
+        See `volseg.data.catalogue.find_public_task`.
+    folder : str or Path
+        In which the task's folder is made.
+    url : str, optional
+        Of a mirror, whose file must have the same checksum.
+    persistence : Persistence
+        With a server that does not answer as it should.
+    show : callable, optional
+        Is told of the progress.
+
+    Returns
+    -------
+    Path
+        The task's folder.
+
+    Raises
+    ------
+    DataError
+        It cannot be fetched, or another process does so; the message says what to do.
+    """
+    url = url or task.url
+    require_web(url)
+    folder = Path(folder)
+    target = folder / task.name
+    if target.exists():
+        logger.info("%s is there already", target)
+        return _require_whole(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{task.name}.tar.part"
+    with _only_fetch(path) as part:
+        if not target.exists():  # else somebody has just fetched it
+            # What is unpacked is about as large: the images in it are packed already.
+            download(url, part, path, md5=task.md5, spare=1.0, persistence=persistence, show=show)
+            _unpack_whole(path, target, show)
+    _remove(path)  # closed before, as Windows removes no open file
+    return _require_whole(target)
+
+
+def _require_whole(target: Path) -> Path:
+    """Return a folder that is there already, if it holds a task."""
+    try:
+        load_task(target)
+    except DataError as fault:
+        raise DataError(
+            f"{target} is there and holds no whole task ({fault}); move it away, or name another folder"
+        ) from fault
+    return target
+
+
+def _unpack_whole(archive: Path, target: Path, show: ShowBytes | None) -> None:
+    """Unpack beside the target, and give it its name once it is a whole task."""
+    beside = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed: the lock is ours
+    try:
+        unpack(archive, beside, show=show)
+        found = find_task(beside)
+        load_task(found)
+        os.replace(found, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    path.with_name(f"{path.name}.json").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _only_fetch(path: Path) -> Iterator[BinaryIO]:
+    """Hold the part file open and locked; the system gives the lock up however its holder ends.
+
+    Raises
+    ------
+    DataError
+        Another process holds it.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with open(descriptor, "r+b") as part:
+            _lock(part, path)
+            if not _is_at(part, path):  # its last holder removed it between our opening and locking it
+                continue
+            try:
+                yield part
+                return
+            finally:
+                if part.seek(0, os.SEEK_END) == 0:
+                    with suppress(PermissionError):  # Windows removes no open file
+                        path.unlink(missing_ok=True)
+
+
+def _is_at(part: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(part.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(part: BinaryIO, path: Path) -> None:
+    try:
+        if fcntl is not None:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(f"{path} is being fetched by another process; wait for its end") from None
+    except OSError as fault:
+        logger.info("%s cannot be locked (%s); start no second fetch of it", path, fault.strerror)
