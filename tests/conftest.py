@@ -2,7 +2,10 @@
 
 import locale
 import os
+import shutil
 import subprocess
+import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +22,10 @@ settings.load_profile("untimed")
 # Processes that a test starts of its own file find the modules that tests share, as pytest does.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+# Never the user's own cache; processes that outlive a test use the session's.
+SESSION_CACHE = tempfile.mkdtemp(prefix="volseg_cache_")
+os.environ["VOLSEG_CACHE"] = SESSION_CACHE
+
 LOCALE = locale.setlocale(locale.LC_ALL)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -29,6 +36,19 @@ def exact_and_seeded():
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Return a folder for prepared cases that no other test has used; it is made when something is kept."""
+    folder = tmp_path_factory.getbasetemp() / "cache" / uuid.uuid4().hex
+    monkeypatch.setenv("VOLSEG_CACHE", str(folder))
+    return folder
+
+
+def pytest_sessionfinish():
+    """Remove what the session's processes have kept."""
+    shutil.rmtree(SESSION_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

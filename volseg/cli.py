@@ -35,9 +35,15 @@ app = typer.Typer(
 )
 data_app = typer.Typer(name="data", help="Fetch, make, describe and check data sets.", no_args_is_help=True)
 app.add_typer(data_app)
+cache_app = typer.Typer(name="cache", help="Look after the cases that are kept prepared.", no_args_is_help=True)
+data_app.add_typer(cache_app)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+CacheFolder = Annotated[
+    str, typer.Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
 Components = Annotated[
     list[Path] | None,
@@ -118,6 +124,7 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
     ] = 0,
+    no_cache: NoCache = False,
     components: Components = None,
     preset: Annotated[
         str | None, typer.Option(help="With a data set: what is planned, as in `volseg configure`; default unet.")
@@ -134,6 +141,7 @@ def train(
 
     experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
     if experiment.is_data_set(config):
         memory = parse_memory(gpu_memory or "8GiB")
         goes_on = resume or restart
@@ -174,6 +182,7 @@ def cross_validate(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+    no_cache: NoCache = False,
     components: Components = None,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
@@ -184,6 +193,7 @@ def cross_validate(
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
     experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
@@ -366,6 +376,42 @@ def check(
     if fix is not None:
         typer.echo("\n".join(mend_task(checked, fix, keep_bad=keep_bad).lines()))
     if checked.problems or (strict and checked.remarks):
+        raise typer.Exit(1)
+
+
+@cache_app.command("list", epilog="Example: volseg data cache list")
+def list_cache(folder: CacheFolder = "auto") -> None:
+    """Say which prepared cases are kept, from where, how large they are, and when they were last used."""
+    from volseg.data.case_cache import choose_cache_folder, describe_entries  # imports torch: not for --help
+
+    typer.echo(describe_entries(choose_cache_folder(folder)))
+
+
+@cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
+def clear_cache(
+    folder: CacheFolder = "auto",
+    unused: Annotated[float, typer.Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
+) -> None:
+    """Remove prepared cases; a training that runs keeps those that it has opened."""
+    from volseg.data.case_cache import choose_cache_folder, remove_entries  # imports torch: not for --help
+
+    chosen = choose_cache_folder(folder)
+    removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
+    typer.echo(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
+
+
+@cache_app.command("verify", epilog="Example: volseg data cache verify")
+def verify_cache(folder: CacheFolder = "auto") -> None:
+    """Compare every byte that is kept with its checksum, and remove what is damaged: it will be prepared anew."""
+    from volseg.data.case_cache import choose_cache_folder, verify_entries  # imports torch: not for --help
+
+    chosen = choose_cache_folder(folder)
+    found = [] if chosen is None else list(verify_entries(chosen))
+    damaged = [fault for _, fault in found if fault is not None]
+    for fault in damaged:
+        typer.echo(f"removed: {fault}")
+    typer.echo(f"{len(found) - len(damaged)} of {len(found)} case(s) are as they were written")
+    if damaged:
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ PARTIAL = re.compile(r"\..+\.\d+\.partial")
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, previous: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+def replacing(
+    path: str | os.PathLike[str], *, previous: str | os.PathLike[str] | None = None, flush: bool = True
+) -> Iterator[Path]:
     """Yield a file to write beside ``path``; it takes the place of ``path`` once the block ends well.
 
     Whatever fails in the block (a full disk, an interrupt) leaves ``path`` as it was and removes the partial file.
@@ -25,6 +28,8 @@ def replacing(path: str | os.PathLike[str], *, previous: str | os.PathLike[str] 
         What is written.
     previous : path, optional
         In the same folder; names from then on what ``path`` was before. At no moment is there neither of the two.
+    flush : bool
+        Wait until the disk has it. Without, a power cut may keep the new name and lose the bytes.
 
     Examples
     --------
@@ -41,11 +46,13 @@ def replacing(path: str | os.PathLike[str], *, previous: str | os.PathLike[str] 
     try:
         yield partial
         with partial.open("rb+") as written:
-            os.fsync(written.fileno())  # else a power cut may keep the new name and lose the bytes
+            if flush:
+                os.fsync(written.fileno())
         if previous is not None and path.is_file():
             _rename_too(path, Path(previous))
         os.replace(partial, path)
-        _flush_names(path.parent)
+        if flush:
+            _flush_names(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -59,7 +66,8 @@ def remove_partials(folder: Path) -> None:
 
 def _partial(path: Path) -> Path:
     # Same folder, hence same file system: only there is the replacement one step. The suffix keeps it out of globs.
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # The number is that of the thread, which is the process's for the first one: two threads may write one file.
+    return path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
 
 
 def _rename_too(path: Path, previous: Path) -> None:

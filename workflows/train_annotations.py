@@ -2,10 +2,10 @@
 
 python workflows/train_annotations.py --result workflows/benchmarks/results/unet_cpu_annotations.json
 
-Five times the same images, anatomy and config (that of `volseg quickstart`, longer): what differs is what the label
-files say. The score is Dice as the training reports it, on what the validation cases' annotation tells. Beside it
-stands Dice of the same predictions against the full anatomy, which a sparse or partial annotation hides from training
-and from the score.
+Five times the same images, anatomy and config, that of `volseg quickstart`: what differs is what the label files say.
+The score is Dice as the training reports it, on what the annotation of the validation cases tells. Beside it stands
+Dice of the same predictions against the full anatomy, which a sparse or partial annotation hides from the training and
+from its score.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import read_volume
 from volseg.data.synthetic import make_task
 from volseg.data.synthetic_labels import STYLES, make_annotated_task
@@ -35,16 +35,12 @@ VALUES = {"regions": {1: 1, 2: 4}, "gaps": {1: 7, 2: 500}}
 def main() -> None:
     """Train on each annotation and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["full", *STYLES], default=["full", *STYLES])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=["full", *STYLES], default=[*STYLES, "full"])
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--result", type=Path, help="where the JSON goes")
     chosen = parser.parse_args()
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in chosen.only:
-            rows[name] = train_on(name, Path(folder) / name, chosen.epochs, chosen.cases)
-            print(name, json.dumps(rows[name]), flush=True)
     result = {
         "question": "Dice of a small U-Net on synthetic data, by how the cases are annotated",
         "config": CONFIG.name,
@@ -54,8 +50,12 @@ def main() -> None:
         "annotations": rows,
         "environment": environment(),
     }
-    if chosen.result is not None:
-        chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen.only:
+            rows[name] = train_on(name, Path(folder) / name, chosen.epochs, chosen.cases)
+            print(name, json.dumps(rows[name]), flush=True)
+            if chosen.result is not None:
+                chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if low := [name for name, row in rows.items() if not row["mean_dice"] >= WANTED]:
         raise SystemExit(f"below a mean Dice of {WANTED}: {', '.join(low)}")
 

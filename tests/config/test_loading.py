@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from volseg.config.loading import differences, dump_config, load_config, override
+from volseg.config.schema import LossConfig
 from volseg.errors import ConfigError
 
 MINIMAL = {
@@ -178,7 +179,7 @@ def test_both_names_in_one_file_are_refused(write):
             "preprocessing=[{name: Spacing, spacing: [.nan, 1, 1]}]",
             r"preprocessing\.0: spacing must be a finite number",
         ),
-        ("losses=[{name: DiceLoss, weight: .inf}]", "weight: Input should be a finite number"),
+        ("losses=[{name: DiceLoss, factor: .inf}]", "factor: Input should be a finite number"),
         ("schedule.power=.nan", r"schedule\.power: Input should be a finite number"),
         ("training.clip=.inf", r"training\.clip: Input should be a finite number"),
         (f"training.epochs={10**12}", r"training\.epochs: Input should be less than 2147483648"),
@@ -187,3 +188,16 @@ def test_both_names_in_one_file_are_refused(write):
 def test_numbers_that_nobody_can_mean_are_refused_when_the_config_is_read(write, assignment, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(), [assignment])
+
+
+def test_one_number_as_a_losss_weight_is_its_factor_for_a_release_and_a_list_is_class_weights():
+    with pytest.warns(FutureWarning, match=r"weight: 0\.5 of a loss is factor: 0\.5 now"):
+        old = LossConfig.model_validate({"name": "DiceLoss", "weight": 0.5})
+    assert (old.factor, old.weight) == (0.5, None)
+    written = LossConfig.model_validate({"name": "DiceLoss", "weight": 1.0})  # as every run folder of before has it
+    assert (written.factor, written.spec()) == (1.0, {"name": "DiceLoss"})
+    new = LossConfig.model_validate({"name": "DiceLoss", "weight": [1, 2], "factor": 0.5})
+    assert (new.factor, new.spec()) == (0.5, {"name": "DiceLoss", "weight": [1.0, 2.0]})
+    for wrong in ({"weight": 2, "factor": 1}, {"weight": [1, -1]}, {"weight": "2"}, {"weight": True}):
+        with pytest.raises(ValueError, match="weight"):
+            LossConfig.model_validate({"name": "DiceLoss", **wrong})

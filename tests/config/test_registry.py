@@ -50,3 +50,23 @@ def test_a_name_is_given_once(shapes):
     shapes.register("Cube", dict)
     with pytest.raises(ConfigError, match="a shape called 'Cube' exists already"):
         shapes.register("Cube", dict)
+
+
+def test_a_component_that_was_registered_says_where_it_came_from_and_can_be_taken_back(shapes):
+    shapes.register("Cube", dict)
+    assert str(shapes.find_source("Cube")) == "a call of volseg.register in builtins"
+    assert shapes.find_source("Ball") is None
+    assert shapes.registered == {"Cube"}
+    shapes.forget("Cube")
+    assert "Cube" not in shapes
+    with pytest.raises(ConfigError, match="is registered as a name and a class or function"):
+        shapes.register("Cube", 3)
+
+
+def test_a_package_that_a_component_needs_is_named_with_what_to_type(shapes):
+    def needs(radius):
+        raise ImportError("import einops (No module named 'einops').")  # as MONAI's optional imports word it
+
+    shapes.register("Needs", needs)
+    with pytest.raises(ConfigError, match=r"shape Needs needs a package.*pip install einops$"):
+        shapes.build({"name": "Needs", "radius": 1})

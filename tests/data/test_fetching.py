@@ -16,9 +16,11 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.data import catalogue
 from volseg.data.catalogue import PublicTask, find_public_task
 from volseg.data.download import Persistence, download
 from volseg.data.fetching import fetch_task
@@ -166,7 +168,8 @@ def test_bytes_of_unknown_origin_are_not_gone_on_from(serve, fetch, tmp_path):
     url, requests = serve(ranged())
     assert fetch(url, before=b"what somebody left") == CONTENT
     assert ranges(requests) == [None]
-    (tmp_path / "file.part.json").write_text(json.dumps({"url": "http://elsewhere", "total": 9, "validator": None}))
+    other = json.dumps({"url": "http://elsewhere", "total": 9, "validator": None})
+    (tmp_path / "file.part.json").write_text(other, encoding="utf-8")
     assert fetch(url, before=b"of another mirror") == CONTENT
     assert ranges(requests) == [None, None]
 
@@ -393,7 +396,7 @@ def make_archive(*members, root="Task77_Test", **changes):
         f"{root}/.DS_Store": b"macOS",
     }
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    with tarfile.open(fileobj=buffer, mode="w", encoding="utf-8") as archive:
         for member in (*files.items(), *members):
             if isinstance(member, tuple):
                 info = tarfile.TarInfo(member[0])
@@ -591,3 +594,17 @@ def test_the_verb_fetches_into_a_folder_by_any_name_of_a_task(serve, tmp_path, m
     assert isinstance(result.exception, DataError)
     assert f"needed {find_public_task('Task04').md5}" in str(result.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_verb_fetches_what_a_manifest_says(serve, tmp_path, monkeypatch):
+    """With a manifest of this server's archive among the public ones, and bars on a stream."""
+    content = make_archive()
+    url, _ = serve(ranged(content, upto=3000), ranged(content))
+    manifest = yaml.safe_load((catalogue._find_manifests() / "Task04_Hippocampus.yaml").read_text(encoding="utf-8"))
+    manifest |= {"name": "Task77_Test", "url": url, "md5": hashlib.md5(content, usedforsecurity=False).hexdigest()}
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests/Task77_Test.yaml").write_text(yaml.safe_dump(manifest), encoding="utf-8")
+    monkeypatch.setattr(catalogue, "_find_manifests", lambda: tmp_path / "manifests")
+    result = CliRunner().invoke(app, ["data", "fetch", "77", "-o", str(tmp_path)], catch_exceptions=False)
+    assert result.stdout.split() == [str(tmp_path / "Task77_Test")]
+    assert all(f"{title}: 100%" in result.stderr for title in ("fetching", "checking", "unpacking"))

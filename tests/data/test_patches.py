@@ -191,3 +191,31 @@ def test_waiting_is_counted_for_the_current_epoch():
 def test_senseless_settings_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         batches(**changes)
+
+
+def test_patches_of_sparse_annotations_hold_annotated_voxels():
+    """nnU-Net centres on a random annotated voxel, the background's too, where it does not ask for foreground."""
+    label = torch.full((1, 40, 6, 6), 3)
+    label[0, 30] = 0
+    label[0, 8, :2] = 1
+    sparse = {"case": "a", "image": torch.zeros(1, 40, 6, 6), "label": label}
+    nobody = {**sparse, "case": "b", "label": torch.full((1, 40, 6, 6), 3)}
+    bank = CaseBank([sparse, nobody], num_classes=3, is_sparse=True)
+    assert bank.annotated is not None
+    assert bank.annotated.count.tolist() == [[36 + 12], [0]]
+    assert bank.foreground.count.tolist() == [[12, 0], [0, 0]]  # the ignored value is no class
+    plan = PatchBatches(bank, (4, 6, 6), batch_size=4, iterations=100, foreground=0.5).plan(0)
+    first = plan.corners[..., 0]
+    holds = [(first <= plane) & (plane < first + 4) for plane in (8, 30)]
+    is_a, oversampled = plan.cases == 0, torch.arange(4).expand(100, 4) >= 2
+    assert holds[0][is_a & oversampled].all()
+    assert (holds[0] | holds[1])[is_a].all()
+    assert holds[1][is_a & ~oversampled].any()
+    assert len(first[~is_a].unique()) > 20  # anywhere
+
+
+def test_voxels_of_unknown_class_are_no_foreground():
+    label = torch.tensor([0, 1, 2, 4, 5]).view(1, 1, 1, 5)
+    bank = CaseBank([{"case": "a", "image": torch.zeros(1, 1, 1, 5), "label": label}], num_classes=3)
+    assert bank.foreground.count.tolist() == [[1, 1]]
+    assert bank.annotated is None

@@ -155,6 +155,14 @@ def test_two_names_for_one_image_in_one_fold_are_a_remark(tmp_path):
     assert [(finding.case, finding.kind) for finding in checked.findings] == [(one, "leak")]
 
 
+def test_two_bad_images_that_are_equal_are_no_leak(tmp_path):
+    root = draw_few(tmp_path)
+    names, _ = ids_of(root)
+    for name in names[:3]:
+        edit_image(root, name, np.zeros_like)
+    assert found_in(root)[0] == {name: {"constant"} for name in names[:3]}
+
+
 def test_many_orientations_are_told_once(tmp_path):
     root = make_task(tmp_path / "Task00_Made", num_cases=5, num_test=0)
     found, check = found_in(root)

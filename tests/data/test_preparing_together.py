@@ -368,7 +368,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
         )
         for rank in range(2)
     ]
-    assert [process.wait(timeout=90) for process in processes] == [-signal.SIGKILL, 3]
+    assert [process.wait(timeout=180) for process in processes] == [-signal.SIGKILL, 3]
     pages = (tmp_path / "meet.pages").read_text(encoding="utf-8").split()
     assert len(pages) == 2
     for name in ("meet", "meet.pages"):

@@ -30,6 +30,9 @@ VERBS = [
     "data fetch",
     "data make",
     "data check",
+    "data cache list",
+    "data cache clear",
+    "data cache verify",
 ]
 
 

@@ -94,7 +94,7 @@ class SeeBeginning(Hook):
 
 def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_bank(configured, task, reads):
     beginning = SeeBeginning(reads)
-    outcome = train(configured("data.keep=device"), hooks=[beginning])
+    outcome = train(configured("data.keep=device", "data.cache=none"), hooks=[beginning])
     files = {case["case"]: {case["image"], case["label"]} for case in load_task(task).training}
     assert beginning.read == {file: 1 for both in files.values() for file in both}
     assert reads == beginning.read, "a file was read again after the beginning"
@@ -411,7 +411,7 @@ def test_images_are_found_and_doubles_refused(task, tmp_path):
 def test_further_losses_and_metrics_are_recorded_by_name(configured):
     outcome = train(
         configured(
-            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, weight: 0.5, output: focal}]",
+            "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, factor: 0.5, output: focal}]",
             "metrics=[{name: MeanIoU, output: iou}]",
         )
     )

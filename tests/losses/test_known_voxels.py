@@ -274,3 +274,47 @@ def test_parameters_that_only_monai_knows_are_refused(parameters: dict[str, Any]
 def test_a_plain_task_keeps_the_single_pass() -> None:
     loss = DiceCELoss(softmax=True, to_onehot_y=True).take_targets(Targets(num_classes=4))
     assert loss.targets is None
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_channels_last_is_the_same(name: str) -> None:
+    targets = TARGETS[name]
+    logits, label = make_logits(targets), make_label(targets)
+    last = logits.contiguous(memory_format=torch.channels_last_3d)
+    expected = known_dice_cross_entropy(logits, label, targets, Terms())
+    assert_same(known_dice_cross_entropy(last, label, targets, Terms()), expected, logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TARGETS)
+def test_on_a_gpu_it_is_the_same_and_can_be_recorded(name: str) -> None:
+    targets = TARGETS[name]
+    logits, label = make_logits(targets).detach().float(), make_label(targets)
+    expected = known_dice_cross_entropy(logits.requires_grad_(), label, targets, Terms())
+    (wanted,) = torch.autograd.grad(expected, logits)
+    given, on_gpu = torch.zeros_like(logits, device="cuda").requires_grad_(), label.cuda()
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = known_dice_cross_entropy(given, on_gpu, targets, Terms())
+        return loss, torch.autograd.grad(loss, given)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # makes the tables
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, gradient = step()
+    given.data.copy_(logits)
+    graph.replay()
+    torch.testing.assert_close(loss.cpu(), expected.detach(), rtol=1e-5, atol=0)  # float32 sums of 192
+    torch.testing.assert_close(gradient.cpu(), wanted, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_number_that_means_nothing_makes_the_loss_nan() -> None:
+    targets = TARGETS["ignored"]
+    label = make_label(targets)
+    label[0, 0, 0, 0, 0] = 200
+    assert known_dice_cross_entropy(make_logits(targets).cuda(), label.cuda(), targets, Terms()).isnan()

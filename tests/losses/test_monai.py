@@ -163,3 +163,12 @@ def test_nothing_but_logits_and_label_is_kept() -> None:
         DiceCELoss(**MAPS)(logits, label)
     large = {tensor.data_ptr() for tensor in kept if tensor.numel() >= label.numel()}
     assert large == {logits.data_ptr(), label.data_ptr()}
+
+
+def test_monais_own_takes_a_softmax_over_regions() -> None:
+    """Why ours does not hand regions to it: with ``sigmoid=True`` its Dice is of sigmoids, its cross entropy is not."""
+    logits = torch.randn(2, 3, 4, 5, 6, dtype=torch.float64)
+    regions = (torch.rand(2, 3, 4, 5, 6) < 0.5).double()
+    dice = monai.losses.DiceLoss(sigmoid=True)(logits, regions)
+    softmax = torch.nn.functional.cross_entropy(logits, regions)
+    torch.testing.assert_close(monai.losses.DiceCELoss(sigmoid=True)(logits, regions), dice + softmax)

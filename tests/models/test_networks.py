@@ -141,3 +141,30 @@ def test_networks_built_for_a_patch_ask_for_it(name, remedy):
 def test_a_patch_too_small_for_a_u_is_refused():
     with pytest.raises(ConfigError, match=r"patch size \(8, 8, 8\) is too small to plan a U-Net"):
         plan_topology((8, 8, 8))
+
+
+OFFERED = (
+    *("AHNet", "AttentionUnet", "BasicUNet", "BasicUNetPlusPlus", "DynUNet", "FlexibleUNet", "HighResNet"),
+    *("MedNeXt", "MedNeXtB", "MedNeXtL", "MedNeXtM", "MedNeXtS"),
+    *("ResEncUNet", "SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet", "VNet"),
+)
+
+
+def test_every_network_that_is_offered_gives_logits_on_the_grid_of_an_image_and_no_other_is():
+    assert [name for name in NETWORKS if NETWORKS.find_source(name) is None] == list(OFFERED)
+    sides = {"AHNet": (128, 128, 32), "UNETR": (32, 32, 32)}
+    for name in OFFERED:
+        net = build_network({"name": name}, in_channels=2, out_channels=3, patch_size=(32, 32, 32)).to("meta")
+        image = torch.empty(2, 2, *sides.get(name, (64, 64, 64)), device="meta")
+        for mode in (True, False):
+            output = net.train(mode)(image)
+            logits = output[0] if isinstance(output, list) else output
+            assert logits.shape == (2, 3, *image.shape[2:]), name
+
+
+@pytest.mark.parametrize(
+    "name", ["AutoEncoder", "PatchDiscriminator", "DenseNet121", "SPADENet", "LocalNet", "SegResNetVAE", "DAF3D"]
+)
+def test_what_monai_has_besides_is_refused_with_the_reason(name):
+    with pytest.raises(ConfigError, match=rf"no network is called '{name}'; monai.networks.nets.{name} is not offered"):
+        build(name)

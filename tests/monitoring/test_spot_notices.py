@@ -62,6 +62,13 @@ def serving():
     service.server.server_close()
 
 
+def wait_until(holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def service(monkeypatch):
     with serving() as service:
@@ -116,10 +123,10 @@ def test_a_notice_stops_once_and_the_thread_ends(service, caplog):
     stopped = threading.Event()
     calls = []
     with heeding_spot_notices("aws", every_seconds=0.02, stop=lambda: (calls.append(1), stopped.set())):
-        time.sleep(0.1)
+        wait_until(lambda: len(service.asked) > 2)
         assert not calls
         service.notice = json.dumps(NOTICE)
-        assert stopped.wait(20)
+        assert stopped.wait(60)
         time.sleep(0.1)
     assert len(calls) == 1
     assert "this machine will be taken away (terminate at 2026-11-22T12:00:00Z)" in caplog.text
@@ -129,6 +136,7 @@ def test_a_notice_stops_once_and_the_thread_ends(service, caplog):
 def test_without_a_service_the_training_goes_on_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setenv(ENDPOINT_VARIABLE, "http://127.0.0.1:1")  # where nobody listens
     with heeding_spot_notices("aws", every_seconds=0.01, stop=pytest.fail):
+        wait_until(lambda: "no spot notices" in caplog.text)
         time.sleep(0.3)
     assert caplog.text.count("no spot notices") == 1
 
@@ -143,5 +151,4 @@ def test_nobody_is_asked_unless_the_config_says_so_and_one_process_of_a_machine_
     assert not service.asked
     monkeypatch.setenv("LOCAL_RANK", "0")
     with heeding_spot_notices("aws", every_seconds=0.01):
-        time.sleep(0.5)
-    assert service.asked
+        wait_until(lambda: service.asked)

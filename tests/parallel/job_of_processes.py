@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from volseg.launched import find_launch
 from volseg.parallel.devices import count_restarts, find_rank
 from volseg.parallel.processes import leave_processes, start_group
 from volseg.parallel.progress import report_progress
@@ -44,9 +45,23 @@ def fail(mode: str) -> None:
             time.sleep(1)
 
 
+SHORT = ("hang", "read", "stay")
+"""Modes in which the timeout matters."""
+
+
+def wait_for_imports(folder: str) -> None:
+    """Wait until every process has imported torch: on a busy machine they differ by more than a short timeout."""
+    launch = find_launch()
+    assert launch is not None
+    Path(folder, f"imported.{launch.rank}").touch()
+    while len(list(Path(folder).glob("imported.*"))) < launch.world_size:
+        time.sleep(0.05)
+
+
 def main(mode: str, folder: str) -> None:
     """Meet the others, do what is asked for, and leave."""
-    start_group(timeout=float(os.environ.get("TIMEOUT", "4")))
+    wait_for_imports(folder)
+    start_group(timeout=float(os.environ.get("TIMEOUT", "4" if mode in SHORT else "120")))
     put_down(folder, "start", [os.getpid(), os.getppid(), count_restarts(), add()])
     if find_rank() == dist.get_world_size() - 1:
         fail(mode)

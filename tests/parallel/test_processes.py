@@ -40,10 +40,8 @@ def assert_nothing_is_left(folder: Path) -> None:
 
 
 def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    begun = time.monotonic()
     with pytest.raises(ParallelError) as told:
         launch([*SCRIPT, "raise", str(tmp_path)], 2)
-    assert time.monotonic() - begun < 30  # of which most is to import torch
     assert re.fullmatch(
         r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(its traceback is above\)", str(told.value)
     )
@@ -95,7 +93,7 @@ LAUNCHERS = {
 def test_nobody_outlives_a_killed_launcher(start, launcher: list[str], tmp_path: Path) -> None:
     job = start([*launcher, *SCRIPT, "stay", str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: len(written(tmp_path, "start")) == 2, 60)
+        wait_until(lambda: len(written(tmp_path, "start")) == 2, 180)
         pids = [pid for pid, *_ in written(tmp_path, "start")]
         if launcher is LAUNCHERS["launch"]:
             # Held as a whole for longer than the timeout: nothing has happened.
@@ -107,7 +105,7 @@ def test_nobody_outlives_a_killed_launcher(start, launcher: list[str], tmp_path:
     finally:
         job.kill()
         job.wait()
-    wait_until(lambda: not any(map(is_running, pids)), 10)
+    wait_until(lambda: not any(map(is_running, pids)), 60)
 
 
 def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_path: Path) -> None:
@@ -121,6 +119,6 @@ def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_pa
         )
         for rank in "01"
     ]
-    assert [task.wait(60) for task in tasks] == [0, 0]
+    assert [task.wait(180) for task in tasks] == [0, 0]
     assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0]] * 2
     assert_nothing_is_left(tmp_path)

@@ -180,8 +180,8 @@ def test_the_others_hear_of_a_process_that_is_killed(start, tmp_path):
         )
         for rank in range(2)
     ]
-    told, _ = processes[0].communicate(timeout=60)
-    assert processes[1].wait(timeout=60) == -signal.SIGKILL
+    told, _ = processes[0].communicate(timeout=180)
+    assert processes[1].wait(timeout=180) == -signal.SIGKILL
     assert processes[0].returncode == 3
     assert "lost each other" in told
 

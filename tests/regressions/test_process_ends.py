@@ -53,6 +53,6 @@ def test_no_process_aborts_at_its_end(start, way: str, status: int, tmp_path: Pa
         )
         for rank in "01"
     ]
-    shown = [task.communicate(timeout=60)[1] for task in tasks]
+    shown = [task.communicate(timeout=180)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [status, status], shown
     assert not any("terminate called" in one for one in shown)

@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import one_hot
 
 from volseg.errors import BatchFieldError, ConfigError
-from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, build_loss, build_metric
+from volseg.losses import Targets
+from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS, OVERLAPPING, build_loss, build_metric
 
 
 @pytest.fixture
@@ -51,3 +52,91 @@ def test_every_loss_falls_when_logits_become_right(name):
 def test_what_cannot_work_on_logits_and_label_maps_is_not_offered(registry, name):
     with pytest.raises(ConfigError, match=f"is called '{name}'"):
         registry.check({"name": name})
+
+
+REGIONS = Targets(num_classes=4, regions=((1, 2, 3), (2, 3), (3,)))
+SPARSE = Targets(num_classes=4, ignores=True)
+PARTIAL = Targets(num_classes=4, hidden=((0, 2, 3),))
+
+
+def loss_of(targets, name="DiceCELoss", **parameters):
+    return build_loss({"name": name, **parameters}, inputs=["logits", "label"], output="loss", targets=targets)
+
+
+def compute(loss, logits, label):
+    logits = [head.detach().requires_grad_() for head in (logits if isinstance(logits, list) else [logits])]
+    value = loss({"logits": logits if len(logits) > 1 else logits[0], "label": label})["loss"]
+    return value, torch.autograd.grad(value, logits)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"sigmoid": True}, {"include_background": False}])
+@pytest.mark.parametrize("name", ["DiceCELoss", *OVERLAPPING])
+def test_regions_need_no_word_in_the_config(name, parameters):
+    """What is said beside it changes nothing: there is no other activation, and no background among the outputs."""
+    parameters = {key: value for key, value in parameters.items() if LOSSES.accepts(name, key)}
+    label = torch.randint(0, 4, (2, 1, 8, 8, 8), dtype=torch.uint8)
+    right = (
+        8 * torch.stack([torch.isin(label[:, 0], torch.tensor(region)) for region in REGIONS.regions], 1).float() - 4
+    )
+    values = [compute(loss_of(REGIONS, name, **parameters), share * right, label) for share in (0.0, 0.5, 1.0)]
+    assert values[0][0] > values[1][0] > values[2][0]
+    torch.testing.assert_close(values[1], compute(loss_of(REGIONS, name), 0.5 * right, label), rtol=0, atol=0)
+    assert all(values[0][1][0][:, region].abs().sum() > 0 for region in range(3))
+
+
+@pytest.mark.parametrize("targets", [REGIONS, SPARSE, PARTIAL], ids=["regions", "sparse", "partial"])
+def test_deep_supervision_weighs_the_heads(targets):
+    sides = (8, 4, 2)
+    heads = [torch.randn(2, targets.num_outputs, side, side, side) for side in sides]
+    label = torch.randint(0, targets.num_classes, (2, 1, 8, 8, 8), dtype=torch.uint8)
+    label[:, :, :3] = targets.num_indices - 1
+    loss = loss_of(targets)
+    coarse = [label[..., n // 2 :: n, n // 2 :: n, n // 2 :: n] for n in (1, 2, 4)]
+    alone = [compute(loss, head, part)[0] for head, part in zip(heads, coarse, strict=True)]
+    value, gradients = compute(loss, heads, label)
+    torch.testing.assert_close(value, alone[0] + alone[1] / 2 + alone[2] / 4)
+    assert len(gradients) == 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "name", "parameters", "match"),
+    [
+        (
+            REGIONS,
+            "GeneralizedDiceFocalLoss",
+            {},
+            r"does not know what the label maps hold \(regions\); take DiceCELoss",
+        ),
+        (SPARSE, "DiceLoss", {}, r"\(ignored voxels\)"),
+        (PARTIAL, "TverskyLoss", {}, r"\(hidden classes\)"),
+        (REGIONS, "DiceLoss", {"softmax": True}, "is to take a softmax, but regions overlap"),
+        (REGIONS, "DiceCELoss", {"softmax": True}, "is to take a softmax, but regions overlap"),
+        (SPARSE, "DiceCELoss", {"label_smoothing": 0.1}, "takes no class weights, no label smoothing"),
+    ],
+)
+def test_a_loss_that_would_be_wrong_is_refused(targets, name, parameters, match):
+    with pytest.raises(ConfigError, match=match):
+        loss_of(targets, name, **parameters)
+
+
+def test_a_number_that_means_nothing_to_regions_makes_the_loss_nan():
+    label = torch.full((1, 1, 4, 4, 4), 4, dtype=torch.uint8)
+    assert compute(loss_of(REGIONS, "DiceLoss"), torch.zeros(1, 3, 4, 4, 4), label)[0].isnan()
+
+
+def test_a_metric_of_regions_counts_each_of_them():
+    prediction = torch.tensor([1, 2, 4, 0, 0]).view(1, 1, 1, 1, 5)
+    label = torch.tensor([1, 1, 4, 4, 0]).view(1, 1, 1, 1, 5)
+    dice = build_metric({"name": "DiceMetric"}, inputs=["pred", "label"], output="x", columns=[(1, 2, 4), (2, 4), (4,)])
+    expected = torch.tensor([[2 * 3 / 7, 2 * 1 / 4, 2 * 1 / 3]])
+    torch.testing.assert_close(dice({"pred": prediction, "label": label})["x"], expected)
+    with pytest.raises(ConfigError, match="leaves the first column out"):
+        build_metric(
+            {"name": "DiceMetric", "include_background": False}, inputs=["pred", "label"], output="x", columns=[(1, 2)]
+        )
+
+
+def test_a_metric_of_values_with_gaps_is_that_of_the_classes(label_maps):
+    gaps = {**label_maps, **{key: torch.tensor([0, 7, 500])[label_maps[key].long()] for key in ("pred", "label")}}
+    dice = build_metric({"name": "DiceMetric"}, inputs=["pred", "label"], output="x", columns=[(0,), (7,), (500,)])
+    torch.testing.assert_close(dice(gaps)["x"], metric("DiceMetric")(label_maps)["x"])

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from volseg.errors import ConfigError
+from volseg.losses import Targets
 from volseg.workflow import Named
 from volseg.workflow.components import LOSSES, build_loss
 from volseg.workflow.objective import Objective, require_mean_over_samples
@@ -29,6 +30,28 @@ def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
     require(built(name))
     with pytest.raises(ConfigError, match=f"{name} is no mean over the samples of a batch"):
         require(built(name, reduction="sum"))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        Targets(num_classes=4, ignores=True),
+        Targets(num_classes=4, regions=((1, 2, 3), (2, 3), (3,)), ignores=True, hidden=((0, 1), (0, 2))),
+        Targets(num_classes=4, ignores=True, hidden=((0, 1), (0, 2, 3))),
+    ],
+    ids=["sparse", "regions", "partial"],
+)
+def test_what_label_maps_know_is_a_mean_over_samples(targets):
+    """However many voxels of each sample are annotated, and whatever was looked for in it."""
+    sizes = {"num_channels": 1, "num_classes": targets.num_outputs, "num_indices": targets.num_indices}
+
+    def objective(**parameters):
+        spec = {"name": "DiceCELoss", **parameters}
+        return Objective(build_loss(spec, inputs=["logits", "label"], output="loss", targets=targets))
+
+    require_mean_over_samples(objective(), **sizes)
+    with pytest.raises(ConfigError, match="DiceCELoss is no mean over the samples of a batch"):
+        require_mean_over_samples(objective(batch=True), **sizes)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from volseg.config.base import ConfigModel
+from volseg.config.base import ComponentConfig, ConfigModel
 
 __all__ = [
     "AugmentationConfig",
@@ -179,3 +179,5 @@ class AugmentationConfig(ConfigModel):
     """Power law on the negative image."""
     gamma: GammaConfig = GammaConfig()
     """Power law on the image."""
+    own: tuple[ComponentConfig, ...] = ()
+    """Augmentations of the user's own, applied to each sample after all of these."""

@@ -7,14 +7,14 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["ConfigModel", "find_absurd_number", "find_other_name", "validated"]
+__all__ = ["ComponentConfig", "ConfigModel", "find_absurd_number", "find_other_name", "validated"]
 
 Section = TypeVar("Section", bound="ConfigModel")
 
@@ -42,6 +42,26 @@ class ConfigModel(BaseModel):
             warnings.warn(f"{old} is {new} now; the old name goes with the next release", FutureWarning, stacklevel=2)
             values = {now if key == before else key: value for key, value in values.items()}
         return values
+
+
+class ComponentConfig(BaseModel):
+    """A component: its name in the registry of its kind, and parameters of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    name: str
+
+    @model_validator(mode="after")
+    def _numbers_are_finite(self) -> Self:
+        """Refuse what no component can mean; parameters have no fields that could say so."""
+        for name, value in (self.model_extra or {}).items():
+            if (absurd := find_absurd_number(value)) is not None:
+                raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+        return self
+
+    def spec(self) -> dict[str, Any]:
+        """Return name and parameters as a registry takes them."""
+        return {"name": self.name, **(self.model_extra or {})}
 
 
 def validated(section: type[Section], values: Mapping[str, Any], source: str) -> Section:

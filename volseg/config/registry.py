@@ -33,6 +33,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Name to class or function.
     group : str, optional
         Group of the entry points by which installed packages offer more: ``"volseg.networks"``.
+    explain : callable, optional
+        Says why a name that one might expect is not among them; ``""`` for others.
 
     Examples
     --------
@@ -45,10 +47,16 @@ class Registry(Mapping[str, Callable[..., Any]]):
     """
 
     def __init__(
-        self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None, *, group: str | None = None
+        self,
+        kind: str,
+        components: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        group: str | None = None,
+        explain: Callable[[str], str] | None = None,
     ) -> None:
         self.kind = kind
         self.group = group
+        self._explain = explain
         self._components = dict(components or {})
         self._sources: dict[str, Source] = {}
         self._loaded: dict[EntryPoint, Callable[..., Any]] = {}
@@ -59,7 +67,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
             return self._load(point)
         if name in self._components:
             return self._components[name]
-        raise ConfigError(f"no {self.kind} is called {name!r}; {did_you_mean(name, self)}{self._name_ways()}")
+        reason = self._explain(name) if self._explain is not None else ""
+        hint = reason or f"{did_you_mean(name, self)}{self._name_ways()}"
+        raise ConfigError(f"no {self.kind} is called {name!r}; {hint}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self._components, *self._points()}))
@@ -81,6 +91,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
             )
         self._components[name] = component
         self._sources[name] = source or Source(module=component.__module__)
+
+    @property
+    def registered(self) -> frozenset[str]:
+        """Names of the components that were registered in this process."""
+        return frozenset(self._sources)
 
     def forget(self, name: str) -> None:
         """Take back a component that was registered."""

@@ -4,18 +4,21 @@ Every section is frozen and refuses unknown keys (`ConfigModel`); a component is
 follows from the data (channels, classes) is not written here.
 """
 
+import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ConfigModel, find_absurd_number, validated
+from volseg.config.base import ComponentConfig, ConfigModel, validated
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 
 __all__ = [
+    "BATCH_FIELDS",
     "AugmentationConfig",
     "ComponentConfig",
     "DataConfig",
@@ -23,6 +26,8 @@ __all__ = [
     "InferenceConfig",
     "LossConfig",
     "MetricConfig",
+    "NetworkConfig",
+    "OptimizerConfig",
     "ParallelConfig",
     "PatchConfig",
     "ScheduleConfig",
@@ -38,36 +43,71 @@ Decay = Annotated[float, Field(gt=0, lt=1)]
 Sides = tuple[Count, Count, Count]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """What Python's, NumPy's and torch's generators all take."""
-Weight = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+ClassWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+BATCH_FIELDS = frozenset({"image", "label"})
+"""What a batch holds besides the names of its cases."""
 
 
-class ComponentConfig(BaseModel):
-    """A component: its name in the registry of its kind, and parameters of its own."""
+class NetworkConfig(ComponentConfig):
+    """The network."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
-
-    name: str
+    outputs: Annotated[tuple[str, ...], Field(min_length=1)] = ("logits",)
+    """Names of what it returns, in its order; losses read them, and ``logits`` is what is predicted with."""
 
     @model_validator(mode="after")
-    def _numbers_are_finite(self) -> Self:
-        """Refuse what no component can mean; parameters have no fields that could say so."""
-        for name, value in (self.model_extra or {}).items():
-            if (absurd := find_absurd_number(value)) is not None:
-                raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+    def _has_logits(self) -> Self:
+        if "logits" not in self.outputs or len(set(self.outputs)) < len(self.outputs):
+            raise ValueError(f"outputs must be different names, logits among them, got {list(self.outputs)}")
+        if taken := sorted(BATCH_FIELDS & {*self.outputs}):
+            raise ValueError(f"outputs cannot be called {taken[0]}, as a field of the batch is")
         return self
 
-    def spec(self) -> dict[str, Any]:
-        """Return name and parameters as a registry takes them."""
-        return {"name": self.name, **(self.model_extra or {})}
+
+class OptimizerConfig(ComponentConfig):
+    """The optimizer."""
+
+    parts: dict[str, Annotated[dict[str, Any], Field(min_length=1)]] = Field(default_factory=dict)
+    """Other settings for parts of the network, such as ``{"output*": {lr: 1e-2}}``: patterns of parameters' names, in
+    which ``*`` stands for anything."""
 
 
 class LossConfig(ComponentConfig):
-    """One term of the objective; several are added up with their weights."""
+    """One term of the objective; several are added up with their factors."""
 
-    weight: Weight = 1.0
-    inputs: tuple[str, ...] = ("logits", "label")
+    factor: Finite = 1.0
+    """Of the term in the sum."""
+    weight: tuple[ClassWeight, ...] | None = None
+    """Class weights, one for each class, for losses that take them."""
+    inputs: Annotated[tuple[str, ...], Field(min_length=1)] = ("logits", "label")
+    """What the loss is called with: fields of the batch and outputs of the network."""
     output: str = "loss"
     """Name of the term's scalar; among several terms each needs its own, and ``loss`` is their sum."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_number_for_factor(cls, values: Any) -> Any:
+        """Take a single number under ``weight`` for what it meant before class weights could be given."""
+        number = values.get("weight") if isinstance(values, Mapping) else None
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return values
+        if "factor" in values:
+            raise ValueError(
+                f"weight is a list of class weights, and factor the term's share of the sum, got weight: {number} "
+                "beside a factor; leave out one of them"
+            )
+        if number != 1 and math.isfinite(number):  # 1 changes nothing, and stands in every config that was written out
+            warnings.warn(
+                f"weight: {number} of a loss is factor: {number} now; one number as weight goes with the next release",
+                FutureWarning,
+                stacklevel=2,
+            )
+        return {**{key: value for key, value in values.items() if key != "weight"}, "factor": number}
+
+    def spec(self) -> dict[str, Any]:
+        """Return name and parameters as the registry of losses takes them, class weights among them."""
+        return {**super().spec(), **({} if self.weight is None else {"weight": list(self.weight)})}
 
 
 class MetricConfig(ComponentConfig):
@@ -88,6 +128,11 @@ class DataConfig(ConfigModel):
     """Leave bad cases out and list them in the report, instead of stopping before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
     """Where the preprocessed cases lie: on the GPU when they fit, or in main memory."""
+    cache: str = "auto"
+    """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
+    ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""
+    cache_limit: Positive = 200.0
+    """GiB that the folder may take, of whatever task; what was used longest ago goes first."""
 
 
 class SplitConfig(ConfigModel):
@@ -121,7 +166,7 @@ class PatchConfig(ConfigModel):
     """Fraction of a batch's patches that surely hold foreground."""
 
 
-class ScheduleConfig(ConfigModel):
+class ScheduleConfig(ComponentConfig):
     """Learning rate over the training."""
 
     name: str = "polynomial"
@@ -170,6 +215,13 @@ class TrainingConfig(ConfigModel):
     the fast kernels, which sum in one order anyway."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
+    start_from: Path | None = None
+    """Weights to begin with: a run folder (of its latest checkpoint, averaged where it has averages), a checkpoint, or
+    a ``state_dict``. Heads for other labels are made anew and a first convolution of other channels is adapted."""
+    start_strict: bool = True
+    """Refuse weights of which others are missing, left over or of another shape. false begins with what fits."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that stay as they are, by patterns of their names, such as ``encoder.*``."""
     spot: Literal["none", "aws"] = "none"
     """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
     5 s, and saves and ends with status 143 when it says so."""
@@ -215,12 +267,14 @@ class ExperimentConfig(ConfigModel):
     )
     patch: PatchConfig
     augmentation: AugmentationConfig = AugmentationConfig()
-    network: ComponentConfig
+    network: NetworkConfig
     losses: Annotated[tuple[LossConfig, ...], Field(min_length=1)] = (LossConfig(name="DiceCELoss"),)
     metrics: tuple[MetricConfig, ...] = ()
-    optimizer: ComponentConfig
+    optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
+    hooks: tuple[ComponentConfig, ...] = ()
+    """Of the user's own, called after the framework's."""
     inference: InferenceConfig = InferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
 
@@ -275,11 +329,14 @@ class ExperimentConfig(ConfigModel):
         return validated(ExperimentConfig, {**self.model_dump(), "parallel": parallel}, source)
 
     def located(self) -> "ExperimentConfig":
-        """Return the config with absolute paths to its data, so that it reads them from any working directory."""
-        data = self.data.model_copy(update={"root": _absolute(self.data.root)})
+        """Return the config with absolute paths to what it reads, from any working directory."""
+        cache = self.data.cache if self.data.cache in ("auto", "none") else str(_absolute(Path(self.data.cache)))
+        data = self.data.model_copy(update={"root": _absolute(self.data.root), "cache": cache})
         file = self.split.file
         split = self.split.model_copy(update={"file": file and _absolute(file)})
-        return self.model_copy(update={"data": data, "split": split})
+        start = self.training.start_from
+        training = self.training.model_copy(update={"start_from": start and _absolute(start)})
+        return self.model_copy(update={"data": data, "split": split, "training": training})
 
     @property
     def folder(self) -> Path:

@@ -13,6 +13,7 @@ from volseg.data.seeds import mix_seed
 from volseg.device.graph import RecordedFunction
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
+from volseg.transforms.augmentation.own import OwnAugmentations
 
 __all__ = ["AugmentedBatches", "EpochBatches", "remaining_batches"]
 
@@ -57,6 +58,9 @@ class AugmentedBatches:
         Which rows of each batch this process computes, one slice per replica; all by default. The random numbers are
         those of the whole batch, so a row is what it would be in one process: on a CPU bit for bit, with as many
         threads. On a GPU the bits of a slice depend on its own rows alone, as each slice is augmented by itself.
+    own : OwnAugmentations, optional
+        Applied to each sample after ``augmentation``, with random numbers of its own place in the whole batch. They are
+        never part of a recording: what a user's code does there is nobody's to know.
 
     Raises
     ------
@@ -72,13 +76,16 @@ class AugmentedBatches:
         seed: int,
         device: torch.device | str,
         rows: Sequence[slice] | None = None,
+        own: OwnAugmentations | None = None,
     ) -> None:
         self.batches = batches
         self.augmentation = augmentation
+        self.own = own
         self.rows = [slice(0, batches.batch_size)] if rows is None else list(rows)
         _check_rows(self.rows, batches.batch_size)
         self.seed = seed
         self.generator = torch.Generator(device)
+        self._own_generator = torch.Generator(device)  # a recording holds the other one
         self._recording: RecordedFunction | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
@@ -104,7 +111,7 @@ class AugmentedBatches:
             parameters = self._draw(number, position).to(batch["image"].device)
             shares = zip(batch["image"].split(lengths), batch["label"].split(lengths), self.rows, strict=True)
             made = [self.augmentation.apply(image, label, parameters.select(part)) for image, label, part in shares]
-            yield {**batch, **_join(made)}
+            yield {**batch, **self._augment_more(_join(made), number, position)}
 
     def _draw(self, number: int, position: int) -> AugmentationParameters:
         self.generator.manual_seed(mix_seed(self.seed, number, position))
@@ -134,7 +141,7 @@ class AugmentedBatches:
                     )
                 self.generator.manual_seed(mix_seed(self.seed, number, position))
                 batch = {name: tensor.clone() for name, tensor in self._recording(places).items()}
-                return batch, self._stream.record_event()
+                return self._augment_more(batch, number, position), self._stream.record_event()
 
         ahead = make_ahead(start) if start < len(self) else None
         for position in range(start, len(self)):
@@ -146,6 +153,21 @@ class AugmentedBatches:
             for tensor in batch.values():
                 tensor.record_stream(consumer)
             yield {**batch, "case": [name for part in self.rows for name in names[position][part]]}
+
+    def _augment_more(self, batch: dict[str, Tensor], number: int, position: int) -> dict[str, Tensor]:
+        """Apply the user's own augmentations to each sample of a batch."""
+        if not self.own:
+            return batch
+        places = [place for part in self.rows for place in range(part.start, part.stop)]
+        made = []
+        for image, label, place in zip(batch["image"], batch["label"], places, strict=True):
+            if self._own_generator.device != image.device:
+                self._own_generator = torch.Generator(image.device)
+            self._own_generator.manual_seed(mix_seed(self.seed, number, position, place))
+            made.append(self.own.apply(image, label, self._own_generator))
+        return {
+            name: torch.stack(parts) for name, parts in zip(("image", "label"), zip(*made, strict=True), strict=True)
+        }
 
     def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
         """Make the wanted rows of the batch whose patches lie at ``cases`` (B,) and ``corners`` (B, 3)."""

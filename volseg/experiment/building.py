@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.schema import ExperimentConfig
+from volseg.config.registry import explain_import
+from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
@@ -16,6 +17,7 @@ from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.kernels import with_fast_kernels
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
 from volseg.models import FitGrid, build_network
@@ -32,12 +34,14 @@ from volseg.parallel.devices import (
     require_devices,
 )
 from volseg.transforms.augmentation import BatchAugmentation
+from volseg.transforms.augmentation.own import OwnAugmentations
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 from volseg.workflow.components import build_loss, build_metric, build_optimizer
-from volseg.workflow.hooks import Hook
+from volseg.workflow.hooks import Hook, build_hook
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
+from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
 from volseg.workflow.records import Score
@@ -46,18 +50,17 @@ from volseg.workflow.training import Training
 
 __all__ = [
     "build_batches",
+    "build_hooks",
     "build_metrics",
     "build_model",
     "build_objective",
+    "build_plain_network",
     "build_predictor",
     "build_training",
     "check_components",
     "choose_device",
     "preprocessing_of",
 ]
-
-BATCH_FIELDS = ("image", "label", "logits")
-"""What a loss can read."""
 
 CASE_FIELDS = ("image", "label", "pred", "spacing")
 """What a metric of the validation can read."""
@@ -75,15 +78,20 @@ def check_components(config: ExperimentConfig) -> None:
     """
     NETWORKS.check(config.network.spec())
     SCHEDULES.check(config.schedule.spec())
+    SCHEDULES.bind(config.schedule.spec())(0.0)
     build_optimizer(config.optimizer.spec(), nn.Linear(1, 1), on_gpu=False)
+    build_hooks(config)
+    OwnAugmentations([step.spec() for step in config.augmentation.own])
     losses = build_objective(config).losses
     metrics = [
         build_metric(metric.spec(), inputs=metric.inputs, output=metric.output, num_classes=2)
         for metric in config.metrics
     ]
-    for kind, known, components in (("loss", BATCH_FIELDS, losses), ("metric", CASE_FIELDS, metrics)):
+    fields = (*sorted(BATCH_FIELDS), *config.network.outputs)
+    for kind, known, components in (("loss", fields, losses), ("metric", CASE_FIELDS, metrics)):
         if unknown := [name for component in components for name in component.inputs if name not in known]:
-            raise ConfigError(f"a {kind} needs the field {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+            more = " (several outputs of a network are named in network.outputs)" if kind == "loss" else ""
+            raise ConfigError(f"a {kind} needs the field {unknown[0]!r}; {did_you_mean(unknown[0], known)}{more}")
     preprocessing_of(config)
 
 
@@ -99,7 +107,12 @@ def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objec
     losses = [
         build_loss(loss.spec(), inputs=loss.inputs, output=loss.output, targets=targets) for loss in config.losses
     ]
-    return Objective(losses, [loss.weight for loss in config.losses])
+    return Objective(losses, [loss.factor for loss in config.losses])
+
+
+def build_hooks(config: ExperimentConfig) -> list[Hook]:
+    """Return the hooks that the config names."""
+    return [build_hook(hook.spec()) for hook in config.hooks]
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:
@@ -123,6 +136,20 @@ def preprocessing_of(config: ExperimentConfig) -> Preprocessing:
     return build_preprocessing([component.spec() for component in config.preprocessing])
 
 
+def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
+    """Return the network as it is initialised, on the CPU; it takes any volume size."""
+    network = build_network(
+        config.network.spec(),
+        in_channels=task.num_channels,
+        out_channels=task.num_outputs,
+        patch_size=config.patch.size,
+    )
+    try:
+        return FitGrid(network, divisors=getattr(network, "divisors", None))
+    except ImportError as fault:  # its forward was asked which sizes it takes
+        raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
+
+
 def build_model(
     config: ExperimentConfig,
     task: Task,
@@ -130,6 +157,7 @@ def build_model(
     *,
     trains: bool = True,
     mesh: TrainingMesh | None = None,
+    begin: Callable[[FitGrid], object] | None = None,
 ) -> nn.Module:
     """Return the network on its device or devices; it takes any volume size and gives logits.
 
@@ -146,16 +174,23 @@ def build_model(
         Whether the network will be trained, or only predict, which one process does by itself.
     mesh : TrainingMesh, optional
         With whom it is trained; by itself by default.
+    begin : callable, optional
+        Gives the network, still on the CPU, its first weights.
+
+    Raises
+    ------
+    ConfigError
+        If the network cannot be built or run, or gives no logits of the task's labels.
     """
-    network = FitGrid(
-        build_network(
-            config.network.spec(),
-            in_channels=task.num_channels,
-            out_channels=task.num_outputs,
-            patch_size=config.patch.size,
-        )
-    )
+    network = build_plain_network(config, task)
     _require_window(network, config)
+    if trains:
+        made = rehearse_network(network, config, task)
+        rehearse_losses(build_objective(config, task), made, task)
+        if begin is not None:
+            begin(network)
+        freeze_parts(network, config.training.frozen)
+        network.hold_in_evaluation(find_frozen_norms(network))
     if config.parallel.model_strategy == "none":
         model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
     else:
@@ -299,7 +334,8 @@ def build_batches(
         source_size=augmentation.source_size,
         seed=config.seed,
     )
-    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device, rows=rows)
+    own = OwnAugmentations([step.spec() for step in config.augmentation.own] if config.augmentation.enabled else [])
+    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device, rows=rows, own=own)
 
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
@@ -314,10 +350,10 @@ def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
 
 def build_predictor(config: ExperimentConfig, task: Task, model: nn.Module, *, mirror: bool) -> Predictor:
     """Return how the model is applied to whole volumes."""
-    device = next(model.parameters()).device
+    device, outputs = next(model.parameters()).device, config.network.outputs
     dtype = Precision.choose(config.training.precision, device).dtype
     return Predictor(
-        model=model,
+        model=model if len(outputs) == 1 else OneOutput(model, outputs.index("logits")),
         num_classes=task.num_outputs,
         values=task.output_values,
         regions=bool(task.regions),
@@ -359,9 +395,9 @@ def build_training(
     settings, objective = config.training, build_objective(config, task)
     on_gpu = next(model.parameters()).device.type == "cuda"
     return Training(
-        Named(model, inputs=["image"], outputs=["logits"]),
+        Named(model, inputs=["image"], outputs=config.network.outputs),
         objective.losses,
-        build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu),
+        build_optimizer(config.optimizer.spec(), model, on_gpu=on_gpu, parts=config.optimizer.parts),
         batches,
         epochs=settings.epochs,
         loss_weights=objective.weights,

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
+from volseg.data.case_cache import CaseCache, choose_cache_folder
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
 from volseg.data.layouts import load_task
@@ -17,7 +18,7 @@ from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["ChosenCases", "choose_cases", "choose_split", "list_given_splits", "prepare_chosen"]
+__all__ = ["ChosenCases", "choose_cases", "choose_split", "list_given_splits", "open_cache", "prepare_chosen"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,33 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     return ChosenCases(task=task, split=split, training=training, validation=validation)
 
 
+def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessing) -> CaseCache | None:
+    """Return where the config keeps prepared cases; None for nowhere.
+
+    Raises
+    ------
+    ConfigError
+        If the folder that the config names cannot be used; one that it leaves open is done without, and that is said.
+    """
+    folder = choose_cache_folder(config.data.cache)
+    if folder is None:
+        return None
+    try:
+        return CaseCache(folder, task, preprocessing, limit_bytes=int(config.data.cache_limit * 2**30))
+    except ConfigError as fault:
+        if config.data.cache != "auto":
+            raise
+        logger.warning("prepared cases are held in memory only: %s", fault)
+        return None
+
+
 def prepare_chosen(
-    chosen: ChosenCases, preprocessing: Preprocessing, *, skip_bad: bool, readers: Readers = ALONE
+    chosen: ChosenCases,
+    preprocessing: Preprocessing,
+    *,
+    skip_bad: bool,
+    readers: Readers = ALONE,
+    cache: CaseCache | None = None,
 ) -> PreparedCases:
     """Read every chosen case once per machine; return those that can be used, as the network sees them.
 
@@ -71,8 +97,11 @@ def prepare_chosen(
             preprocessing,
             readers=readers,
             skip_bad=skip_bad,
+            cache=cache,
             progress=count,
         )
+    if leads and cache is not None:
+        logger.info("%s", cache.describe())
     for problem in prepared.problems if leads else ():
         logger.warning("left out: %s", problem)
     for line in summarise_remarks(prepared.remarks) if leads else ():

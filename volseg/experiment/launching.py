@@ -8,6 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
+from volseg.experiment.component_record import require_components
 from volseg.experiment.own_components import components_arguments
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.launcher import launch
@@ -66,6 +67,8 @@ def train_on(
     """
     # Checked here once, so that a fault is told by one process and not by each.
     loaded = load_config(config, overrides)
+    if resume:
+        require_components(loaded.folder, resumes=True)
     check_components(loaded)
     count = count_workers(loaded, num_gpus)
     arguments = [part for assignment in overrides for part in ("--set", assignment)]

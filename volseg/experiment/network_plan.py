@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from volseg.config.schema import ComponentConfig, ExperimentConfig
+from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.affines import read_affine
 from volseg.data.cases import Case, Task
 from volseg.data.threads import map_in_threads
@@ -44,7 +44,7 @@ class NetworkPlan:
         """Return ``config`` with the network as it was planned."""
         if not self.network:
             return config
-        return config.model_copy(update={"network": ComponentConfig(**self.network)})
+        return config.model_copy(update={"network": NetworkConfig(**self.network, outputs=config.network.outputs)})
 
     def as_json(self) -> dict[str, Any]:
         """Return what the run folder keeps."""

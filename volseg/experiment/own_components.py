@@ -25,7 +25,7 @@ from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS
 from volseg.workflow.hooks import HOOKS
 from volseg.workflow.schedules import SCHEDULES
 
-__all__ = ["REGISTRIES", "components_arguments", "list_components", "load_components", "register"]
+__all__ = ["REGISTRIES", "components_arguments", "find_content", "list_components", "load_components", "register"]
 
 Component = TypeVar("Component", bound=Callable[..., Any])
 
@@ -46,6 +46,9 @@ REGISTRIES: Mapping[str, Registry] = {
 
 _files: dict[Path, Source] = {}
 """Files that were run in this process, in their order; processes that it starts are given them too."""
+
+_contents: dict[str, bytes] = {}
+"""What was run, by its sha256: the file itself may be edited meanwhile."""
 
 _running: list[Source] = []
 """The file that is being run, to which a registration belongs."""
@@ -125,8 +128,14 @@ def load_components(files: Sequence[str | Path]) -> None:
             with _taking_back_on_failure(), _named(source):
                 _run(path, content)
             _files[path.resolve()] = source
+            _contents[source.sha256 or ""] = content
         elif known != source:
             raise ConfigError(f"{path} was changed after this process had run it; start a new process")
+
+
+def find_content(source: Source) -> bytes:
+    """Return the bytes of a file that this process has run."""
+    return _contents[source.sha256 or ""]
 
 
 def components_arguments() -> list[str]:
@@ -138,7 +147,7 @@ def components_arguments() -> list[str]:
         If one was registered by a plain call, of which another process cannot know.
     """
     for kind, registry in REGISTRIES.items():
-        for name in registry:
+        for name in sorted(registry.registered):
             source = registry.find_source(name)
             if source is not None and source.module is not None:
                 raise ConfigError(
@@ -183,12 +192,12 @@ def _named(source: Source) -> Iterator[None]:
 @contextmanager
 def _taking_back_on_failure() -> Iterator[None]:
     """Leave the registries as they were if the block raises."""
-    before = {kind: set(registry) for kind, registry in REGISTRIES.items()}
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
     try:
         yield
     except BaseException:
         for kind, registry in REGISTRIES.items():
-            for name in set(registry) - before[kind]:
+            for name in registry.registered - before[kind]:
                 registry.forget(name)
         raise
 

@@ -17,7 +17,7 @@ from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Case, Task
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_batches, build_metrics, build_predictor, preprocessing_of
-from volseg.experiment.cases import ChosenCases, prepare_chosen
+from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
 from volseg.monitoring.progress import progress
@@ -56,8 +56,14 @@ class Follower:
 
         A process that reads has all cases that train and its share of those that validate, another one none.
         """
-        skip_bad = self.config.data.skip_bad
-        return prepare_chosen(chosen, preprocessing_of(self.config), skip_bad=skip_bad, readers=self.mesh.readers)
+        preprocessing = preprocessing_of(self.config)
+        return prepare_chosen(
+            chosen,
+            preprocessing,
+            skip_bad=self.config.data.skip_bad,
+            readers=self.mesh.readers,
+            cache=open_cache(self.config, chosen.task, preprocessing) if self.mesh.reads else None,
+        )
 
     def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:
         """Return this process's part of the batches of prepared training cases."""

@@ -10,11 +10,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 from volseg.experiment.building import choose_device
 from volseg.experiment.cases import ChosenCases
+from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.report import Outcome, training_report
@@ -114,13 +116,17 @@ class Member:
         chosen: ChosenCases,
         fingerprints: Mapping[str, str | None] | None = None,
         plan: NetworkPlan | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Describe the new run; see `PreparedCases.fingerprints`."""
-        del chosen, fingerprints, plan
+        """Describe the new run; see `PreparedCases.fingerprints`. ``more`` are JSON files by name."""
+        del chosen, fingerprints, plan, more
         self._require_shared_folder()
 
     def go_on(self, *, finished: bool) -> None:
         """Describe the run as it goes on."""
+
+    def abandon(self) -> None:
+        """Leave no run behind, as it failed before its first step."""
 
     def forget_validation(self) -> None:
         """Remove what was written about weights on the way, by somebody who looked in."""
@@ -176,11 +182,15 @@ class Leader(Member):
         chosen: ChosenCases,
         fingerprints: Mapping[str, str | None] | None = None,
         plan: NetworkPlan | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the run folder and describe the run in it."""
         if self._require_lock is None:
             self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
         self._require_shared_folder()
+        write_components(self.folder.path, self.config, chosen)
+        for name, content in (more or {}).items():
+            self.folder.write_json(name, content)
         self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints, plan)
 
     def go_on(self, *, finished: bool) -> None:
@@ -188,6 +198,10 @@ class Leader(Member):
         if not finished:  # first: a report beside a config says that this has been trained
             self.folder.forget_validation()
         self.folder.go_on(self.config)
+
+    def abandon(self) -> None:
+        """Leave no run behind, as it failed before its first step."""
+        self.folder.abandon()
 
     def forget_validation(self) -> None:
         """Remove what was written about weights on the way, by somebody who looked in."""

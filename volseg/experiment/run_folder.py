@@ -9,6 +9,8 @@
         task.json                name, channels and labels of the task
         network.json             spacing and network as they were planned
         split.json               the cases of this run, in nnU-Net's form
+        components.json          where each component came from that is not built in; components/ keeps their files
+        start.json               what was taken of the weights that training.start_from names
         cases.json               a fingerprint of each, null of those that were bad
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
@@ -43,7 +45,7 @@ __all__ = ["RunFolder"]
 logger = logging.getLogger(__name__)
 
 PLACES = (
-    *("output", "data.root", "data.keep", "split.file"),
+    *("output", "data.root", "data.keep", "data.cache", "data.cache_limit", "split.file"),
     *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot"),
 )
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
@@ -168,6 +170,11 @@ class RunFolder:
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
         self.config_file.unlink(missing_ok=True)
         return False
+
+    def abandon(self) -> None:
+        """Make room for another attempt, as nothing was trained in this one; to be called with the folder's lock."""
+        if not any(self.checkpoints.glob("*.pt")):
+            self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
         """Remove the summaries of weights that the training replaces, and the report of them."""

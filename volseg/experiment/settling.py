@@ -13,8 +13,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
-from volseg.experiment.building import build_model, build_objective
+from volseg.experiment.building import build_model, build_objective, build_plain_network
 from volseg.experiment.out_of_memory import is_out_of_memory
+from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
@@ -22,6 +23,7 @@ from volseg.parallel.processes import make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer
+from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
@@ -69,6 +71,7 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
             num_channels=task.num_channels,
             num_classes=task.num_outputs,
             num_indices=num_indices(task),
+            outputs=_count_channels(config, task),
         )
     settled = config.with_mesh(plan) if count > 1 else config
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
@@ -83,6 +86,15 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     return settled, TrainingMesh(
         plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
     )
+
+
+def _count_channels(config: ExperimentConfig, task: Task) -> dict[str, int]:
+    """Return the channels of the network's further outputs, which its losses are tried with."""
+    if len(config.network.outputs) == 1:
+        return {}
+    with own_random_numbers([]):
+        made = rehearse_network(build_plain_network(config, task), config, task)
+    return {name: value.shape[1] for name, value in made.items() if name != "logits" and getattr(value, "ndim", 0) == 5}
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:
@@ -115,13 +127,15 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     patch = config.patch.model_copy(update={"batch": rows, "size": sides})
     config = config.model_copy(update={"parallel": ParallelConfig(), "patch": patch})
     network = build_model(config, task, device)
-    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=device.type == "cuda")
+    on_gpu, parts = device.type == "cuda", config.optimizer.parts
+    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
     image = torch.randn(rows, task.num_channels, *sides, device=device)
     label = torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device)
     network.train()
     with Precision.choose(config.training.precision, device).autocast():
-        fields = build_objective(config, task)({"image": image, "label": label, "logits": network(image)})
+        outputs = Named(network, inputs=["image"], outputs=config.network.outputs)({"image": image})
+        fields = build_objective(config, task).to(device)({"image": image, "label": label, **outputs})
     fields["loss"].backward()
     optimizer.step()
     if average is not None:

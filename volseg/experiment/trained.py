@@ -8,6 +8,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.building import build_model, choose_device
+from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
@@ -42,6 +43,7 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     config, task, plan = folder.config(), folder.task(), folder.plan()
+    require_components(folder.path, resumes=False)
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
     try:
         state = load_checkpoint(path, "cpu")

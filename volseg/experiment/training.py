@@ -10,14 +10,23 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
-from volseg.experiment.building import build_model, build_objective, build_training, check_components, choose_device
+from volseg.experiment.building import (
+    build_hooks,
+    build_model,
+    build_objective,
+    build_training,
+    check_components,
+    choose_device,
+)
 from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.component_record import require_components
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
 from volseg.experiment.settling import join_processes, settle_mesh
+from volseg.experiment.starting import START, Start
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
@@ -55,6 +64,8 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
         If a batch or a volume does not fit its device.
     """
     started = time.perf_counter()
+    if resume:
+        require_components(config.folder, resumes=True)
     check_components(config)
     with deterministic(config.training.deterministic), explaining_memory(config), ExitStack() as held:
         held.enter_context(heeding_spot_notices(config.training.spot))
@@ -92,7 +103,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         folder.require_same_task(chosen.task)
         folder.require_same_split(chosen.split)
         folder.require_same_mesh(config)
-    model = build_model(config, chosen.task, device, mesh=mesh)
+    start = None if resume or config.training.start_from is None else Start(config, chosen)
+    model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
@@ -106,7 +118,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, role), *hooks],
+        hooks=[*_own_hooks(config, role), *build_hooks(config), *hooks],
         task=chosen.task,
     )
     if resume:
@@ -115,14 +127,19 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         training.load_state_dict(state)
         role.go_on(finished=training.finished)
     else:
-        role.begin(chosen, held_out.fingerprints, plan)
+        role.begin(chosen, held_out.fingerprints, plan, {} if start is None else {START: start.as_json()})
     return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
 
 
 def _fit(run: _Run) -> None:
     """Train to the last epoch."""
     is_begun = not run.training.finished
-    run.training.run()
+    try:
+        run.training.run()
+    except Exception:
+        if (run.training.epoch, run.training.position) == (0, 0):
+            run.role.abandon()
+        raise
     if is_begun:
         run.role.forget_validation()
 

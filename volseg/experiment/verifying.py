@@ -7,9 +7,9 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.layouts import load_task
-from volseg.experiment.building import check_components
+from volseg.experiment.building import build_plain_network, check_components
 from volseg.experiment.network_plan import plan_network
-from volseg.models import FitGrid, GridRule, build_network
+from volseg.models import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network
 from volseg.parallel.devices import list_devices, list_gpus
@@ -55,10 +55,10 @@ def verify(
     """
     check_components(config)
     task = load_task(config.data.root, require_files=False)
-    spec = plan_network(config, task).network
+    planned = plan_network(config, task).complete(config)
     with torch.random.fork_rng(list_gpus()):
         torch.manual_seed(config.seed)
-        network = FitGrid(build_network(spec, in_channels=task.num_channels, out_channels=task.num_outputs))
+        network = build_plain_network(planned, task)
     chosen = strategy or ("pipeline" if config.parallel.strategy == "pipeline" else "spatial")
     options: dict[str, Any] = {"split_size": config.parallel.split_size}
     if chosen == "spatial":

@@ -35,6 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
 from volseg.errors import DataError
+from volseg.losses.dice.reference import empty_gradient
 from volseg.losses.dice.terms import Terms
 from volseg.losses.dice_cross_entropy import read_at_grid
 from volseg.losses.targets import Targets
@@ -245,8 +246,7 @@ def _compute_gradient(logits: Tensor, label: Tensor, slopes: Tensor, targets: Ta
     wide = torch.promote_types(logits.dtype, torch.float32)
     tables = _tables(targets, logits.device, wide)
     columns, numbers = tables.truth.shape
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    flat = out.flatten(2)
+    out, flat = empty_gradient(logits)
     for sample, voxels, values, hits in _iterate_chunks(logits, label, numbers):
         number = hits.to(torch.uint8).argmax(0)
         truth, known = (table.index_select(1, number) for table in (tables.truth, tables.known))

@@ -59,6 +59,7 @@ class FitGrid(nn.Module):
             d, h, w = divisors
             self.rule = GridRule((d, h, w), (d, h, w))
         self._told = False
+        self._held: tuple[nn.Module, ...] = ()
         # Not a registered child, which would put "net." before every key: the wrapper shares the network's registries.
         object.__setattr__(self, "net", net)
         for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
@@ -89,7 +90,15 @@ class FitGrid(nn.Module):
         """Set the mode of the network and of the wrapper."""
         self.net.train(mode)
         self.training = mode
+        for module in self._held:
+            module.eval()
         return self
+
+    def hold_in_evaluation(self, modules: Sequence[nn.Module]) -> None:
+        """Keep some modules of the network in evaluation mode while the others train."""
+        # A tuple: torch registers neither it nor what it holds a second time.
+        self._held = tuple(modules)
+        self.train(self.training)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's state under its own keys."""

@@ -1,4 +1,4 @@
-"""Networks by name: those of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
+"""Networks by name: the segmentation networks of ``monai.networks.nets``, with defaults where MONAI asks for a choice.
 
 The number of channels and classes follow from the data, and a volume has three dimensions; everything else is the
 network's own parameter. A DynUNet or ResEncUNet is planned for the patch and its spacing as nnU-Net would; see
@@ -27,21 +27,34 @@ ISOTROPIC = (1.0, 1.0, 1.0)
 """Voxel sides that are all alike; a plan depends on their ratios only."""
 
 
-def _image_to_image() -> dict[str, Callable[..., nn.Module]]:
-    """Return what of ``monai.networks.nets`` is built from a number of input and of output channels."""
-    found: dict[str, Callable[..., nn.Module]] = {}
-    for name, member in vars(nets).items():
-        is_network = inspect.isclass(member) and issubclass(member, nn.Module)
-        if not (is_network and member.__name__ == name):  # an alias: BasicUnet, Basicunet, basicunet
-            continue
-        if all(parameter in inspect.signature(member).parameters for parameter in _DATA):
-            found[name] = member
-    # MedNeXt's published sizes are functions that pass everything on to the class.
-    sizes = {f"MedNeXt{size}": getattr(nets, f"MedNeXt{size}") for size in "SBML"}
-    return found | sizes | {"DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet}
+OFFERED = (
+    *("AHNet", "AttentionUnet", "BasicUNet", "BasicUNetPlusPlus", "FlexibleUNet", "HighResNet"),
+    *("MedNeXt", "MedNeXtS", "MedNeXtB", "MedNeXtM", "MedNeXtL"),
+    *("SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet"),
+)
+"""What of ``monai.networks.nets`` takes an image alone and gives logits on its grid, with no package beside this one's.
+
+Found by trying all that take channels: the others classify, reconstruct, generate, register, tell images from others,
+take more than an image, return more than logits, or need packages of their own (DAF3D, HyenaNDUNETR).
+"""
 
 
-NETWORKS = Registry("network", _image_to_image(), group="volseg.networks")
+def _explain_monai(name: str) -> str:
+    """Return why a network that MONAI has is not offered; nothing for other names."""
+    if not isinstance(name, str) or not inspect.isclass(getattr(nets, name, None)):
+        return ""
+    return (
+        f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "
+        "needs other packages; wrap it in a network of your own if you mean it"
+    )
+
+
+NETWORKS = Registry(
+    "network",
+    {**{name: getattr(nets, name) for name in OFFERED}, "DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet},
+    group="volseg.networks",
+    explain=_explain_monai,
+)
 """Name to class; a network of the user's own joins by ``volseg.register("network", name, component)``."""
 
 
@@ -81,9 +94,16 @@ def build_network(
     """
     fixed = {"in_channels": in_channels, "out_channels": out_channels}
     completed = complete_spec(spec, patch_size=patch_size, spacing=spacing)
-    if NETWORKS.accepts(spec["name"], "spatial_dims"):
+    name = spec["name"]
+    for parameter in _DATA:
+        if not NETWORKS.accepts(name, parameter):
+            raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
+    if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    return NETWORKS.build(completed, **fixed)
+    network = NETWORKS.build(completed, **fixed)
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
+    return network
 
 
 def complete_spec(
@@ -160,6 +180,7 @@ def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
 _DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None, Sequence[float]], dict[str, Any]]] = {
     "UNet": lambda spec, *_: {**_five_levels(spec), "num_res_units": 2},
     "AttentionUnet": lambda spec, *_: _five_levels(spec),
+    "FlexibleUNet": lambda *_: {"backbone": "efficientnet-b0"},  # its smallest
     "DynUNet": _planned,
     "ResEncUNet": _planned_residual,
     "UNETR": lambda spec, patch_size, _: {} if "img_size" in spec else _fixed_grid(patch_size),

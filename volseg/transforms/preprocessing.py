@@ -30,8 +30,9 @@ from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import Case
 from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
+from volseg.transforms.resampling import SlabResample
 
-__all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing"]
+__all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
 
 LABEL_FIELDS = frozenset({"label"})
 """Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
@@ -74,8 +75,55 @@ def build_preprocessing(
     names = [component.get("name") for component in components]
     if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
         raise ConfigError(f"Pad must follow {sorted(late)}: padding is taken off again before anything is inverted")
-    steps = [PREPROCESSING.build(component, fields=tuple(fields)) for component in components]
-    return Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
+    steps = [_build_step(component, tuple(fields)) for component in components]
+    preprocessing = Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
+    preprocessing.components = [dict(component) for component in components]
+    return preprocessing
+
+
+def _build_step(component: Mapping[str, Any], fields: tuple[str, ...]) -> Callable[[Case], Case]:
+    step: Callable[[Case], Case] = PREPROCESSING.build(component, fields=fields)
+    is_own = PREPROCESSING.find_source(component["name"]) is not None
+    return CheckedStep(step, component["name"], fields) if is_own else step
+
+
+class CheckedStep:
+    """A step of the user's own, which must leave a case as the others need it.
+
+    Parameters
+    ----------
+    step : callable
+        From a case to a case.
+    name : str
+        By which the config calls it.
+    fields : sequence of str
+        That lie on one grid, the image first.
+    """
+
+    def __init__(self, step: Callable[[Case], Case], name: str, fields: Sequence[str]) -> None:
+        self.step = step
+        self.name = name
+        self.fields = fields
+
+    def __call__(self, case: Case) -> Case:
+        """Return the case that the step made.
+
+        Raises
+        ------
+        GridError
+            If a volume has lost its place in the patient, or image and label no longer lie on one grid.
+        """
+        made = self.step(case)
+        for field in (field for field in self.fields if field in case):
+            volume = made.get(field) if isinstance(made, Mapping) else None
+            if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
+                raise GridError(
+                    f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, "
+                    f"got a {type(volume).__name__}; change the volume itself, or use copy_meta_from"
+                )
+            grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
+            grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
+        return made
 
 
 class Preprocessing(Compose):
@@ -83,7 +131,14 @@ class Preprocessing(Compose):
 
     A case is ``{"case": str, "image": MetaTensor (C, D, H, W), "label": MetaTensor (1, D, H, W)}``. The result has a
     float32 image and an integer label (uint8 where it fits) on one grid. Voxels of the input are never written to.
+
+    Attributes
+    ----------
+    components : sequence of mapping or None
+        What `build_preprocessing` built it from; None if that was not it.
     """
+
+    components: Sequence[Mapping[str, Any]] | None = None
 
     # MONAI's own loop turns every error into "RuntimeError: applying transform <object at 0x...>".
     def __call__(self, input_: Mapping[str, Any], start: int = 0, end: int | None = None, *_: Any, **__: Any) -> Case:
@@ -160,12 +215,19 @@ class StoreVoxels(MapTransform):
     def __call__(self, data: Mapping[str, Any]) -> Case:
         case = dict(data)
         for field in self.key_iterator(case):
-            dtype = _choose_label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
+            dtype = choose_label_dtype(case[field], field) if field in LABEL_FIELDS else torch.float32
             case[field] = case[field].to(dtype).contiguous()
         return case
 
 
-def _choose_label_dtype(label: MetaTensor, field: str) -> torch.dtype:
+def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
+    """Return the type in which a label map is kept: uint8 where its values fit, else int32.
+
+    Raises
+    ------
+    DataError
+        If it holds fractions.
+    """
     voxels = label.as_tensor()
     if voxels.is_floating_point() and not torch.equal(voxels, voxels.round()):
         fraction = voxels[voxels != voxels.round()].flatten()[0].item()
@@ -203,7 +265,13 @@ def spacing(
 
 
 class BoundedSpacing(Spacingd):
-    """MONAI's, which refuses before it resamples what no memory could hold."""
+    """MONAI's, a slab at a time, which refuses before it resamples what no memory could hold."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.spacing_transform.sp_resample = SlabResample(
+            mode="bilinear", padding_mode="border", align_corners=False, dtype=np.float64
+        )
 
     def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
         for field in self.key_iterator(data):

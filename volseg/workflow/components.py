@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
 from volseg.device.torch_internals import Loss
-from volseg.errors import ConfigError
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.losses.monai import DiceCELoss
 from volseg.losses.targets import Targets
 from volseg.workflow.named import Named
+from volseg.workflow.parts import group_parameters
 
 __all__ = ["LOSSES", "METRICS", "OPTIMIZERS", "build_loss", "build_metric", "build_optimizer", "is_fused_on_gpu"]
 
@@ -76,10 +77,11 @@ def is_fused_on_gpu(spec: Mapping[str, Any]) -> bool:
 
 
 def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, targets: Targets | None = None) -> Named:
-    """Return a loss on logits ``(B, K, D, H, W)`` and a label map ``(B, 1, D, H, W)``.
+    """Return a loss on logits ``(B, K, D, H, W)`` and a label map ``(B, 1, D, H, W)``, or on other fields.
 
     MONAI's losses are told to take the softmax and the one-hot form themselves, unless the spec says otherwise. A list
-    of logits (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights.
+    of logits (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights. Class weights
+    are handed over as a tensor.
 
     Where a label map's numbers mean more than a class each, ``DiceCELoss`` is that of `volseg.losses.known_voxels`, a
     loss of one's own is given them as the parameter ``targets`` if it has one, and of MONAI's others those of
@@ -100,10 +102,16 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
         For an unknown name or parameter, or a loss that does not know what the label maps hold.
     """
     LOSSES.check(spec)
+    is_own = LOSSES.find_source(spec["name"]) is not None
+    weights = {"weight": torch.tensor(spec["weight"])} if isinstance(spec.get("weight"), list | tuple) else {}
     if targets is not None and not targets.is_plain:
-        return Named(AnyDepth(_build_for(targets, spec)), list(inputs), [output])
-    defaults = {key: value for key, value in SEGMENTATION.items() if LOSSES.accepts(spec["name"], key)}
-    return Named(AnyDepth(LOSSES.build({**defaults, **spec})), list(inputs), [output])
+        loss = _build_for(targets, {**spec, **weights})
+    else:
+        wanted = {key for key in SEGMENTATION if not is_own and LOSSES.accepts(spec["name"], key)}
+        loss = LOSSES.build({**{key: SEGMENTATION[key] for key in wanted}, **spec, **weights})
+    if not callable(loss):
+        raise ConfigError(f"loss {spec['name']} must make something that can be called, got a {type(loss).__name__}")
+    return Named(AnyDepth(loss), list(inputs), [output])
 
 
 def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
@@ -218,16 +226,22 @@ class OneHot(nn.Module):
 class AnyDepth(nn.Module):
     """A loss of one volume of logits, or of the list that a network with deep supervision returns."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
         self.plain = loss
         self.__name__ = getattr(loss, "__name__", type(loss).__name__)  # of which a message speaks
         self.deep = DeepSupervisionLoss(loss)
 
-    def forward(self, logits: Tensor | list[Tensor], label: Tensor) -> Tensor:
-        """Return the scalar loss of ``logits`` against ``label``."""
+    def forward(self, logits: Tensor | list[Tensor], *others: Any) -> Tensor:
+        """Return the scalar loss of ``logits`` against a label map, or against whatever else the loss takes."""
         if not isinstance(logits, list | tuple):
-            return self.plain(logits, label)
+            return self.plain(logits, *others)
+        if len(others) != 1:
+            raise BatchFieldError(
+                f"{self.__name__} gets {1 + len(others)} fields, and the network gives a list of {len(logits)} volumes "
+                "for the first (deep supervision), which goes with a label map alone; switch that off, or give two"
+            )
+        (label,) = others
         weights = self.deep.get_weights(levels=len(logits))
         if isinstance(self.plain, DiceCELoss) and self.plain.is_fused:
             heads = zip(weights, logits, strict=True)
@@ -239,13 +253,40 @@ class AnyDepth(nn.Module):
         return torch.stack(terms).sum()
 
 
-def build_optimizer(spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool) -> Optimizer:
-    """Return an optimizer over the network's parameters, fused on a GPU where torch has it.
+def build_optimizer(
+    spec: Mapping[str, Any],
+    network: nn.Module,
+    *,
+    on_gpu: bool,
+    parts: Mapping[str, Mapping[str, Any]] = {},
+) -> Optimizer:
+    """Return an optimizer over the parameters that train, fused on a GPU where torch has it.
 
     A fused optimizer also skips the host's wait for the gradient scaler's verdict.
+
+    Parameters
+    ----------
+    spec : mapping
+        Name and parameters.
+    network : nn.Module
+        Its parameters that require no gradient are left out.
+    on_gpu : bool
+        Whether they lie on a GPU.
+    parts : mapping, optional
+        Other settings for parameters by patterns of their names; see `group_parameters`.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name, parameter, part or setting.
     """
     OPTIMIZERS.check(spec)
     fused = {"fused": True} if on_gpu and is_fused_on_gpu(spec) else {}
-    optimizer = OPTIMIZERS.build({**fused, **spec}, network.parameters())
-    assert isinstance(optimizer, Optimizer)
+    optimizer = OPTIMIZERS.build({**fused, **spec}, group_parameters(network, parts))
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer {spec['name']} must make a torch.optim.Optimizer, got a {type(optimizer).__name__}"
+        )
+    for settings in parts.values():  # which torch itself looks at only where they are those of all parameters
+        OPTIMIZERS.build({**spec, **settings}, [nn.Parameter(torch.zeros(1))])
     return optimizer

@@ -52,6 +52,12 @@ class Objective:
             )
         self.names = ("loss",) if is_alone else (*parts, "loss")
 
+    def to(self, device: torch.device) -> "Objective":
+        """Move what losses hold, such as class weights, to where their fields lie."""
+        for loss in self.losses:
+            loss.to(device)
+        return self
+
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``fields`` with every loss and their weighted sum ``loss`` added."""
         fields = dict(fields)
@@ -67,7 +73,12 @@ class Objective:
 
 
 def require_mean_over_samples(
-    objective: Objective, *, num_channels: int, num_classes: int, num_indices: int | None = None
+    objective: Objective,
+    *,
+    num_channels: int,
+    num_classes: int,
+    num_indices: int | None = None,
+    outputs: Mapping[str, int] | None = None,
 ) -> None:
     """Raise for a loss that is no mean over the samples of a batch, by trying each on random volumes.
 
@@ -78,11 +89,13 @@ def require_mean_over_samples(
     Parameters
     ----------
     objective : Objective
-        Its losses.
+        On the CPU.
     num_channels, num_classes : int
         Of images and of logits.
     num_indices : int, optional
         Numbers that label maps hold, from 0 on; one per class by default.
+    outputs : mapping, optional
+        Further volumes that the network gives, and the channels of each.
 
     Raises
     ------
@@ -95,7 +108,12 @@ def require_mean_over_samples(
         for heads in (1, 3):  # as a network without and with deep supervision gives logits
             for deal in TRIED_DEALS:
                 try:
-                    whole, parts = _try_deal(loss, deal, heads, num_channels, num_classes, num_indices or num_classes)
+                    batch = _make_fields(sum(deal), heads, num_channels, num_classes, num_indices or num_classes)
+                    for name, channels in (outputs or {}).items():
+                        batch[name] = torch.randn(
+                            sum(deal), channels, *TRIED_SIDES, generator=torch.Generator().manual_seed(1)
+                        )
+                    whole, parts = _try_deal(loss, deal, batch)
                 except Exception as fault:  # a loss may take one of the two kinds of logits only
                     faults.append(fault)
                     continue
@@ -168,9 +186,8 @@ def _join(one: Any, other: Any) -> Any:
     return torch.cat([one, other])
 
 
-def _try_deal(loss: Named, deal: Sequence[int], heads: int, *sizes: int) -> tuple[float, float]:
-    """Return a loss on a random batch, and its mean over the parts of the batch."""
-    fields = _make_fields(sum(deal), heads, *sizes)
+def _try_deal(loss: Named, deal: Sequence[int], fields: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a loss on a batch, and its mean over the parts of the batch."""
     end, parts = 0, 0.0
     for count in deal:
         begin, end = end, end + count

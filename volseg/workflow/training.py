@@ -152,6 +152,7 @@ class Training:
         self.accumulate = accumulate
         self.hooks = list(hooks)
         self.device = next(model.parameters()).device
+        self.objective.to(self.device)
         self.precision = Precision.choose(precision, self.device)
         self.step = TrainingStep(
             model,

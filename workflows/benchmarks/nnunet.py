@@ -25,7 +25,7 @@ from typing import Any
 from cores import restart_on
 
 from volseg.data.cases import Task
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.splits import Split, folds, write_splits
 from volseg.evaluation.summary import Summary, evaluate_files, summarise
 from volseg.monitoring.environment import environment

@@ -242,6 +242,20 @@ def test_label_maps_that_are_none(folder, values, message):
         load_task(root)
 
 
+def test_a_label_map_that_cannot_be_read_is_left_to_the_check(folder):
+    """Which names all bad cases; whoever requires the files hears of the first."""
+    root = folder("images/a.nii.gz", "images/b.nii.gz", "labels/a.nii.gz", manifest=None)
+    save_label(root / "labels/b.nii.gz", 3)
+    task = load_task(root, require_files=False)
+    assert task.labels == {0: "background", 3: "label_3"}
+    assert {problem.case for problem in check_cases(task.training[:1], task)} == {"a"}
+    with pytest.raises(DataError, match=r"labels/a\.nii\.gz is truncated or damaged"):
+        load_task(root)
+    (root / "labels/b.nii.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"labels/a\.nii\.gz is truncated or damaged"):
+        load_task(root, require_files=False)
+
+
 def test_an_image_in_a_labels_place_is_refused(folder):
     root = folder("images/a.nii.gz", manifest=None)
     (root / "labels").mkdir()

@@ -174,6 +174,20 @@ def test_what_cannot_be_trusted_is_refused(table, text, message):
         load_task(table(text))
 
 
+def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
+    """A manifest beside it may be about other cases; what it says of them is not passed over without a word."""
+    (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "labelled": {"q": [1]}}), encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"dataset\.json says what was looked for in cases; .*needs a column 'labelled'"
+    ):
+        load_task(table(PLAIN))
+    assert [case.get("labelled") for case in load_task(table(with_column("labelled", 1, "", ""))).training] == [
+        (1,),
+        None,
+        None,
+    ]
+
+
 def test_another_encoding_is_named(table):
     with pytest.raises(DataError, match=r"cases\.csv is no text in UTF-8 .*; save it as CSV in UTF-8"):
         load_task(table(PLAIN, encoding="utf-16"))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.facts import CaseFacts, ChannelFacts, ImageFacts
+from volseg.data.checks.facts import ChannelFacts, ComparedCase, ImageFacts
 from volseg.data.checks.kinds import Finding
 from volseg.data.names import list_some
 from volseg.data.readers import list_files
@@ -58,7 +58,7 @@ Channels = Sequence[tuple[Case, ChannelFacts]]
 AXES = ("left-right", "front-back", "head-feet")
 
 
-def compare_cases(facts: Sequence[CaseFacts], task: Task) -> list[Finding]:
+def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     """Return what the cases show side by side; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
@@ -82,7 +82,7 @@ def _about(case: Case, kind: str, detail: str, field: str = "image") -> Finding:
     return Finding(case["case"], list_files(case[field])[0], detail, kind)
 
 
-def _find_label_counts(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
+def _find_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     for value, name in task.foreground.items():
         looked = [fact for fact in facts if value in (fact.case.get("labelled") or (value,))]
         holding = sum(value in fact.label_counts for fact in looked)
@@ -92,8 +92,8 @@ def _find_label_counts(facts: Sequence[CaseFacts], task: Task) -> Iterator[Findi
             yield Finding("", None, f"{value} ({name}) in {holding} of {len(looked)} cases", "label-rare")
 
 
-def _find_same_labels(facts: Sequence[CaseFacts], task: Task) -> Iterator[Finding]:
-    by_digest: dict[str, list[CaseFacts]] = defaultdict(list)
+def _find_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+    by_digest: dict[str, list[ComparedCase]] = defaultdict(list)
     for fact in facts:
         structures = sum(count for value, count in fact.label_counts.items() if value not in (0, task.ignore))
         if fact.label_digest is not None and structures >= LEAST_DOUBLED:
@@ -201,7 +201,7 @@ def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
     return channel.foreground_lowest > 0.5 or (is_ct and channel.foreground < CLIPPED_ABOVE)
 
 
-def describe_data(facts: Sequence[CaseFacts], task: Task) -> dict[str, object]:
+def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:
     """Return what the cases are like together, as the JSON of a check tells it."""
     images = [fact.image for fact in facts if fact.image is not None]
 

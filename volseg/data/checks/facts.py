@@ -11,7 +11,7 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.data.checks.reading import CheckedCase
 
-__all__ = ["CaseFacts", "ChannelFacts", "ImageFacts", "measure"]
+__all__ = ["ChannelFacts", "ComparedCase", "ImageFacts", "measure"]
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
@@ -63,7 +63,7 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CaseFacts:
+class ComparedCase:
     """A case among others."""
 
     case: Case
@@ -75,7 +75,7 @@ class CaseFacts:
     label_digest: str | None = None
 
 
-def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts:
+def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     """Return the facts of a case.
 
     Parameters
@@ -87,7 +87,7 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> CaseFacts:
     """
     image = checked.case.get("image")
     is_comparable = not any(problem.kind in INCOMPARABLE for problem in checked.problems)
-    return CaseFacts(
+    return ComparedCase(
         case=case,
         image=_measure_image(image, checked, task) if isinstance(image, MetaTensor) and is_comparable else None,
         label_counts=checked.label_counts,

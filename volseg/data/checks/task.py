@@ -14,7 +14,7 @@ from typing import Any, Literal
 from volseg.data.cases import Case, Task
 from volseg.data.checks.comparing import compare_cases, describe_data
 from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_same_images
-from volseg.data.checks.facts import CaseFacts, measure
+from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.findings import summarise_kind
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.reading import CheckedCase, read_case
@@ -44,7 +44,7 @@ class TaskCheck:
     task: Task
     cases: tuple[Case, ...]
     findings: tuple[Finding, ...]
-    facts: tuple[CaseFacts, ...]
+    facts: tuple[ComparedCase, ...]
     equal: tuple[tuple[str, ...], ...] = ()
     """Ids of cases with labels that hold the same image and the same label."""
 
@@ -146,7 +146,7 @@ def check_task(
     # Half, because what a file says of its size is believed only as far as to put it off.
     allowance = Allowance(available_bytes() // 2)
 
-    def read(case: Case) -> tuple[CheckedCase, CaseFacts]:
+    def read(case: Case) -> tuple[CheckedCase, ComparedCase]:
         with allowance.taken(_expect_bytes(case)):
             checked = read_case(case, task)
             facts = measure(checked, case, task)
@@ -156,10 +156,10 @@ def check_task(
     findings: list[Finding] = []
     digests: list[tuple[Case, str]] = []
     labels: dict[str, str | None] = {}
-    facts: list[CaseFacts] = []
+    facts: list[ComparedCase] = []
     for checked, known in map_in_threads(read, cases, workers):
         findings += [*checked.problems, *checked.remarks]
-        if checked.digest is not None:
+        if checked.digest is not None and known.image is not None:  # two constant images are no doubles
             digests.append((checked.case, checked.digest))
             labels[checked.case["case"]] = checked.label_digest
         facts.append(known)

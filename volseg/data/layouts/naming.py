@@ -61,22 +61,31 @@ def match_channels(
     )
 
 
-def name_labels(declared: Mapping[str, Any], source: Path, labels: Sequence[Path], folder: Path) -> DeclaredLabels:
+def name_labels(
+    declared: Mapping[str, Any], source: Path, labels: Sequence[Path], folder: Path, *, require_files: bool
+) -> DeclaredLabels:
     """Return labels as they are declared; without a declaration the values of all label maps, called ``label_1`` ....
 
-    Every label map is read for that, once: what was found is kept in the folder.
+    Every label map is read for that, once: what was found is kept in the folder. Where ``require_files`` is off, what
+    cannot be read is left to the data check, which names every bad case.
 
     Raises
     ------
     DataError
-        One cannot be read, or holds what is no label map.
+        One cannot be read, or holds what is no label map; or none holds a structure.
     """
     if "labels" in declared:
         return read_regions(declared, source)
     if strange := sorted({"regions", "regions_class_order", "ignore"} & declared.keys()):
         raise DataError(f"{source} declares {strange[0]!r} without 'labels'; name the labels too")
-    values = sorted({0, *(value for found in _read_values(labels, folder) for value in found)})
+    found = _read_values(labels, folder)
+    faults = [fault for fault in found if isinstance(fault, DataError)]
+    if faults and require_files:
+        raise faults[0]
+    values = sorted({0, *(value for values in found if not isinstance(values, DataError) for value in values)})
     if len(values) < 2:
+        if faults:
+            raise faults[0]
         raise DataError(f"the {len(labels)} label maps of {folder} hold background only; label the structures")
     named = {value: f"label_{value}" if value else "background" for value in values}
     logger.info(
@@ -88,30 +97,35 @@ def name_labels(declared: Mapping[str, Any], source: Path, labels: Sequence[Path
     return DeclaredLabels(labels=named)
 
 
-def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int]]:
-    """Return the values of each label map, from the folder's cache where the file is still the same."""
+def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataError]:
+    """Return the values of each label map, from the folder's cache where the file is still the same, or its fault."""
     known = _read_cache(folder / CACHE)
-    keys = [_identify(path, folder) for path in labels]
-    unread = [path for path, key in zip(labels, keys, strict=True) if key not in known]
-    if unread:
-        logger.info("%s: reading %d label map(s) for the values that they hold", folder, len(unread))
-        read = dict(zip(unread, map_in_threads(_find_values, unread), strict=True))
-        known |= {key: read[path] for path, key in zip(labels, keys, strict=True) if path in read}
-        _write_cache(folder / CACHE, known)
-    return [known[key] for key in keys]
+    keys = {path: _identify(path, folder) for path in labels}
+    unread = [path for path, key in keys.items() if key not in known]
+    if not unread:
+        return [known[keys[path]] for path in labels]
+    logger.info("%s: reading %d label map(s) for the values that they hold", folder, len(unread))
+    read = dict(zip(unread, map_in_threads(_attempt_values, unread), strict=True))
+    known |= {keys[path]: values for path, values in read.items() if not isinstance(values, DataError)}
+    _write_cache(folder / CACHE, known)
+    return [read[path] if path in read else known[keys[path]] for path in labels]
 
 
 def _identify(path: Path, folder: Path) -> str:
     """Return a text that changes with a file: its name, size and time of change."""
     try:
         found = path.stat()
-    except OSError as fault:
-        raise DataError(
-            f"{path} cannot be looked at ({fault.strerror or fault}), and nobody named the labels; fetch it, or "
-            "declare 'labels' in dataset.json"
-        ) from fault
+    except OSError:  # reading it says so too
+        return str(path)
     place = path.relative_to(folder) if path.is_relative_to(folder) else path
     return f"{place.as_posix()} {found.st_size} {found.st_mtime_ns}"
+
+
+def _attempt_values(path: Path) -> list[int] | DataError:
+    try:
+        return _find_values(path)
+    except DataError as fault:
+        return fault
 
 
 def _find_values(path: Path) -> list[int]:

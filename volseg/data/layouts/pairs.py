@@ -9,7 +9,7 @@ found: of two ways to read a folder none is guessed.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def load_pairs(
     ]
     tests = [] if arrangement.test is None else group_channels(_list_volumes(arrangement.test), modalities)
     training, test = sort_cases(cases, tests, source, require_files=require_files)
-    labels = name_labels(declared, source, [case["label"] for case in training], folder)
+    labels = name_labels(declared, source, [case["label"] for case in training], folder, require_files=require_files)
     logger.info("%s: %d pairs of image and label, channels %s", folder, len(training), ", ".join(modalities))
     return Task(
         name=name_task(folder, declared),
@@ -168,24 +168,28 @@ Key = tuple[str, str]
 
 def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
     """Return the label map of each case."""
-    images = {stem(path) for _, path in arrangement.images}
+    begun = {start for _, path in arrangement.images for start in _list_starts(stem(path))}
     found: dict[Key, Path] = {}
+    first: dict[Key | str, Path] = {}
     for group, path in arrangement.labels:
         name = stem(path)
         cut = _cut_label_word(name)
         # In a folder of labels the word may be part of the case's own name.
-        is_whole = cut is None or (not group and any(_is_of(image, name) for image in images))
-        key = (group, name if is_whole or cut is None else cut)
-        if key in found or (group and any(other == group for other, _ in found)):
-            other = next(found[known] for known in found if known == key or (group and known[0] == group))
+        key = (group, name if cut is None or (not group and name in begun) else cut)
+        other = first.setdefault(group or key, path)  # a case's folder has one
+        if other != path:
             raise DataError(f"{folder}: {other.name} and {path.name} are both labels of one case; keep one of them")
         found[key] = path
     return found
 
 
-def _is_of(name: str, case: str) -> bool:
-    """Say whether a file's name is a case's, alone or with a word after it."""
-    return name == case or not case or (name.startswith(case) and name[len(case)] in SEPARATORS)
+def _list_starts(name: str) -> Iterator[str]:
+    """Yield what a case may be called of which a file has this name: all of it, and what stands before a separator."""
+    yield name
+    for place in range(len(name) - 1, -1, -1):
+        if name[place] in SEPARATORS:
+            yield name[:place]
+    yield ""
 
 
 def _find_channels(
@@ -196,17 +200,15 @@ def _find_channels(
     alone = []
     for group, path in images:
         name = stem(path)
-        of = [key for key in cases if key[0] == group and _is_of(name, key[1])]
-        if not of:
+        key = next(((group, start) for start in _list_starts(name) if (group, start) in cases), None)
+        if key is None:
             alone.append(path)
             continue
-        key = max(of, key=lambda key: len(key[1]))
         channel = name[len(key[1]) :].lstrip(SEPARATORS)
         channel = "" if channel.casefold() in UNNAMED else channel
         if channel in found[key]:
-            raise DataError(
-                f"{folder}: {found[key][channel].name} and {path.name} are one image twice; keep one of them"
-            )
+            both = f"{found[key][channel].name} and {path.name}"
+            raise DataError(f"{folder}: {both} are one image twice; keep one of them")
         found[key][channel] = path
     alone += [path for key, path in cases.items() if key not in found]
     if alone:

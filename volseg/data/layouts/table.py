@@ -71,6 +71,8 @@ def load_table(path: Path, *, require_files: bool) -> Task:
     """Return the task that a table lists; see `volseg.data.layouts.load_task`."""
     table = _read(path, ("case", "label"))
     manifest, declared = read_manifest(path.parent) or (path.parent / "task.yaml", {})
+    if "labelled" in declared and "labelled" not in table.columns:
+        raise DataError(f"{manifest} says what was looked for in cases; {path} needs a column 'labelled' that does")
     modalities, order = match_channels(table.channels, name_channels(declared, manifest), manifest)
     sides = [_read_side(row, where) for where, row in table.rows]
     listed: dict[str, list[Case]] = {"training": [], "test": []}
@@ -80,10 +82,13 @@ def load_table(path: Path, *, require_files: bool) -> Task:
             case["label"] = _locate(row["label"], "label", table, where)
         listed["test" if side == "test" else "training"].append(case)
     training, test = sort_cases(listed["training"], listed["test"], path, require_files=require_files)
-    labels = name_labels(declared, manifest, [case["label"] for case in training], path.parent)
-    looked_for = {row["case"].strip(): _split(row.get("labelled", "")) for _, row in table.rows}
-    own = {
-        name: cells for name, cells in looked_for.items() if cells and any(case["case"] == name for case in training)
+    labels = name_labels(
+        declared, manifest, [case["label"] for case in training], path.parent, require_files=require_files
+    )
+    looked_for = {
+        row["case"]: cells
+        for (_, row), side in zip(table.rows, sides, strict=True)
+        if side != "test" and (cells := _split(row.get("labelled", "")))
     }
     return Task(
         name=path.stem,
@@ -92,7 +97,7 @@ def load_table(path: Path, *, require_files: bool) -> Task:
         labels=labels.labels,
         regions=labels.regions,
         ignore=labels.ignore,
-        training=add_labelled(training, {**declared.get("labelled", {}), **own}, labels.labels, path),
+        training=add_labelled(training, looked_for, labels.labels, path),
         test=test,
         splits=_make_splits(table, sides),
     )

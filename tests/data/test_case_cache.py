@@ -1,0 +1,549 @@
+"""Cases that come from the cache are those that would be prepared without it, whatever happened to either."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK
+import torch
+from in_group import in_group
+from monai.data import MetaTensor
+from torch.nn.functional import pad
+
+from volseg.data import case_cache, file_digests, preparing, stored_case
+from volseg.data.bank import CaseBank
+from volseg.data.case_cache import CaseCache, choose_cache_folder, list_entries, remove_entries, verify_entries
+from volseg.data.file_digests import FileDigests
+from volseg.data.msd import load_task
+from volseg.data.patches import PatchBatches
+from volseg.data.preparing import prepare_sound, prepare_together
+from volseg.data.reading_group import meet_readers
+from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.data.synthetic import make_task
+from volseg.errors import ConfigError
+from volseg.transforms.preprocessing import build_preprocessing
+
+STEPS = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [1.0, 1.2, 1.0]}, {"name": "ZScore"}]
+NUM_CASES, NUM_TRAINING = 5, 3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=NUM_CASES, num_test=0)
+
+
+@pytest.fixture
+def task(made, tmp_path):
+    """Return a task whose files a test may change."""
+    return load_task(shutil.copytree(made, tmp_path / made.name))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Return the ids of the cases that are decompressed from now on."""
+    plain, names = preparing.read_case, []
+
+    def noted(case, task):
+        names.append(case["case"])
+        return plain(case, task)
+
+    monkeypatch.setattr(preparing, "read_case", noted)
+    return names
+
+
+def prepared_by(task, folder=None, *, steps=STEPS, training=NUM_TRAINING, **options):
+    preprocessing = build_preprocessing(steps)
+    cache = None if folder is None else CaseCache(folder, task, preprocessing, **options)
+    return prepare_sound(task.training[:training], task.training[training:], task, preprocessing, cache=cache)
+
+
+def assert_same(prepared, expected):
+    assert [case["case"] for case in prepared.training] == [case["case"] for case in expected.training]
+    for case, wanted in zip(prepared.training, expected.training, strict=True):
+        for field in ("image", "label"):
+            assert case[field].dtype == wanted[field].dtype
+            assert torch.equal(case[field].as_subclass(torch.Tensor), wanted[field].as_subclass(torch.Tensor))
+    for case, wanted in zip(prepared.validation, expected.validation, strict=True):
+        assert case.keys() == wanted.keys()
+        assert {name: case[name] for name in ("case", "reference_file")} == {
+            name: wanted[name] for name in ("case", "reference_file")
+        }
+        for field in ("image", "label", "reference"):
+            assert torch.equal(case[field], wanted[field])
+            assert case[field].dtype == wanted[field].dtype
+            assert case[field].meta.keys() == wanted[field].meta.keys()
+            for key, value in wanted[field].meta.items():
+                assert np.array_equal(case[field].meta[key], value), key
+    assert prepared.order == expected.order
+    assert prepared.fingerprints == expected.fingerprints
+    assert prepared.remarks == expected.remarks
+    ours, theirs = (
+        list(PatchBatches(CaseBank(of.training), (12, 14, 10), 2, 4, foreground=0.5).epoch(1))
+        for of in (prepared, expected)
+    )
+    for batch, wanted in zip(ours, theirs, strict=True):
+        assert all(torch.equal(batch[name], wanted[name]) for name in ("image", "label"))
+        assert batch["case"] == wanted["case"]
+
+
+def test_cold_warm_and_without_a_cache_are_the_same_bits(task, folder, read):
+    without = prepared_by(task)
+    assert_same(prepared_by(task, folder), without)
+    del read[:]
+    assert_same(prepared_by(task, folder), without)
+    assert read == []
+
+
+def test_folds_share_what_is_kept(task, folder, read):
+    prepared_by(task, folder, training=NUM_TRAINING)
+    del read[:]
+    other_fold = replace(task, training=task.training[::-1])
+    assert_same(prepared_by(other_fold, folder, training=4), prepared_by(other_fold, training=4))
+    assert sorted(read) == sorted(case["case"] for case in task.training)  # by the one without a cache
+
+
+def change_a_voxel(path):
+    """Change one voxel, and leave the file's date as it was."""
+    before = path.stat()
+    image = nibabel.load(path)
+    voxels = np.asarray(image.dataobj).copy()
+    place = tuple(np.argwhere(voxels == voxels.max())[0])
+    voxels[place] = 1 if voxels[place] != 1 else 2
+    nibabel.save(type(image)(voxels, image.affine, image.header), path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("field", ["image", "label"])
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_changed_voxel_is_seen_though_the_date_is_kept(task, folder, field, settled, monkeypatch):
+    if settled:  # as if the files had lain there for long, so that their digests are remembered
+        monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+    before = prepared_by(task, folder)
+    assert any((folder / "files").glob("*.json")) is settled
+    change_a_voxel(task.training[0][field])
+    now = prepared_by(task, folder)
+    assert_same(now, prepared_by(task))
+    assert not torch.equal(now.training[0][field], before.training[0][field])
+    assert len(list_entries(folder)) == NUM_CASES + 1
+
+
+def test_a_file_of_the_same_size_and_date_is_digested_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+    file, digests = tmp_path / "image.nii", FileDigests(tmp_path / "files")
+    file.write_bytes(b"voxels")
+    before, found = file.stat(), digests.of(file)
+    deadline = time.monotonic() + 60
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of some file systems ticks every 10 ms, or 2 s
+        assert time.monotonic() < deadline
+        file.write_bytes(b"Voxels")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert digests.of(file) != found
+
+
+def test_a_file_without_a_change_is_digested_once(tmp_path, monkeypatch):
+    file, digests = tmp_path / "image.nii", FileDigests(tmp_path / "files")
+    file.write_bytes(b"voxels")
+    first = digests.of(file)
+    monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
+    assert digests.of(file) == first
+    monkeypatch.setattr(file_digests, "file_digest", None)
+    assert digests.of(file) == first
+    (remembered,) = (tmp_path / "files").glob("*.json")
+    remembered.write_text("{", encoding="utf-8")
+    with pytest.raises(TypeError):
+        digests.of(file)
+
+
+def test_the_voxels_beside_a_header_are_part_of_a_case(tmp_path):
+    voxels = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    for suffix in (".mhd", ".nhdr"):
+        file = tmp_path / f"image{suffix}"
+        SimpleITK.WriteImage(SimpleITK.GetImageFromArray(voxels), str(file))
+        digests = FileDigests(tmp_path / "files")
+        before = digests.of_images([file])
+        assert len(before) == 2
+        data = tmp_path / before[1][0]
+        data.write_bytes(bytes([1]) + data.read_bytes()[1:])
+        after = digests.of_images([file])
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+
+
+def other_code(monkeypatch, tmp_path):
+    copies = tuple(shutil.copytree(code, tmp_path / "code" / code.name) for code in case_cache.OWN_CODE)
+    (copies[1] / "preprocessing.py").write_text("# another resampling\n", encoding="utf-8")
+    monkeypatch.setattr(case_cache, "OWN_CODE", copies)
+
+
+CHANGES = {
+    "parameter": {"steps": [{**STEPS[1], "spacing": [1.0, 1.2, 1.1]}]},
+    "step": {"steps": STEPS[:2]},
+    "order": {"steps": [STEPS[1], STEPS[0], STEPS[2]]},
+    "label's name": {"labels": {0: "background", 1: "a", 2: "b"}},
+    "region": {"regions": {"all": (1, 2)}},
+    "code": {},
+    "library": {},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_prepared_otherwise_has_another_name(task, folder, monkeypatch, tmp_path, change):
+    case = task.training[0]
+    key = CaseCache(folder, task, build_preprocessing(STEPS)).key_of(case)
+    assert CaseCache(folder, task, build_preprocessing(STEPS)).key_of({**case, "case": "renamed"}) == key
+    if change == "code":
+        other_code(monkeypatch, tmp_path)
+    if change == "library":
+        monkeypatch.setattr(case_cache, "version", lambda name: "9.9" if name == "monai" else "1.0")
+    steps = CHANGES[change].get("steps", STEPS)
+    changed = replace(task, **{name: value for name, value in CHANGES[change].items() if name != "steps"})
+    assert CaseCache(folder, changed, build_preprocessing(steps)).key_of(case) != key
+
+
+def test_whatever_else_a_case_says_is_part_of_its_name(task, folder):
+    cache = CaseCache(folder, task, build_preprocessing(STEPS))
+    case = task.training[0]
+    keys = {cache.key_of({**case, **more}) for more in ({}, {"labelled": (1,)}, {"labelled": (1, 2)})}
+    assert len(keys) == 3
+    with pytest.raises(ConfigError, match="cannot be stored by object"):
+        cache.key_of({**case, "more": object()})
+
+
+def test_code_from_elsewhere_is_part_of_the_name(task, folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "own_steps.py"
+    module.write_text("class Halve:\n    def __call__(self, case):\n        return case\n", encoding="utf-8")
+    own_steps = __import__("own_steps")
+
+    def key():
+        preprocessing = build_preprocessing(STEPS)
+        preprocessing.transforms = (*preprocessing.transforms, own_steps.Halve())
+        return CaseCache(folder, task, preprocessing).key_of(task.training[0])
+
+    before = key()
+    module.write_text(module.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert key() != before
+    module.unlink()
+    with pytest.raises(ConfigError, match="the code of own_steps, which prepares cases, cannot be found"):
+        key()
+
+
+def damage(file, how):
+    content = bytearray(file.read_bytes())
+    if how == "flipped":
+        content[len(content) // 3] ^= 16
+    elif how == "description":
+        content[-stored_case.END.size - 20] ^= 1
+    else:
+        del content[int(how * len(content)) :]
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "description", 0, 0.01, 0.5, 0.999])
+def test_a_damaged_case_is_made_again(task, folder, read, how):
+    without = prepared_by(task)
+    prepared_by(task, folder)
+    del read[:]
+    damage(list_entries(folder)[1].path, how)
+    assert_same(prepared_by(task, folder), without)
+    assert len(read) == 1
+    assert_same(prepared_by(task, folder), without)
+    assert len(read) == 1
+    assert not [fault for _, fault in verify_entries(folder) if fault]
+
+
+def test_every_truncation_is_noticed(tmp_path):
+    file = tmp_path / "whole.case"
+    with file.open("wb") as writer:
+        write_case(writer, {"image": torch.ones(1, 2, 3, 5), "none": torch.zeros(0, 3)}, {"a": 1})
+    whole = file.read_bytes()
+    StoredCase.open(file).require_whole()
+    for length in range(0, len(whole), 3):
+        file.write_bytes(whole[:length])
+        with pytest.raises(DamagedCaseError):
+            StoredCase.open(file)
+
+
+def test_metadata_keep_every_bit_and_type(tmp_path):
+    meta = {
+        "affine": torch.rand(4, 4, dtype=torch.float64),
+        "original_affine": np.random.default_rng(0).random((4, 4)),
+        "spatial_shape": (3, 4, 5),
+        "padding": ((0, 1), (2, 3), (4, 5)),
+        "mixed": [None, True, 1, 0.1, "text", {"key": (1, "b")}],
+    }
+    file = tmp_path / "x.case"
+    with file.open("wb") as writer:
+        write_case(writer, {"image": MetaTensor(torch.ones(1, 1, 1, 1), meta=dict(meta))}, {})
+    found = StoredCase.open(file).volumes()["image"].meta
+    for key, value in meta.items():
+        assert type(found[key]) is type(value)
+        assert np.array_equal(found[key], value) if key != "mixed" else found[key] == value
+    with pytest.raises(TypeError, match="metadata of the type object cannot be stored"):
+        write_case(BytesIO(), {"image": MetaTensor(torch.ones(1), meta={"x": object()})}, {})
+
+
+def test_a_write_to_a_mapped_case_stays_with_who_writes(task, folder):
+    without = prepared_by(task)
+    for case in prepared_by(task, folder).training:
+        case["image"].zero_()
+    assert_same(prepared_by(task, folder), without)
+
+
+def test_bad_cases_are_told_afresh_and_good_ones_kept(task, folder, read):
+    bad = task.training[1]["label"]
+    bad.write_bytes(bad.read_bytes()[:100])
+    preprocessing = build_preprocessing(STEPS)
+    told = []
+    for _ in range(2):
+        cache = CaseCache(folder, task, preprocessing)
+        prepared = prepare_sound(task.training, (), task, preprocessing, skip_bad=True, cache=cache)
+        told.append([str(problem) for problem in prepared.problems])
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
+    assert len(read) == NUM_CASES + 1
+
+
+def test_a_doubled_image_is_refused_from_the_cache_too(task, folder, read):
+    first, last = task.training[0], task.training[-1]
+    for field in ("image", "label"):
+        shutil.copy(first[field], last[field])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{first['case']}: .* holds the same voxels as the validation case"):
+            prepared_by(task, folder)
+
+
+def test_where_it_cannot_be_written_is_said_once_and_cases_stay_in_memory(task, folder, caplog):
+    folder.mkdir()
+    (folder / "cases").write_text("no folder", encoding="utf-8")
+    assert_same(prepared_by(task, folder), prepared_by(task))
+    (said,) = [record.message for record in caplog.records if "not kept any more" in record.message]
+    assert "they stay in memory" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_can_only_be_read_is_read(task, folder, read):
+    without = prepared_by(task)
+    prepared_by(task, folder)
+    del read[:]
+    (folder / "cases").chmod(0o500)
+    try:
+        assert_same(prepared_by(task, folder), without)
+    finally:
+        (folder / "cases").chmod(0o700)
+    assert read == []
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing_half(task, folder, caplog):
+    without = prepared_by(task)
+    largest = max(tensor.nbytes for case in without.training for tensor in (case["image"],))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, before[1]))  # the kernel refuses the rest
+    try:
+        prepared = prepared_by(task, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_same(prepared, without)
+    assert list((folder / "cases").iterdir()) == []
+    assert len([record for record in caplog.records if "(File too large)" in record.message]) == 1
+
+
+def test_a_disk_without_room_is_not_filled(task, folder, caplog, monkeypatch):
+    monkeypatch.setattr(case_cache, "LEFT_FREE_SHARE", 1.0)
+    monkeypatch.setattr(case_cache, "LEFT_FREE_BYTES", 2**62)
+    assert_same(prepared_by(task, folder), prepared_by(task))
+    assert list_entries(folder) == []
+    assert "a tenth of the disk is left free" in caplog.text
+
+
+def test_what_was_used_longest_ago_makes_room_and_what_was_used_today_does_not(task, folder, caplog):
+    prepared_by(task, folder)
+    entries = list_entries(folder)
+    limit = sum(entry.size for entry in entries)
+    for age, entry in enumerate(entries):
+        os.utime(entry.path, (time.time() - 864000 + age,) * 2)
+    other = [{**STEPS[1], "spacing": [1.3, 1.3, 1.3]}]
+    oldest = entries[0].path
+    prepared_by(task, folder, steps=other, limit_bytes=limit)
+    kept = list_entries(folder)
+    assert sum(entry.size for entry in kept) <= limit
+    assert oldest not in {entry.path for entry in kept}
+    assert len(kept) > NUM_CASES  # no more than needed went
+    for entry in kept:
+        os.utime(entry.path)
+    prepared_by(task, folder, steps=STEPS[:1], limit_bytes=limit)
+    assert {entry.path for entry in list_entries(folder)} >= {entry.path for entry in kept}
+    assert "data.cache_limit" in caplog.text
+
+
+PREPARE = """
+import json, os, signal, sys
+from volseg.data import case_cache, preparing, stored_case
+from volseg.data.msd import load_task
+from volseg.transforms.preprocessing import build_preprocessing
+
+root, folder, steps, kills = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4] == "kill"
+if kills:
+    def half(file, case, about):
+        file.write(bytes(1000))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    case_cache.write_case = half
+task, preprocessing = load_task(root), build_preprocessing(steps)
+cache = case_cache.CaseCache(folder, task, preprocessing)
+print("ready", flush=True)
+sys.stdin.readline()
+prepared = preparing.prepare_sound(task.training, (), task, preprocessing, cache=cache, workers=2)
+sums = [float(case["image"].double().sum()) for case in prepared.training]
+print(json.dumps({"stored": cache.num_stored, "sums": sums}))
+"""
+
+
+def start(task, folder, kills=False):
+    command = [
+        sys.executable,
+        "-c",
+        PREPARE,
+        str(task.root),
+        str(folder),
+        json.dumps(STEPS),
+        "kill" if kills else "live",
+    ]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+    assert started.stdout.readline() == "ready\n"
+    return started
+
+
+def test_two_trainings_at_once_make_every_case_once_and_one_that_is_killed_leaves_nothing_of_use(task, folder):
+    killed, *both = [start(task, folder, kills) for kills in (True, False, False)]
+    killed.communicate("\n", timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert list_entries(folder) == []
+    assert list((folder / "cases").glob(".*.partial"))
+    for one in both:
+        one.stdin.write("\n")
+        one.stdin.flush()
+    told = [json.loads(one.communicate(timeout=300)[0]) for one in both]
+    assert sum(one["stored"] for one in told) == NUM_CASES == len(list_entries(folder))
+    expected = [float(case["image"].double().sum()) for case in prepared_by(task, training=NUM_CASES).training]
+    assert [one["sums"] for one in told] == [expected] * 2
+    remove_entries(folder)
+    assert list((folder / "cases").iterdir()) == []
+
+
+def mapped_from(folder):
+    """Return the kilobytes of each stored case that this process maps, and how many are its own copies."""
+    found, file = {}, None
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            file = words[-1] if words[-1].startswith(f"{folder}/cases/") else None
+        elif file and words[0] in ("Size:", "Anonymous:"):
+            found.setdefault(file, {})[words[0]] = int(words[1])
+    return found
+
+
+def shared_in_group(root, folder):
+    task, preprocessing = load_task(root), build_preprocessing(STEPS)
+    cache = CaseCache(folder, task, preprocessing)
+    prepared = prepare_together(
+        task.training[:NUM_TRAINING],
+        task.training[NUM_TRAINING:],
+        task,
+        preprocessing,
+        readers=meet_readers(torch.distributed.group.WORLD),
+        cache=cache,
+    )
+    batch = next(PatchBatches(CaseBank(prepared.training), (12, 14, 10), 3, 1).epoch(0))
+    own = [found["Anonymous:"] for file, found in mapped_from(folder).items()]
+    sums = [float(case["image"].double().sum()) for case in prepared.training]
+    held = [case["case"] for case in prepared.validation]
+    return sums, held, float(batch["image"].double().sum()), own, cache.num_found + cache.num_stored
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
+def test_readers_of_a_machine_map_the_same_files(task, folder):
+    alone = prepared_by(task)
+    for _ in range(2):  # cold, and warm
+        told = in_group(2, shared_in_group, task.root, folder)
+        for sums, _, first, own, _ in told:
+            assert sums == [float(case["image"].double().sum()) for case in alone.training]
+            assert first == told[0][2]
+            assert len(own) >= NUM_TRAINING
+            assert max(own) == 0
+        assert sorted(name for _, held, *_ in told for name in held) == sorted(alone.order)
+        assert sum(count for *_, count in told) == NUM_CASES
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
+def test_batches_are_cut_from_mapped_files_without_a_copy_of_any_case(task, folder):
+    prepared = prepared_by(task, folder, training=NUM_CASES)
+    batches = PatchBatches(CaseBank(prepared.training, keep="memory"), (12, 14, 10), 4, 10)
+    assert len(list(batches.epoch(0))) == 10
+    found = mapped_from(folder)
+    assert len(found) == NUM_CASES
+    for file, told in found.items():
+        assert told["Size:"] * 1024 >= Path(file).stat().st_size
+        assert told["Anonymous:"] == 0
+
+
+def test_no_descriptor_stays_open(task, folder):
+    prepared_by(task, folder)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    prepared = prepared_by(task, folder, training=NUM_CASES)
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert (len(prepared.training), after) == (NUM_CASES, before)
+
+
+def test_a_removed_case_lives_as_long_as_it_is_mapped(task, folder):
+    prepared = prepared_by(task, folder)
+    assert len(remove_entries(folder, unused_seconds=3600)) == 0
+    assert len(remove_entries(folder)) == NUM_CASES
+    assert list_entries(folder) == []
+    assert_same(prepared, prepared_by(task))
+
+
+def test_the_folder_is_the_variables_then_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("VOLSEG_CACHE", str(tmp_path / "a"))
+    assert choose_cache_folder("auto") == tmp_path / "a"
+    monkeypatch.setenv("VOLSEG_CACHE", "none")
+    assert choose_cache_folder("auto") is None
+    monkeypatch.delenv("VOLSEG_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert choose_cache_folder("auto") == tmp_path / "b" / "volseg"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert choose_cache_folder("auto") == tmp_path / "c" / ".cache" / "volseg"
+    assert choose_cache_folder("none") is None
+    assert choose_cache_folder(str(tmp_path)) == tmp_path
+
+
+def test_patients_are_for_their_users_eyes_only(task, folder):
+    CaseCache(folder, task, build_preprocessing(STEPS))
+    assert folder.stat().st_mode & 0o077 == 0
+    assert (folder / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+
+
+def test_outside_of_a_mapped_case_is_zero(task, folder):
+    (case, *_) = prepared_by(task, folder).training
+    bank = CaseBank([case])
+    image, _ = bank.gather(torch.tensor([0]), torch.tensor([[-3, -3, -3]]), (10, 10, 10))
+    assert torch.equal(image[0], pad(case["image"], (3,) * 6)[:, :10, :10, :10])

@@ -1,0 +1,444 @@
+"""A run with parts of the user's own: trained, gone on with, predicted, validated, by several processes."""
+
+import json
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from typer.testing import CliRunner
+
+import volseg
+from volseg.cli import app
+from volseg.errors import ConfigError, GridError
+from volseg.experiment import REGISTRIES, RunFolder, load_config, own_components, train
+from volseg.experiment.own_components import components_arguments
+from volseg.workflow import Hook
+from volseg.workflow.checkpoints import load_checkpoint
+
+COMPONENTS = '''
+import torch
+import volseg
+from torch import nn
+
+
+@volseg.register("network", "TinyNet")
+class TinyNet(nn.Module):
+    """Two heads: logits, and where structures end."""
+
+    def __init__(self, in_channels, out_channels, width=4):
+        super().__init__()
+        self.body = nn.Conv3d(in_channels, width, 3, padding=1)
+        self.head = nn.Conv3d(width, out_channels, 1)
+        self.boundary = nn.Conv3d(width, 1, 1)
+
+    def forward(self, image):
+        features = self.body(image).relu()
+        return self.head(features), self.boundary(features)
+
+
+@volseg.register("loss", "EdgeLoss")
+class EdgeLoss(nn.Module):
+    def forward(self, boundary, label):
+        return nn.functional.binary_cross_entropy_with_logits(boundary, (label > 0).float())
+
+
+@volseg.register("augmentation", "Brighten")
+class Brighten:
+    def __init__(self, std=0.1):
+        self.std = std
+
+    def __call__(self, image, label, generator):
+        return image + self.std * torch.randn((), generator=generator, device=image.device), label
+
+
+@volseg.register("hook", "CountEpochs")
+class CountEpochs(volseg.Hook):
+    def __init__(self, file):
+        self.file = file
+
+    def on_epoch_end(self, training, record):
+        if training.is_main_process:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(f"{record.epoch} ")
+
+
+@volseg.register("transform", "Double")
+class Double:
+    def __init__(self, fields):
+        self.image = fields[0]
+
+    def __call__(self, case):
+        return {**case, self.image: case[self.image] * 2}
+
+
+@volseg.register("schedule", "halves")
+def halves(progress, *, times=2):
+    return 0.5 ** (times * progress)
+
+
+@volseg.register("optimizer", "PlainSGD")
+class PlainSGD(torch.optim.SGD):
+    pass
+'''
+
+
+@pytest.fixture
+def own(task, tmp_path):
+    """Return a config that names components of one's own, and the file that has them."""
+    values = {
+        "name": "own",
+        "data": {"root": str(task)},
+        "output": str(tmp_path / "run"),
+        "preprocessing": [{"name": "Spacing", "spacing": [1.5, 1.5, 1.5]}, {"name": "ZScore"}, {"name": "Double"}],
+        "split": {"num_folds": 3},
+        "patch": {"size": [16, 16, 16], "batch": 2, "foreground": 0.5},
+        "augmentation": {"own": [{"name": "Brighten", "std": 0.2}]},
+        "network": {"name": "TinyNet", "width": 3, "outputs": ["logits", "boundary"]},
+        "losses": [
+            {"name": "FocalLoss", "weight": [1, 2, 3], "output": "focal"},
+            {"name": "EdgeLoss", "inputs": ["boundary", "label"], "output": "edge", "factor": 0.5},
+        ],
+        "optimizer": {"name": "PlainSGD", "lr": 0.01, "parts": {"head.*": {"lr": 0.1}}},
+        "schedule": {"name": "halves", "times": 3},
+        "hooks": [{"name": "CountEpochs", "file": str(tmp_path / "epochs.txt")}],
+        "training": {"epochs": 2, "iterations": 3, "validate_every": 2},
+    }
+    config, components = tmp_path / "own.yaml", tmp_path / "components.py"
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    components.write_text(COMPONENTS, encoding="utf-8")
+    return config, components
+
+
+@contextmanager
+def as_a_new_process():
+    """Let this process know, in the block, no component of one's own but those that it is given there."""
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
+    try:
+        yield
+    finally:
+        own_components._files.clear()
+        for kind, registry in REGISTRIES.items():
+            for name in registry.registered - before[kind]:
+                registry.forget(name)
+
+
+@pytest.fixture
+def registered(own):
+    """Run the file of components in this process, for one test."""
+    with as_a_new_process():
+        volseg.load_components([own[1]])
+        yield
+
+
+def call(*arguments):
+    """Run the command line, and return what it said."""
+    with as_a_new_process():
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == 0, result.exception
+    return result.output
+
+
+def refuse(*arguments):
+    """Run the command line, and return with which words it refused."""
+    with as_a_new_process():
+        fault = CliRunner().invoke(app, [*map(str, arguments)]).exception
+    assert isinstance(fault, ConfigError), fault
+    return str(fault)
+
+
+def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_path, caplog):
+    config, components = own
+    assert "no network is called 'TinyNet'" in refuse("train", config)
+    assert "--components FILE" in refuse("train", config)
+    with_file = ("--components", components)
+    call("train", config, *with_file)
+    run = tmp_path / "run"
+    assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 "
+    told = json.loads((run / "components.json").read_text(encoding="utf-8"))
+    assert [(one["kind"], one["name"]) for one in told] == [
+        ("augmentation", "Brighten"),
+        ("hook", "CountEpochs"),
+        ("loss", "EdgeLoss"),
+        ("network", "TinyNet"),
+        ("optimizer", "PlainSGD"),
+        ("schedule", "halves"),
+        ("transform", "Double"),
+    ]
+    (copy,) = (run / "components").iterdir()
+    assert copy.read_bytes() == components.read_bytes()
+    assert all(one["from"]["sha256"].startswith(copy.stem.rpartition("_")[2]) for one in told)
+    images = task / "imagesTs"
+    for verb in (("predict", run, images), ("validate", run), ("train", config, "--resume")):
+        said = refuse(*verb)
+        assert f"{run} uses what is not here: " in said
+        assert "network 'TinyNet'" in said
+        assert f"Give it by --components {components}" in said
+    call("predict", run, images, *with_file)
+    call("validate", run, "--components", copy)  # the same bytes elsewhere
+    components.write_text(COMPONENTS + "\n# changed\n", encoding="utf-8")
+    call("predict", run, images, *with_file)
+    assert "was begun with network 'TinyNet' from" in caplog.text
+    assert "Go on with --components" in refuse("train", config, "--resume", *with_file)
+    call("train", config, "--set", "training.epochs=3", "--resume", "--components", copy)
+    assert len(load_checkpoint(run / "checkpoints" / "latest.pt").history) == 3
+
+
+def test_processes_that_are_started_know_the_same_components(own, tmp_path):
+    config, components = own
+    call("train", config, "--gpus", "2", "--components", components)
+    assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 "
+    folds = (
+        "cross-validate",
+        config,
+        "-o",
+        tmp_path / "folds",
+        "--components",
+        components,
+        "--folds",
+        "2",
+        "--gpus",
+        "2",
+    )
+    said = call(*folds, "--set", "training.epochs=1")
+    assert "mean" in said
+    assert (tmp_path / "folds" / "fold_2" / "components.json").exists()
+
+
+def test_two_processes_train_what_one_trains(own, registered, tmp_path):
+    config, _ = own
+    train(load_config(config, [f"output={tmp_path / 'one'}"]))
+    call("train", config, "--gpus", "2", "-o", tmp_path / "two", "--components", own[1])
+    one, two = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("one", "two"))
+    for name in one:  # own augmentations draw by the sample's place in the batch; sums round otherwise
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+
+
+def test_own_augmentations_go_on_exactly_in_the_middle_of_an_epoch(own, registered, tmp_path):
+    class Stop(Hook):
+        def on_batch_end(self, training, fields):
+            if (training.epoch, training.position) == (1, 2):
+                raise KeyboardInterrupt
+
+    config, more = own[0], ["training.checkpoint_minutes=0"]
+    train(load_config(config, [f"output={tmp_path / 'whole'}", *more]))
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config(config, [f"output={tmp_path / 'parts'}", *more]), hooks=[Stop()])
+    train(load_config(config, [f"output={tmp_path / 'parts'}", *more]), resume=True)
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_verify_and_the_list_take_the_file_too(own):
+    config, components = own
+    said = call("components", "network", "--components", components)
+    assert f"TinyNet                          {components}, sha256 " in said
+    assert "built in" in call("components", "loss")
+    assert "did you mean 'network'" in refuse("components", "networks")
+    assert "equal to round-off" in call("verify", config, "--devices", "2", "--components", components)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("network.outputs=[logits]", "must return logits .* got"),
+        ("network.outputs=[logits, a, b]", r"returned 2 result\(s\), but 3 are named"),
+        ("network.outputs=[logit, boundary]", "logits among them"),
+        ("network.outputs=[logits, label]", "cannot be called label"),
+        ("losses=[{name: EdgeLoss, inputs: [edges, label]}]", "a loss needs the field 'edges'"),
+        ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed of"),
+        ("losses=[{name: DiceCELoss, weight: 2, factor: 2}]", "weight is a list of class weights"),
+        ("losses=[{name: TverskyLoss, weight: [1, 2, 3]}]", "loss TverskyLoss has no parameter 'weight'"),
+        ("hooks=[{name: CountEpoch}]", "no hook is called 'CountEpoch'; did you mean 'CountEpochs'"),
+        ("augmentation.own=[{name: Brighten, sd: 1}]", "augmentation Brighten has no parameter 'sd'"),
+        ("schedule={name: halves, time: 3}", "schedule halves has no parameter 'time'; did you mean 'times'"),
+        ("network={name: Wide}", "network Wide cannot be run on an image of .*not four"),
+        ("network={name: Bare}", "network Bare must take in_channels and out_channels"),
+        ("network={name: Lacking}", "network Lacking needs a package.*pip install surely_absent"),
+        ("losses=[{name: Vector}]", "must give one number"),
+        ("optimizer={name: NoOptimizer, lr: 1}", "must make a torch.optim.Optimizer"),
+        ("hooks=[{name: NoHook}]", "hook NoHook must be a volseg.Hook"),
+        ("training.frozen=[bodi.*]", "no parameter is called 'bodi.*'; did you mean 'body'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_a_folder_is_begun(own, registered, tmp_path, change, message):
+    class Wide(nn.Conv3d):
+        def __init__(self, in_channels, out_channels):
+            super().__init__(in_channels, out_channels, 3, padding=1)
+
+        divisors = (1, 1, 1)  # forward looks at values, so it cannot be asked
+
+        def forward(self, x):
+            if x.sum().item() == 0:
+                raise RuntimeError("not four\nchannels")
+            return super().forward(x)
+
+    class Lacking(nn.Conv3d):
+        def __init__(self, in_channels, out_channels):
+            super().__init__(in_channels, out_channels, 1)
+
+        def forward(self, x):
+            import surely_absent
+
+            return surely_absent.fold(x)
+
+    volseg.register("network", "Wide", Wide)
+    volseg.register("network", "Bare", nn.PReLU)
+    volseg.register("network", "Lacking", Lacking)
+    volseg.register("loss", "Vector", lambda: lambda logits, label: logits.mean((1, 2, 3, 4)))
+    volseg.register("optimizer", "NoOptimizer", lambda groups, lr: groups)
+    volseg.register("hook", "NoHook", dict)
+    plain = ["losses=[{name: DiceCELoss}]", "optimizer={name: SGD, lr: 1}"] if change.startswith("network") else []
+    with pytest.raises(ConfigError, match=message):
+        train(load_config(own[0], [*plain, change]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_fails_before_its_first_step_does_not_block_the_next_attempt(own, registered, tmp_path):
+    class Fails(Hook):
+        def on_batch_begin(self, training, batch):
+            raise RuntimeError("before the first step")
+
+    config = load_config(own[0], ["training.epochs=1"])
+    with pytest.raises(RuntimeError, match="before the first step"):
+        train(config, hooks=[Fails()])
+    assert (tmp_path / "run").exists()
+    train(config)
+    assert RunFolder(config.folder).report_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
+        (lambda image, label: (image[:, 1:], label), r"the image with the shape, type and device that it got"),
+        (lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),
+    ],
+)
+def test_an_augmentation_that_changes_shapes_or_types_is_refused(own, registered, result, message):
+    volseg.register("augmentation", "Wrong", lambda: lambda image, label, generator: result(image, label))
+    with pytest.raises(GridError, match=message):
+        train(load_config(own[0], ["augmentation.own=[{name: Wrong}]"]))
+
+
+def test_what_a_call_registered_cannot_reach_other_processes(registered):
+    volseg.register("network", "OfThisProcess", nn.Identity)
+    with pytest.raises(ConfigError, match="'OfThisProcess' was registered by a call"):
+        components_arguments()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x = 1\nx.y\n", r"cannot be run, line 2: AttributeError"),
+        ("def f(:\n", r"cannot be run, line 1: SyntaxError"),
+        ("import volseg\nvolseg.register('network', 'VNet', dict)\n", "line 2: a network called 'VNet' exists already"),
+        ("import volseg\nvolseg.register('networks', 'A', dict)\n", "did you mean 'network'"),
+        ("import volseg\nvolseg.register('reader', 'npy', dict)\n", "by the suffix of its files in lower case"),
+        ("import volseg\nvolseg.register('network', 'B', dict)\nraise KeyError('late')\n", "line 3: KeyError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, content, message):
+    file = tmp_path / "components.py"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        volseg.load_components([file])
+    assert "B" not in REGISTRIES["network"]
+    with pytest.raises(ConfigError, match=r"gone\.py cannot be read"):
+        volseg.load_components([tmp_path / "gone.py"])
+
+
+PACKAGE = {
+    "volseg_tiny.py": """
+from torch import nn
+
+
+class PackedNet(nn.Conv3d):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, 3, padding=1)
+
+
+def read(path):
+    import numpy
+    from volseg.data import as_volume
+
+    voxels = numpy.load(path)
+    return as_volume(voxels[None], numpy.eye(4), path, stored=voxels.dtype)
+""",
+    "volseg_tiny-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: volseg-tiny\nVersion: 1.2\n",
+    "volseg_tiny-1.2.dist-info/entry_points.txt": """
+[volseg.networks]
+PackedNet = volseg_tiny:PackedNet
+Broken = volseg_tiny:Gone
+Number = volseg_tiny:__name__
+VNet = volseg_tiny:PackedNet
+
+[volseg.readers]
+.npy = volseg_tiny:read
+""",
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Return the folder of an installed package that offers components."""
+    for name, content in PACKAGE.items():
+        file = tmp_path / "site" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield tmp_path / "site"
+    sys.modules.pop("volseg_tiny", None)
+
+
+def test_an_installed_package_offers_components_which_are_loaded_when_they_are_asked_for(
+    package, own, task, tmp_path, monkeypatch
+):
+    config, _ = own
+    plain = ["preprocessing=[{name: ZScore}]", "augmentation={}", "losses=[{name: DiceCELoss}]", "hooks=[]"]
+    plain += ["optimizer={name: SGD, lr: 0.01}", "schedule={name: cosine}", "training.epochs=1"]
+    sets = [part for one in plain for part in ("--set", one)]
+    call("train", config, *sets, "--set", "network={name: PackedNet}")
+    told = json.loads((tmp_path / "run" / "components.json").read_text(encoding="utf-8"))
+    assert told == [{"kind": "network", "name": "PackedNet", "from": {"package": "volseg-tiny", "version": "1.2"}}]
+    for name, message in (
+        ("Broken", "network Broken of the package volseg-tiny 1.2 cannot be loaded (AttributeError"),
+        ("Number", "it is a str, no class or function"),
+        ("VNet", "volseg itself and the package volseg-tiny 1.2 each have a network called 'VNet'"),
+    ):
+        other = ("--set", f"network={{name: {name}}}", "-o", tmp_path / "other")
+        assert message in refuse("train", config, *sets, *other)
+    listed = call("components", "network")
+    assert "PackedNet                        package volseg-tiny 1.2" in listed
+    assert "CANNOT BE USED" in listed
+    assert "UNet" in listed
+    # Its reader: a file of a type that volseg does not know.
+    import nibabel
+    import numpy
+
+    (image,) = (task / "imagesTs").iterdir()
+    numpy.save(tmp_path / "scan.npy", numpy.asanyarray(nibabel.load(image).dataobj))
+    call("predict", tmp_path / "run", tmp_path / "scan.npy", "-o", tmp_path / "out")
+    assert (tmp_path / "out" / "scan.nii.gz").exists()
+    monkeypatch.undo()  # as if it were uninstalled
+    said = refuse("validate", tmp_path / "run")
+    assert "network 'PackedNet' from package volseg-tiny 1.2. Give it by installing it: pip install" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda case: {**case, "image": case["image"].as_tensor()},
+            "Wrong must return a case whose image is a MetaTensor",
+        ),
+        (lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
+        (lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+    ],
+)
+def test_a_transform_that_loses_the_place_of_a_volume_is_refused(own, registered, change, message):
+    volseg.register("transform", "Wrong", lambda fields: change)
+    with pytest.raises(GridError, match=message):
+        train(load_config(own[0], ["preprocessing=[{name: Orientation}, {name: Wrong}]"]))

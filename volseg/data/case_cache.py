@@ -1,0 +1,481 @@
+"""Prepared cases on disk, for the next fold, restart or resume: what is prepared the same way is prepared once.
+
+A stored case is called by the digest of everything that its bits follow from, so it is never brought up to date: where
+anything has changed, another name is looked for. See ``docs/decisions/0063-prepared-cases-on-disk.md``.
+"""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import volseg.transforms
+from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, list_voxels, require_fit
+from volseg.data.cases import Case, Task
+from volseg.data.file_digests import FileDigests
+from volseg.data.readers import SUFFIXES, find_suffix, list_files
+from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.errors import ConfigError, DataError, ReaderError
+from volseg.files import replacing
+from volseg.memory import available_bytes
+from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "CacheEntry",
+    "CaseCache",
+    "choose_cache_folder",
+    "describe_entries",
+    "list_entries",
+    "remove_entries",
+    "take_case",
+    "verify_entries",
+]
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "VOLSEG_CACHE"
+"""Environment variable: the folder, or ``none``."""
+
+LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
+"""Whose code prepares cases, beside our own; a library's version stands for its code."""
+
+OWN_CODE = (Path(__file__).parent, Path(volseg.transforms.__file__).parent)
+"""Folders of our own code that reads, checks and prepares."""
+
+VOXEL_PARTS = (".voxels", ".count")
+"""Of a list of voxels, as they are stored beside the volumes."""
+
+SUFFIX = ".case"
+GIB = 2**30
+LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
+"""Of the disk, what is left to others: the smaller of the two."""
+
+KEPT_SECONDS = 24 * 3600.0
+"""What was used since is not removed to make room: a training that runs may need it again."""
+
+PARTIAL_SECONDS = 24 * 3600.0
+"""After which a file that is still being written has been given up."""
+
+TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# Made by volseg; may be removed. See https://bford.info/cachedir/\n"
+)
+"""Tells backups to leave the folder out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """A file of the cache."""
+
+    path: Path
+    size: int
+    used: float
+    """When it was last opened by a training, in seconds of the system's clock."""
+
+
+def choose_cache_folder(wanted: str) -> Path | None:
+    """Return the folder that ``data.cache`` means; None for none.
+
+    ``auto`` is ``$VOLSEG_CACHE``, else ``volseg`` in ``$XDG_CACHE_HOME``, else ``~/.cache/volseg``.
+    """
+    if wanted == "auto":
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        wanted = os.environ.get(VARIABLE) or os.path.join(home, "volseg")
+    return None if wanted == "none" else Path(os.path.abspath(wanted))
+
+
+def list_entries(folder: Path) -> list[CacheEntry]:
+    """Return all stored cases, those used longest ago first."""
+    found = []
+    with suppress(FileNotFoundError), os.scandir(folder / "cases") as files:
+        for file in files:
+            if file.name.endswith(SUFFIX) and not file.name.startswith("."):
+                with suppress(FileNotFoundError):  # another process removes them as well
+                    told = file.stat()
+                    found.append(CacheEntry(path=Path(file.path), size=told.st_size, used=told.st_mtime))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def describe_entries(folder: Path | None) -> str:
+    """Return a line for each folder of images whose cases are kept, and a last one for all."""
+    if folder is None:
+        return "no cases are kept: the cache is none"
+    by_source: dict[str, list[CacheEntry]] = defaultdict(list)
+    entries = list_entries(folder)
+    for entry in entries:
+        try:
+            by_source[str(StoredCase.open(entry.path).about["source"])].append(entry)
+        except (OSError, DamagedCaseError):
+            by_source["(damaged, or removed just now)"].append(entry)
+    lines = [
+        f"{len(kept)} case(s), {sum(entry.size for entry in kept) / GIB:.2f} GiB, last used "
+        f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(kept[-1].used))}, of {source}"
+        for source, kept in by_source.items()
+    ]
+    total = f"{len(entries)} case(s), {sum(entry.size for entry in entries) / GIB:.2f} GiB, in {folder}"
+    return "\n".join([*lines, total])
+
+
+def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEntry]:
+    """Remove and return the stored cases that nobody has used for so long; who maps one keeps it until he ends."""
+    latest = time.time() - unused_seconds
+    chosen = [entry for entry in list_entries(folder) if entry.used <= latest]
+    for entry in chosen:
+        entry.path.unlink(missing_ok=True)
+    if unused_seconds == 0:
+        for file in (folder / "files").glob("*.json"):
+            file.unlink(missing_ok=True)
+    _remove_given_up(folder, latest)
+    return chosen
+
+
+def verify_entries(folder: Path) -> Iterator[tuple[CacheEntry, str | None]]:
+    """Read every stored case to its end; yield what is wrong with it, if anything is: such a one is removed."""
+    for entry in list_entries(folder):
+        try:
+            StoredCase.open(entry.path).require_whole()
+        except FileNotFoundError:
+            continue
+        except DamagedCaseError as fault:
+            entry.path.unlink(missing_ok=True)
+            yield entry, str(fault)
+        else:
+            yield entry, None
+
+
+class CaseCache:
+    """Stored cases of one task and one preprocessing; for threads and processes at the same time.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made if need be. One that can only be read is read.
+    task : Task
+        What the cases are checked by.
+    preprocessing : Preprocessing
+        As `volseg.transforms.build_preprocessing` makes it.
+    limit_bytes : int
+        Of all stored cases in the folder, of whatever task.
+
+    Attributes
+    ----------
+    num_found, num_stored : int
+        Cases that were there, and that were added, by this process.
+
+    Raises
+    ------
+    ConfigError
+        If the folder cannot be made, or the code of a step cannot be found.
+    """
+
+    def __init__(
+        self, folder: str | Path, task: Task, preprocessing: Preprocessing, *, limit_bytes: int = 200 * GIB
+    ) -> None:
+        self.folder = folder = Path(folder)
+        self.limit_bytes = limit_bytes
+        self.num_found = self.num_stored = 0
+        self._common = _describe_preparing(task, preprocessing)
+        self._num_classes, self._is_sparse = task.num_classes, task.ignore is not None
+        self._digests = FileDigests(folder / "files")
+        self._writes = True
+        self._used_bytes: int | None = None
+        # Beyond it what is compared would push out of memory what was compared before.
+        self._verified_bytes = available_bytes() // 2
+        self._lock = threading.Lock()
+        _make_folder(folder)
+
+    def key_of(self, case: Case) -> str | None:
+        """Return the name of what a case is prepared to; None if its files cannot be read."""
+        try:
+            files = {
+                field: self._digests.of_images(list_files(case[field])) for field in ("image", "label") if field in case
+            }
+        except (OSError, ReaderError):  # what is wrong is told by the check
+            return None
+        return sha256(_say([self._common, _without_files(case), files]).encode()).hexdigest()
+
+    @contextmanager
+    def making(self, key: str) -> Iterator[StoredCase | None]:
+        """Yield the stored case; None to the one process or thread that shall make it, while the others wait."""
+        stored = self._find(key)
+        if stored is not None:
+            yield stored
+            return
+        with self._only_maker(key):
+            yield self._find(key)
+
+    def store(self, key: str, case: Case, prepared: Case, found: Mapping[str, Any]) -> StoredCase | None:
+        """Keep a prepared case; return it as it is stored, or None where it cannot be kept.
+
+        Parameters
+        ----------
+        key : str
+            From ``key_of``, before the case was read.
+        case : Case
+            With paths.
+        prepared : Case
+            With ``reference``.
+        found : mapping
+            What the check found, as JSON can say it.
+        """
+        if not self._writes or self.key_of(case) != key:  # a file was written to while it was read
+            return None
+        try:
+            require_fit(str(case["case"]), prepared["image"], prepared["label"], len(prepared["image"]))
+        except DataError:  # whoever takes the case says so
+            return None
+        label = prepared["label"].as_subclass(Tensor)
+        found_voxels = list_voxels(label, MOST_FOREGROUND, self._num_classes, is_sparse=self._is_sparse)
+        listed = {
+            f"{name}{part}": getattr(of, part.removeprefix("."))
+            for name, of in found_voxels.items()
+            for part in VOXEL_PARTS
+        }
+        source = list_files(case["image"])[0].absolute().parent
+        about = {"case": str(case["case"]), "source": os.fsdecode(source), "found": found}
+        path = self._path(key)
+        try:
+            self._make_room(sum(tensor.nbytes for tensor in prepared.values() if isinstance(tensor, Tensor)))
+            with replacing(path) as partial, partial.open("wb") as file:
+                write_case(file, {**prepared, **listed}, about)
+            stored = StoredCase.open(path)
+        except (OSError, TypeError, DamagedCaseError) as fault:
+            self._stop_writing(fault)
+            return None
+        with self._lock:
+            self.num_stored += 1
+        return stored
+
+    def describe(self) -> str:
+        """Return a line that says what came of the cache in this process."""
+        return (
+            f"{self.num_found} prepared case(s) were found in {self.folder} and {self.num_stored} added "
+            "(volseg data cache says more; data.cache none does without)"
+        )
+
+    def _find(self, key: str) -> StoredCase | None:
+        path = self._path(key)
+        try:
+            stored = StoredCase.open(path)
+            if self._may_verify(stored.size):
+                stored.require_whole()
+        except FileNotFoundError:
+            return None
+        except DamagedCaseError as fault:
+            logger.warning("%s; the case is prepared anew", fault)
+            with suppress(OSError):  # where only reading is allowed
+                path.unlink(missing_ok=True)
+            return None
+        except OSError as fault:  # no right to read it, or no address space
+            logger.warning("%s cannot be opened (%s); the case is prepared anew", path, fault.strerror or fault)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        with self._lock:
+            self.num_found += 1
+        return stored
+
+    def _may_verify(self, size: int) -> bool:
+        with self._lock:
+            self._verified_bytes -= size
+            return self._verified_bytes >= 0
+
+    @contextmanager
+    def _only_maker(self, key: str) -> Iterator[None]:
+        """Hold a lock that the system gives up when its holder ends in any way; without locks, hold nothing."""
+        descriptor = None
+        try:
+            # One for many keys: a file per case could not be removed again without a race.
+            path = self.folder / "locks" / key[:2]
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # a folder or file system without: a case may be made twice, to the same bits
+            pass
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _make_room(self, needed: int) -> None:
+        """Remove what was used longest ago until there is room.
+
+        Raises
+        ------
+        OSError
+            If there is none; says why.
+        """
+        with self._lock:
+            if self._used_bytes is None:
+                self._used_bytes = sum(entry.size for entry in list_entries(self.folder))
+            excess = self._measure_excess(needed)
+            if excess > 0:
+                _remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
+                entries = list_entries(self.folder)
+                self._used_bytes = sum(entry.size for entry in entries)
+                excess = self._measure_excess(needed)
+                for entry in entries:
+                    if excess <= 0 or entry.used > time.time() - KEPT_SECONDS:
+                        break
+                    entry.path.unlink(missing_ok=True)
+                    self._used_bytes -= entry.size
+                    excess -= entry.size
+            if excess > 0:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{excess / GIB:.2f} GiB are missing: {self._used_bytes / GIB:.1f} GiB are kept, of "
+                    f"{self.limit_bytes / GIB:.0f} GiB that data.cache_limit allows; a tenth of the disk is left free",
+                )
+            self._used_bytes += needed
+
+    def _measure_excess(self, needed: int) -> int:
+        disk = shutil.disk_usage(self.folder)
+        left = min(int(LEFT_FREE_SHARE * disk.total), LEFT_FREE_BYTES)
+        assert self._used_bytes is not None
+        return max(self._used_bytes + needed - self.limit_bytes, needed + left - disk.free)
+
+    def _stop_writing(self, fault: Exception) -> None:
+        with self._lock:
+            was_writing, self._writes = self._writes, False
+        if was_writing:
+            reason = (fault.strerror if isinstance(fault, OSError) else None) or fault
+            logger.warning(
+                "prepared cases are not kept any more in %s (%s); they stay in memory, and the next training prepares "
+                "them again. Make room by `volseg data cache clear`, or name another folder by data.cache",
+                self.folder,
+                reason,
+            )
+
+    def _path(self, key: str) -> Path:
+        return self.folder / "cases" / f"{key}{SUFFIX}"
+
+
+def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
+    """Return a stored case as preparing returns it; see `volseg.data.preparing.prepare`.
+
+    One that trains has ``image`` and ``label`` without metadata, and ``voxels``: what `list_voxels` gives.
+    """
+    volumes = stored.volumes()
+    names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
+    voxels = {name: ForegroundVoxels.one(*(volumes.pop(f"{name}{part}") for part in VOXEL_PARTS)) for name in names}
+    if keep_reference:
+        for name, volume in volumes.items():
+            source = case["image" if name == "image" else "label"]
+            if isinstance(source, str | Path):
+                volume.meta["filename_or_obj"] = str(source)  # where it lies now
+        return {**case, **volumes, "reference_file": Path(case["label"])}
+    plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
+    return {**case, **plain, "voxels": voxels}
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # these are patients
+    except OSError as fault:
+        raise ConfigError(
+            f"prepared cases cannot be kept in {folder} ({fault.strerror or fault}); name another folder by "
+            f"data.cache or {VARIABLE}, or set data.cache to none"
+        ) from fault
+    with suppress(OSError):  # where only reading is allowed
+        (folder / "cases").mkdir(exist_ok=True)
+        if not (folder / "CACHEDIR.TAG").exists():
+            (folder / "CACHEDIR.TAG").write_text(TAG, encoding="utf-8")
+
+
+def _remove_given_up(folder: Path, latest: float) -> None:
+    """Remove what killed processes have left half written."""
+    for file in folder.glob("*/.*.partial"):
+        with suppress(FileNotFoundError):
+            if file.stat().st_mtime <= latest:
+                file.unlink()
+
+
+def _without_files(case: Case) -> Case:
+    return {name: value for name, value in case.items() if name not in ("case", "image", "label")}
+
+
+def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
+    """Return all that the bits of a prepared case follow from, beside the case."""
+    if preprocessing.components is None:
+        raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
+    about = {field.name: getattr(task, field.name) for field in fields(task)}
+    for name in ("root", "training", "test"):
+        del about[name]
+    about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
+    # Which number stands for hidden background goes by what all cases were looked through for.
+    about["cases"] = sorted({_say(_without_files(case)) for case in task.training})
+    return {
+        "task": about,
+        "preprocessing": preprocessing.components,
+        "code": _digest_code(task, preprocessing),
+        "libraries": {name: _find_version(name) for name in LIBRARIES},
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _find_version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
+    """Return the digest of the source code that reads, checks and prepares cases."""
+    files = [file for folder in OWN_CODE for file in sorted(folder.rglob("*.py"))]
+    steps = [getattr(step, "func", step) for step in preprocessing.transforms]
+    factories = [PREPROCESSING[component["name"]] for component in preprocessing.components or ()]
+    suffixes = {find_suffix(file) for case in task.training for file in list_files(case["image"])}
+    readers = [SUFFIXES[suffix] for suffix in suffixes if suffix is not None]
+    made_of = [
+        *(cls for step in steps for cls in type(step).__mro__),
+        *(part for part in (*steps, *factories, *readers) if hasattr(part, "__qualname__")),
+    ]
+    for name in sorted({part.__module__ for part in made_of}):
+        if name.partition(".")[0] in ("volseg", *LIBRARIES, *sys.stdlib_module_names) and name != "__main__":
+            continue
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or not Path(file).is_file():
+            raise ConfigError(
+                f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
+                "without anybody noticing; put it into a file, or set data.cache to none"
+            )
+        files.append(Path(file))
+    digest = sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _say(content: Any) -> str:
+    """Return JSON that is the same for the same content; what it cannot say is an error, not its address."""
+    return json.dumps(content, sort_keys=True, default=_say_mapping)
+
+
+def _say_mapping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ConfigError(f"a prepared case cannot be stored by {type(value).__name__} {value!r}; set data.cache to none")

@@ -1,0 +1,172 @@
+"""A prepared case as one file that is mapped, not read.
+
+::
+
+    volumes, each from a multiple of 64 bytes on | description (JSON) | its place, its SHA-256, a mark
+
+The description stands at the end, where it is written last, so a file that is cut off anywhere has none. Nothing is
+executed by opening such a file. Volumes are mapped copy-on-write: the system keeps their pages once for all processes
+and drops them when memory is short, and who writes to such a tensor changes a copy of his own.
+"""
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from torch import Tensor
+
+from volseg.data.shared_memory import ALIGNMENT, place_of, view_bytes
+from volseg.fields import Case
+
+__all__ = ["DamagedCaseError", "StoredCase", "write_case"]
+
+MARK = b"volsegC1"
+"""Ends the file; its number is that of this layout."""
+
+END = struct.Struct("<QQ32s8s")
+"""First byte and length of the description, its SHA-256, and `MARK`."""
+
+TENSOR, TUPLE = "__tensor__", "__tuple__"
+
+
+class DamagedCaseError(Exception):
+    """A file that is not, or no longer, a stored case; it is made again and nobody is told."""
+
+
+def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Write the tensors of a prepared case, and what is said about them.
+
+    Raises
+    ------
+    TypeError
+        If metadata or ``about`` holds what JSON cannot say.
+    OSError
+        As of any writing.
+    """
+    volumes: dict[str, Any] = {}
+    for name, tensor in case.items():
+        if not isinstance(tensor, Tensor):  # an id, a path: whoever opens the case has them
+            continue
+        values = tensor.as_subclass(Tensor).detach().cpu().contiguous()
+        content = view_bytes(values)
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        volumes[name] = {
+            "place": place_of(values, file.tell()),
+            "checksum": zlib.crc32(content),
+            "meta": _encode(dict(tensor.meta)) if isinstance(tensor, MetaTensor) else None,
+        }
+        file.write(content)
+    description = json.dumps({"volumes": volumes, "about": about}).encode()
+    begin = file.tell()
+    file.write(description + END.pack(begin, len(description), sha256(description).digest(), MARK))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCase:
+    """A stored case that has been opened.
+
+    Raises
+    ------
+    DamagedCaseError
+        From ``open`` and ``require_whole``.
+    OSError
+        If the file cannot be read.
+    """
+
+    path: Path
+    size: int
+    about: Mapping[str, Any]
+    _volumes: Mapping[str, Mapping[str, Any]]
+    _mapped: torch.UntypedStorage = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> "StoredCase":
+        """Map a file whose description is whole and fits its size; its volumes are not looked at."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            begin, length, digest, mark = END.unpack(_read_at(file, size - END.size, END.size))
+            if mark != MARK or begin + length + END.size != size:  # a page behind the file's end cannot be touched
+                raise DamagedCaseError(f"{path} is cut off or of another layout")
+            description = _read_at(file, begin, length)
+            if sha256(description).digest() != digest:
+                raise DamagedCaseError(f"{path} has a damaged description")
+        try:
+            # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
+            mapped: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+        except RuntimeError as fault:  # removed just now, or the system allows no more address space
+            raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
+        told = json.loads(description)
+        return cls(path=path, size=size, about=told["about"], _volumes=told["volumes"], _mapped=mapped)
+
+    def require_whole(self) -> None:
+        """Compare every byte with its checksum."""
+        for name, told in self._volumes.items():
+            if zlib.crc32(view_bytes(self.tensor(name))) != told["checksum"]:
+                raise DamagedCaseError(f"the {name} in {self.path} is not what was written")
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a volume without its metadata."""
+        begin, dtype, shape = self._volumes[name]["place"]
+        values = torch.empty(0, dtype=getattr(torch, dtype))
+        return values.set_(self._mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
+
+    def volumes(self) -> Case:
+        """Return all volumes, with the metadata that they came with."""
+        return {name: self._with_meta(name, told["meta"]) for name, told in self._volumes.items()}
+
+    def _with_meta(self, name: str, meta: Any) -> Tensor:
+        return self.tensor(name) if meta is None else MetaTensor(self.tensor(name), meta=_decode(meta))
+
+
+def _read_at(file: BinaryIO, begin: int, count: int) -> bytes:
+    if begin < 0:
+        raise DamagedCaseError(f"{file.name} is cut off")
+    file.seek(begin)
+    content = file.read(count)
+    if len(content) < count:
+        raise DamagedCaseError(f"{file.name} is cut off")
+    return content
+
+
+def _encode(value: Any) -> Any:
+    """Return metadata as JSON can say it; numbers keep every bit."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):  # an enumeration of strings too
+        return str(value)
+    if isinstance(value, np.generic):
+        return _encode(value.item())
+    if isinstance(value, Tensor | np.ndarray):
+        values = torch.as_tensor(value)
+        return {TENSOR: [values.tolist(), str(values.dtype).removeprefix("torch."), isinstance(value, Tensor)]}
+    if isinstance(value, tuple):
+        return {TUPLE: [_encode(part) for part in value]}
+    if isinstance(value, list):
+        return [_encode(part) for part in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _encode(part) for key, part in value.items()}
+    raise TypeError(f"metadata of the type {type(value).__name__} cannot be stored")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if TUPLE in value:
+        return tuple(_decode(part) for part in value[TUPLE])
+    if TENSOR in value:
+        numbers, dtype, is_tensor = value[TENSOR]
+        values = torch.tensor(numbers, dtype=getattr(torch, dtype))
+        return values if is_tensor else values.numpy()
+    return {key: _decode(part) for key, part in value.items()}

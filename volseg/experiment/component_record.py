@@ -1,0 +1,151 @@
+"""What a run writes down of components that are not volseg's own, and what it asks for when it is used again.
+
+``components.json`` says where each came from; files lie in ``components/``, for the record: nothing runs them from
+there but a user who names them by ``--components``.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from volseg.config.schema import ExperimentConfig
+from volseg.config.sources import Source
+from volseg.data.json_files import read_json
+from volseg.data.readers import find_suffix
+from volseg.errors import ConfigError, DataError
+from volseg.experiment.own_components import REGISTRIES, find_content
+from volseg.files import replacing
+
+if TYPE_CHECKING:
+    from volseg.experiment.cases import ChosenCases
+
+__all__ = ["require_components", "write_components"]
+
+logger = logging.getLogger(__name__)
+
+RECORD = "components.json"
+FILES = "components"
+"""Folder of the files' copies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A component of a run."""
+
+    kind: str
+    name: str
+    source: Source
+
+
+def write_components(folder: Path, config: ExperimentConfig, chosen: "ChosenCases") -> None:
+    """Write down every component of the run that is not built in, and keep copies of files."""
+    used = sorted({*_named_by(config), *_readers_of(chosen)})
+    pairs = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
+    for source in {source for _, _, source in pairs if source.file is not None}:
+        with replacing(copy_of(folder, source)) as partial:
+            partial.write_bytes(find_content(source))
+    content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in pairs]
+    with replacing(folder / RECORD) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def require_components(folder: Path, *, resumes: bool) -> None:
+    """Raise unless every component that the run in ``folder`` was begun with is here.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run.
+    resumes : bool
+        Whether the run goes on, for which a file must not have changed; otherwise a changed one is told.
+
+    Raises
+    ------
+    ConfigError
+        Names what is missing or changed, and how to give it.
+    """
+    recorded = [one for one in read_components(folder) if one.kind != "reader" or resumes]
+    if missing := [one for one in recorded if one.name not in REGISTRIES[one.kind]]:
+        sources = {
+            one.source: [f"{each.kind} {each.name!r}" for each in missing if each.source == one.source]
+            for one in missing
+        }
+        told = "; ".join(f"{', '.join(names)} from {source}" for source, names in sources.items())
+        raise ConfigError(f"{folder} uses what is not here: {told}. Give it by {_name_way(folder, missing[0].source)}")
+    for one in recorded:
+        now = REGISTRIES[one.kind].find_source(one.name)
+        same_bytes = now is not None and one.source.sha256 is not None and now.sha256 == one.source.sha256
+        if now == one.source or same_bytes:  # the file may lie elsewhere
+            continue
+        told = f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
+        if resumes and one.source.file is not None:
+            raise ConfigError(
+                f"{told}. Go on with {_name_way(folder, one.source)}, or start a new run with another --output"
+            )
+        logger.warning("%s", told)
+
+
+def read_components(folder: Path) -> list[Recorded]:
+    """Read what `write_components` wrote; nothing where a run uses built-in components alone.
+
+    Raises
+    ------
+    DataError
+        If the file holds something else.
+    """
+    file = folder / RECORD
+    if not file.exists():
+        return []
+    content = read_json(file)
+    if not isinstance(content, list) or not all(
+        isinstance(one, dict) and one.get("kind") in REGISTRIES and isinstance(one.get("name"), str) for one in content
+    ):
+        raise DataError(f"{file} should hold kind, name and source of components; restore it from a copy")
+    return [
+        Recorded(kind=one["kind"], name=one["name"], source=Source.from_json(one.get("from"), file)) for one in content
+    ]
+
+
+def copy_of(folder: Path, source: Source) -> Path:
+    """Return where a run keeps the file that it was begun with."""
+    path = Path(source.file or "")
+    return folder / FILES / f"{path.stem}_{(source.sha256 or '')[:12]}{path.suffix}"
+
+
+def _name_way(folder: Path, source: Source) -> str:
+    if source.package is not None:
+        return f"installing it: pip install {source.package}=={source.version}"
+    if source.file is not None:
+        return (
+            f"--components {source.file} as it was then, of which {copy_of(folder, source)} is a copy (read it first)"
+        )
+    return f"calling volseg.register as {source.module} did, before this"
+
+
+def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield kind and name of what a config names."""
+    yield "network", config.network.name
+    yield "optimizer", config.optimizer.name
+    yield "schedule", config.schedule.name
+    lists: dict[str, Any] = {
+        "loss": config.losses,
+        "metric": config.metrics,
+        "hook": config.hooks,
+        "transform": config.preprocessing,
+        "augmentation": config.augmentation.own,
+    }
+    for kind, components in lists.items():
+        for component in components:
+            yield kind, component.name
+
+
+def _readers_of(chosen: "ChosenCases") -> Iterator[tuple[str, str]]:
+    for case in (*chosen.training, *chosen.validation):
+        for field in ("image", "label"):
+            paths = case.get(field, ())
+            for path in paths if isinstance(paths, tuple) else (paths,):
+                if (suffix := find_suffix(path)) is not None:
+                    yield "reader", suffix

@@ -1,0 +1,167 @@
+"""Run a network and its losses once on next to nothing, before a run folder is begun.
+
+What a network needs besides its parameters (a package that MONAI imports late, a size, an output for each label) shows
+when it runs, and not when it is built. On meta tensors a run costs no memory and a tenth of a second; a network that
+looks at values, which these have not, runs on the smallest volume that it takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from volseg.config.registry import explain_import
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.labels import num_indices
+from volseg.errors import ConfigError, VolsegError
+from volseg.models import FitGrid
+from volseg.workflow.named import Named
+from volseg.workflow.objective import Objective
+
+__all__ = ["OneOutput", "rehearse_losses", "rehearse_network"]
+
+SIDES = (16, 16, 16)
+"""Of the volumes on which losses are tried, in voxels."""
+
+SAMPLES = 2
+
+
+class OneOutput(nn.Module):
+    """A network of several outputs of which one is asked for.
+
+    Parameters
+    ----------
+    model : callable
+        Returns a tuple or list.
+    index : int
+        Of the output.
+    """
+
+    def __init__(self, model: Callable[[Tensor], Any], index: int) -> None:
+        super().__init__()
+        self.model = model
+        self.index = index
+
+    def forward(self, image: Tensor) -> Any:
+        """Return the output for ``image`` (B, C, D, H, W)."""
+        return self.model(image)[self.index]
+
+
+def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> dict[str, Any]:
+    """Return the outputs of the network in training, by name: tensors on meta or of a small volume, lists of such.
+
+    Raises
+    ------
+    ConfigError
+        If it does not run, lacks a package, or its outputs are not those that ``network.outputs`` names, logits with
+        a channel per label among them.
+    """
+    name = config.network.name
+    shape, output = _run_once(network, name, task.num_channels, config.patch.size)
+    try:
+        made = Named(lambda _: output, ["image"], config.network.outputs)({"image": None})
+    except VolsegError as fault:
+        raise ConfigError(f"network {name}: {fault}; network.outputs names what it returns") from fault
+    heads = list(made["logits"]) if isinstance(made["logits"], list | tuple) else [made["logits"]]
+    came = [tuple(head.shape) if isinstance(head, Tensor) else type(head).__name__ for head in heads]
+    wanted = (shape[0], task.num_outputs, *shape[2:])
+    if came[:1] != [wanted] or any(len(head) != 5 or head[1] != wanted[1] for head in came):
+        raise ConfigError(
+            f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, K being the "
+            f"task's {task.num_outputs} labels, got {came}; a network of several outputs names them in network.outputs"
+        )
+    return made
+
+
+def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[int]) -> tuple[tuple[int, ...], Any]:
+    """Return the shape of an image, and the network's output for it."""
+    mode, sides = network.training, network.rule.sides(patch)
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors}
+    shape = (1, num_channels, *sides)
+    network.train()
+    try:
+        with torch.random.fork_rng([]), torch.no_grad():
+            try:
+                return shape, functional_call(network, shapes, (torch.empty(shape, device="meta"),))
+            except ImportError:
+                raise
+            except Exception:  # noqa: S110 - meta tensors have no values, at which the network may look
+                pass
+            shape = (1, num_channels, *network.rule.sides(network.rule.minimum))
+            kept = {key: tensor.detach().clone() for key, tensor in tensors}  # a norm's statistics would be moved
+            return shape, functional_call(network, kept, (torch.zeros(shape),))
+    except ImportError as fault:
+        raise ConfigError(f"network {name} {explain_import(fault)}") from fault
+    except VolsegError:
+        raise
+    except Exception as fault:  # whatever a network of the user's own runs into
+        raise ConfigError(f"network {name} cannot be run on an image of {shape}: {_tell(fault)}") from fault
+    finally:
+        network.train(mode)
+
+
+def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -> None:
+    """Compute every loss once on random volumes.
+
+    Parameters
+    ----------
+    objective : Objective
+        On the CPU.
+    made : mapping
+        What the network returns, by name; see `rehearse_network`.
+    task : Task
+        Its channels and labels.
+
+    Raises
+    ------
+    ConfigError
+        If a loss refuses them or gives no number, with what it said.
+    """
+    generator = torch.Generator().manual_seed(0)
+    label = torch.randint(num_indices(task), (SAMPLES, 1, *SIDES), generator=generator)
+    fields: dict[str, Any] = {
+        "image": torch.randn(SAMPLES, task.num_channels, *SIDES, generator=generator),
+        "label": label.to(torch.uint8),
+        **{name: _draw_like(value, generator) for name, value in made.items()},
+    }
+    for loss in objective.losses:
+        try:
+            values = loss(fields)
+        except ImportError as fault:
+            raise ConfigError(f"loss {loss.title} {explain_import(fault)}") from fault
+        except Exception as fault:  # whatever MONAI's or the user's own code runs into
+            if isinstance(fault, VolsegError) and not isinstance(fault, ValueError | KeyError):
+                raise
+            given = {name: _describe(fields[name]) for name in loss.inputs}
+            raise ConfigError(f"loss {loss.title} cannot be computed of {given}: {_tell(fault)}") from fault
+        for value in values.values():
+            if not (isinstance(value, Tensor) and value.numel() == 1):
+                raise ConfigError(f"loss {loss.title} must give one number, got {_describe(value)}")
+
+
+def _draw_like(value: Any, generator: torch.Generator, level: int = 0) -> Any:
+    """Return random numbers in place of an output: volumes on the grid of ``SIDES``, coarser ones on half of it."""
+    if isinstance(value, list | tuple):
+        finest = value[0].shape[-1] if value and isinstance(value[0], Tensor) and value[0].ndim else 1
+        levels = [round(finest / head.shape[-1]).bit_length() - 1 if head.ndim == 5 else 0 for head in value]
+        return [_draw_like(head, generator, each) for head, each in zip(value, levels, strict=True)]
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim != 5:
+        return torch.randn(SAMPLES if value.ndim else 1, *value.shape[1:], generator=generator).squeeze(0)
+    sides = [max(1, side >> level) for side in SIDES]
+    return torch.randn(SAMPLES, value.shape[1], *sides, generator=generator)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _tell(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}"
