@@ -264,6 +264,9 @@ def test_a_forbidden_name_is_seen(text: str, names: set[str]) -> None:
 MODES = re.compile(r"[rwax+t]+")
 """Of a file that is opened as text."""
 
+ARCHIVES = {"tarfile.open"}
+"""Whose modes are others'."""
+
 
 def without_encoding(text: str) -> list[int]:
     """Return the lines on which text is read or written in whatever encoding the process's locale has."""
@@ -282,7 +285,7 @@ def without_encoding(text: str) -> list[int]:
         if (
             (is_method and name == "read_text" and not node.args)
             or (is_method and name == "write_text" and len(node.args) == 1)
-            or (name == "open" and is_text)
+            or (name == "open" and is_text and ast.unparse(node.func) not in ARCHIVES)
             or given.keys() & {"text", "universal_newlines"}
         ):
             lines.append(node.lineno)
@@ -309,7 +312,7 @@ def test_text_has_an_encoding() -> None:
         ("open(path)\nopen(path, 'w')\npath.open()\npath.open(mode='a')", [1, 2, 3, 4]),
         ("run(command, text=True)", [1]),
         ("path.read_text(encoding='utf-8')\nopen(path, 'rb')\npath.open('wb')\nos.open(path, flags)", []),
-        ("folder.write_text(name, text)\nrun(command, **options)", []),
+        ("folder.write_text(name, text)\nrun(command, **options)\ntarfile.open(path, mode='w')", []),
     ],
 )
 def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None:

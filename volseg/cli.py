@@ -327,17 +327,32 @@ def fetch(
     typer.echo(folder)
 
 
-@data_app.command(epilog="Example: volseg data make Task00_Synthetic --cases 24")
+@data_app.command(epilog="Example: volseg data make Task09_Twin --like Task09_Spleen --cases 8")
 def make(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="Task of the Decathlon whose channels, labels, units and grids to take."),
+    ] = None,
     cases: Annotated[int, typer.Option(help="Cases with labels.")] = 24,
     tests: Annotated[int, typer.Option(help="Cases without labels.")] = 4,
     seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
+    scale: Annotated[
+        float | None,
+        typer.Option(help="With --like: sides as a fraction of the task's; by default 48 voxels along the longest."),
+    ] = None,
 ) -> None:
-    """Make a synthetic data set in MSD layout."""
+    """Make a synthetic data set in MSD layout: two structures, or a small twin of one of the Decathlon's tasks."""
     from volseg.data.synthetic import make_task  # imports torch: not for --help
+    from volseg.data.twins import make_twin
+    from volseg.errors import DataError
 
-    typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
+    if like is not None:
+        typer.echo(make_twin(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
+    elif scale is not None:
+        raise DataError("--scale is a fraction of a task's sides; name the task by --like, such as Task09_Spleen")
+    else:
+        typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")

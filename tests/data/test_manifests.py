@@ -1,6 +1,7 @@
 """datasets/ holds facts; what can be checked against another source is."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_address_and_checksum_are_monais(name):
 def test_fields_agree_with_each_other(name):
     manifest = MANIFESTS[name]
     known = {"name", "url", "md5", "licence", "modalities", "tensor_image_size", "labels", "num_training", "num_test"}
-    known |= {"intensity", "plan", "published", "quirks"}
+    known |= {"intensity", "nnunet", "plan", "published", "quirks", "stored"}
     assert set(manifest) <= known
     assert (len(manifest["modalities"]) > 1) == (manifest["tensor_image_size"] == "4D")
     assert list(manifest["labels"]) == list(range(len(manifest["labels"])))
@@ -38,6 +39,34 @@ def test_fields_agree_with_each_other(name):
         assert set(result) == {"method", "evaluation", "dice", "source"}
         assert list(result["dice"]) == list(manifest["labels"])[1:]
         assert all(0 < dice < 1 for dice in result["dice"].values())
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_nnunets_plan_is_whole_and_agrees_with_monais(name):
+    manifest = MANIFESTS[name]
+    plan = manifest["nnunet"]
+    assert plan["source"].startswith(f"automl/AutoNNUnet, output/baseline/Dataset{int(name[4:6]):03d}_{name[7:]}/")
+    assert len(plan["strides"]) == len(plan["kernels"]) == len(plan["filters"])
+    assert all(len(of) == 3 for of in (plan["patch"], plan["spacing"], *plan["strides"], *plan["kernels"]))
+    divisors = [math.prod(stride[axis] for stride in plan["strides"]) for axis in range(3)]
+    assert not any(side % divisor for side, divisor in zip(plan["patch"], divisors, strict=True))
+    found = plan["fingerprint"]
+    assert len(found["intensities"]) == len(manifest["modalities"])
+    for channel in found["intensities"]:
+        assert channel["min"] <= channel["percentile_00_5"] <= channel["median"] <= channel["percentile_99_5"]
+    assert found["median_spacing"][:2] == plan["spacing"][:2]
+    assert found["median_spacing"][2] >= plan["spacing"][2]
+    # MONAI rounds, and plans HepaticVessel and Colon for an older nnU-Net.
+    assert plan["spacing"] == pytest.approx(manifest["plan"]["spacing"], abs=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if "stored" in MANIFESTS[name]])
+def test_stored_ranges_enclose_nnunets_medians(name):
+    stored, found = MANIFESTS[name]["stored"], MANIFESTS[name]["nnunet"]["fingerprint"]
+    low, median, high = stored["spacing"]
+    assert all(a <= b <= c for a, b, c in zip(low, median, high, strict=True))
+    assert found["median_spacing"] == pytest.approx(median, abs=0.01)  # two digits there
+    assert all(inner <= outer for inner, outer in zip(found["median_shape"], stored["shape"][2], strict=True))
 
 
 @pytest.mark.real_data

@@ -165,8 +165,8 @@ def die_or_wait(meeting):
     try:
         run_together(dist.group.WORLD, work)
     except ParallelError as error:
-        sys.stdout.write(str(error))
-        sys.stdout.flush()
+        sys.stdout.buffer.write(str(error).encode())  # as UTF-8 wherever this runs: gloo's words end in an emoji
+        sys.stdout.buffer.flush()
         os._exit(3)
 
 

@@ -334,6 +334,19 @@ def test_a_folder_that_cannot_be_written_is_told(small_disk, trained):
     assert load_checkpoint(small_disk / LATEST).epoch == 2
 
 
+def test_a_folder_that_is_taken_away_in_the_middle_of_a_writing_is_told_as_that(tmp_path):
+    """The disk was said to refuse the file."""
+    folder = tmp_path / "run"
+
+    def require():
+        if folder.exists():
+            raise InterruptedError("the folder was replaced")
+        folder.touch()
+
+    with pytest.raises(InterruptedError, match="the folder was replaced"):
+        made(epochs=1, hooks=[Checkpoints(folder, every_minutes=60, require_folder=require)]).run()
+
+
 def test_a_folder_in_the_place_of_a_checkpoint_is_told_and_left(trained, tmp_path):
     (tmp_path / LATEST / "inside").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"latest\.pt is no file"):

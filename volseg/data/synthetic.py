@@ -7,10 +7,11 @@ border between the two labels shows only in the shape and in a faint change of i
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations, product
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -20,7 +21,7 @@ from scipy.spatial.transform import Rotation
 from volseg.errors import DataError
 from volseg.files import replacing
 
-__all__ = ["make_task"]
+__all__ = ["SyntheticGrid", "as_nifti", "draw_hippocampus", "draw_texture", "make_task", "scan", "write_task"]
 
 ORIGIN = "volseg.data.synthetic"
 FOLDERS = ("imagesTr", "labelsTr", "imagesTs")
@@ -64,6 +65,36 @@ def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed:
     DataError
         ``root`` holds something else, or a count is out of range.
     """
+    described = {
+        "name": "Synthetic",
+        "description": "Two touching structures, drawn by a program",
+        "tensorImageSize": "3D",
+        "modality": {"0": "MRI"},
+        "labels": {"0": "background", "1": "Anterior", "2": "Posterior"},
+    }
+    return write_task(root, described, _draw_case, num_cases=num_cases, num_test=num_test, seed=seed)
+
+
+def write_task(
+    root: str | Path,
+    described: Mapping[str, Any],
+    draw_case: Callable[[np.random.Generator], tuple[nibabel.Nifti1Image, nibabel.Nifti1Image]],
+    *,
+    num_cases: int,
+    num_test: int,
+    seed: int,
+) -> Path:
+    """Write a task folder in MSD layout; see `make_task`.
+
+    Parameters
+    ----------
+    root, num_cases, num_test, seed
+        As for `make_task`.
+    described
+        Of ``dataset.json``: ``name``, ``description``, ``tensorImageSize``, ``modality``, ``labels``.
+    draw_case
+        Returns image and label map of a case.
+    """
     root = Path(root)
     if num_cases < 2 or num_test < 0:
         raise DataError(f"need num_cases >= 2 and num_test >= 0, got {num_cases=}, {num_test=}")
@@ -72,9 +103,9 @@ def make_task(root: str | Path, *, num_cases: int = 24, num_test: int = 4, seed:
         (root / folder).mkdir(parents=True, exist_ok=True)
     names = [f"synthetic_{number:03d}" for number in range(1, num_cases + num_test + 1)]
     # The manifest comes first: it marks a folder as ours, should the writing be interrupted.
-    _write_manifest(root, names[:num_cases], names[num_cases:])
+    _write_manifest(root, described, names[:num_cases], names[num_cases:])
     for number, name in enumerate(names):
-        image, label = _draw_case(np.random.default_rng([seed, number]))
+        image, label = draw_case(np.random.default_rng([seed, number]))
         if number < num_cases:
             nibabel.save(image, root / "imagesTr" / f"{name}.nii.gz")
             nibabel.save(label, root / "labelsTr" / f"{name}.nii.gz")
@@ -101,15 +132,13 @@ def _clear(root: Path) -> None:
             path.unlink()
 
 
-def _write_manifest(root: Path, training: list[str], test: list[str]) -> None:
+def _write_manifest(root: Path, described: Mapping[str, Any], training: list[str], test: list[str]) -> None:
     manifest = {
-        "name": "Synthetic",
-        "description": "Two touching structures, drawn by a program",
+        "name": described["name"],
+        "description": described["description"],
         "reference": ORIGIN,
         "licence": "CC0-1.0",
-        "tensorImageSize": "3D",
-        "modality": {"0": "MRI"},
-        "labels": {"0": "background", "1": "Anterior", "2": "Posterior"},
+        **{key: described[key] for key in ("tensorImageSize", "modality", "labels")},
         "numTraining": len(training),
         "numTest": len(test),
         "training": [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in training],
@@ -123,9 +152,9 @@ def _draw_case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.N
     """Draw one patient: anatomy, then the scanner's grid, then what the scanner adds."""
     grid = _draw_grid(rng)
     positions = grid.positions()
-    clean, label = _draw_anatomy(positions, rng)
-    image = _scan(clean, positions, rng)
-    return _to_nifti(_digitise(image, rng), grid.affine), _to_nifti(label, grid.affine)
+    clean, label = draw_hippocampus(positions, rng)
+    image = scan(clean, positions, rng)
+    return as_nifti(_digitise(image, rng), grid.affine), as_nifti(label, grid.affine)
 
 
 def _draw_grid(rng: np.random.Generator) -> SyntheticGrid:
@@ -144,7 +173,7 @@ def _draw_grid(rng: np.random.Generator) -> SyntheticGrid:
     return SyntheticGrid((int(shape[0]), int(shape[1]), int(shape[2])), affine)
 
 
-def _draw_anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def draw_hippocampus(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return noise-free intensities, about 0 to 1, and the label map."""
     along = np.linspace(0.0, 1.0, NUM_POINTS)  # from the head in front to the tail behind
     side = rng.choice((-1.0, 1.0))  # left or right hippocampus
@@ -157,7 +186,7 @@ def _draw_anatomy(positions: np.ndarray, rng: np.random.Generator) -> tuple[np.n
     front = along[nearest] < neck + 0.05
     label = np.where(depth > 0, np.where(front, 1, 2), 0).astype(np.uint8)
 
-    white = 0.75 + 0.04 * _draw_texture(positions.shape[:3], 3.0, rng)
+    white = 0.75 + 0.04 * draw_texture(positions.shape[:3], 3.0, rng)
     ventricle, _ = _measure_depth(
         positions, curve + np.array([0.9 * head * side, 2.0, 5.0]), np.full(NUM_POINTS, rng.uniform(1.5, 2.5))
     )
@@ -179,13 +208,13 @@ def _measure_depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray)
     return np.take_along_axis(inside, nearest[..., None], axis=-1)[..., 0], nearest
 
 
-def _draw_texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
+def draw_texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
     """Smooth noise of unit variance; ``width`` in voxels."""
     smooth = gaussian_filter(rng.standard_normal(shape), width)
     return smooth / smooth.std()
 
 
-def _scan(clean: np.ndarray, positions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def scan(clean: np.ndarray, positions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Add a bias field and Rician noise, as a receiver coil and a magnitude image do."""
     x, y, z = np.moveaxis(positions, -1, 0) / 20.0
     terms: Iterator[np.ndarray] = iter((x, y, z, x * y, y * z, x * z, x * x, y * y, z * z))
@@ -204,7 +233,8 @@ def _digitise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.round(image * scale).astype(np.int16) if kind == 1 else (image * scale).astype(np.float32)
 
 
-def _to_nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
+def as_nifti(voxels: np.ndarray, affine: np.ndarray) -> nibabel.Nifti1Image:
+    """Return voxels and their place (mm) as an image that says the same in sform and qform."""
     image = nibabel.Nifti1Image(voxels, affine)
     image.header.set_xyzt_units("mm")
     image.set_sform(affine, code="scanner")

@@ -4,6 +4,7 @@ from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.planning.fingerprint import Taken, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry
 from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan
+from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
 from volseg.planning.stored import keep_fingerprint, load_fingerprint
 from volseg.planning.writing import require_new, write_config
@@ -23,6 +24,7 @@ __all__ = [
     "load_fingerprint",
     "parse_memory",
     "plan",
+    "published_fingerprint",
     "require_new",
     "take_fingerprint",
     "write_config",

@@ -101,7 +101,7 @@ class CheckedStep:
     """
 
     def __init__(self, step: Callable[[Case], Case], name: str, fields: Sequence[str]) -> None:
-        self.step = step
+        self.func = step  # as functools.partial calls it: whoever asks whose code prepares cases looks there
         self.name = name
         self.fields = fields
 
@@ -113,7 +113,7 @@ class CheckedStep:
         GridError
             If a volume has lost its place in the patient, or image and label no longer lie on one grid.
         """
-        made = self.step(case)
+        made = self.func(case)
         for field in (field for field in self.fields if field in case):
             volume = made.get(field) if isinstance(made, Mapping) else None
             if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:

@@ -216,4 +216,8 @@ class Checkpoints(Hook):
                     "training.clip, then go on from the checkpoint before by --resume"
                 )
         self.require_folder()
-        save_checkpoint(state, self.folder / name, previous=self.folder / PREVIOUS if name == LATEST else None)
+        try:
+            save_checkpoint(state, self.folder / name, previous=self.folder / PREVIOUS if name == LATEST else None)
+        except CheckpointError:
+            self.require_folder()  # says more, where the folder was taken away since it was asked
+            raise
