@@ -86,14 +86,16 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
     try:
         with torch.random.fork_rng([]), torch.no_grad():
             try:
-                return shape, functional_call(network, shapes, (torch.empty(shape, device="meta"),))
+                # DynUNet's layers stand under two names each; torch, told to tie them, would put the meta tensors back.
+                image = torch.empty(shape, device="meta")
+                return shape, functional_call(network, shapes, (image,), tie_weights=False)
             except ImportError:
                 raise
             except Exception:  # noqa: S110 - meta tensors have no values, at which the network may look
                 pass
             shape = (1, num_channels, *network.rule.sides(network.rule.minimum))
             kept = {key: tensor.detach().clone() for key, tensor in tensors}  # a norm's statistics would be moved
-            return shape, functional_call(network, kept, (torch.zeros(shape),))
+            return shape, functional_call(network, kept, (torch.zeros(shape),), tie_weights=False)
     except ImportError as fault:
         raise ConfigError(f"network {name} {explain_import(fault)}") from fault
     except VolsegError:
