@@ -46,6 +46,21 @@ def own_cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """Return the ids of the cases that are decompressed from now on."""
+    from volseg.data import preparing  # not for every test, nor in the processes that tests start
+
+    plain, names = preparing.read_case, []
+
+    def noted(case, task):
+        names.append(case["case"])
+        return plain(case, task)
+
+    monkeypatch.setattr(preparing, "read_case", noted)
+    return names
+
+
 def pytest_sessionfinish():
     """Remove what the session's processes have kept."""
     shutil.rmtree(SESSION_CACHE, ignore_errors=True)

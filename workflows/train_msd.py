@@ -13,7 +13,7 @@ import torch
 from volseg import Checkpoints, Named, Predictor, Training, Validation
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.bank import CaseBank
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
 from volseg.data.preparing import prepare_all
 from volseg.data.splits import folds

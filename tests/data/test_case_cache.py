@@ -21,12 +21,12 @@ from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data import case_cache, file_digests, preparing, stored_case
+from volseg.data import case_cache, file_digests, stored_case
 from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
 from volseg.data.case_cache import CaseCache
 from volseg.data.file_digests import FileDigests
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
 from volseg.data.preparing import prepare_sound, prepare_together
 from volseg.data.reading_group import meet_readers
@@ -53,19 +53,6 @@ def task(made, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """Return the ids of the cases that are decompressed from now on."""
-    plain, names = preparing.read_case, []
-
-    def noted(case, task):
-        names.append(case["case"])
-        return plain(case, task)
-
-    monkeypatch.setattr(preparing, "read_case", noted)
-    return names
 
 
 def prepared_by(task, folder=None, *, steps=STEPS, training=NUM_TRAINING, **options):
@@ -398,7 +385,7 @@ def test_what_was_used_longest_ago_makes_room_and_what_was_used_today_does_not(t
 PREPARE = """
 import json, os, signal, sys
 from volseg.data import case_cache, preparing, stored_case
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.transforms.preprocessing import build_preprocessing
 
 root, folder, steps, kills = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4] == "kill"

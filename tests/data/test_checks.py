@@ -4,7 +4,7 @@ import pytest
 
 from volseg.data.cases import Task
 from volseg.data.checks import Problem, check_case, check_cases, read_case, require_sound
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 

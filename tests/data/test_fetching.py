@@ -265,19 +265,24 @@ def test_chunks_without_a_length(serve, fetch):
     assert len(requests) == 2
 
 
-def test_a_server_that_stalls_is_asked_again(serve, fetch):
-    released = threading.Event()
+def stalling(content, upto, released):
+    """Return an act that sends what stands before ``upto``, and nothing more until it is released."""
 
-    def stall(handler):
+    def act(handler):
         handler.send_response(200)
-        handler.send_header("Content-Length", str(len(CONTENT)))
+        handler.send_header("Content-Length", str(len(content)))
         handler.send_header("ETag", '"one"')
         handler.end_headers()
-        handler.wfile.write(CONTENT[:200_000])
+        handler.wfile.write(content[:upto])
         handler.wfile.flush()
-        released.wait(60)
+        released.wait(300)
 
-    url, requests = serve(stall, ranged())
+    return act
+
+
+def test_a_server_that_stalls_is_asked_again(serve, fetch):
+    released = threading.Event()
+    url, requests = serve(stalling(CONTENT, 200_000, released), ranged())
     try:
         assert fetch(url, persistence=Persistence(timeout=0.5, attempts=3, first_wait=0.001)) == CONTENT
     finally:
@@ -551,17 +556,7 @@ def wait_for(holds):
 def test_ctrl_c_leaves_what_has_come_and_two_do_not_fetch_at_once(serve, tmp_path):
     content = make_archive(("Task77_Test/large", CONTENT))
     released = threading.Event()
-
-    def halt(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(content)))
-        handler.send_header("ETag", '"one"')
-        handler.end_headers()
-        handler.wfile.write(content[:400_000])
-        handler.wfile.flush()
-        released.wait(300)
-
-    url, requests = serve(halt, ranged(content))
+    url, requests = serve(stalling(content, 400_000, released), ranged(content))
     task, part = public(content, url), tmp_path / "Task77_Test.tar.part"
     try:
         with fetching(task, tmp_path) as process:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.errors import DataError
 
 

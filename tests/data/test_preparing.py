@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from volseg.data.checks import check_cases
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import _preprocess, prepare_all, prepare_sound
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads

@@ -18,7 +18,7 @@ from in_group import in_group
 from volseg.data import preparing, reading_group, shared_memory
 from volseg.data.bank import CaseBank
 from volseg.data.checks import Problem, check_cases
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_sound, prepare_together
 from volseg.data.reading_group import deal_by_size, meet_readers
 from volseg.data.shared_memory import SharedTensors, map_tensors, take

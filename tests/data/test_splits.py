@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.splits import Split, folds, read_splits, write_splits
 from volseg.errors import DataError
 

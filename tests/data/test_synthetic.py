@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import binary_dilation, label
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 

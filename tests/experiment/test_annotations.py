@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from volseg.data.labels import num_indices
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_sound
 from volseg.data.synthetic_labels import make_annotated_task
 from volseg.errors import ConfigError, DataError

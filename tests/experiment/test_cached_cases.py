@@ -5,7 +5,6 @@ import torch
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.data import preparing
 from volseg.data.cache_folder import list_entries
 from volseg.errors import ConfigError
 from volseg.experiment import train
@@ -13,19 +12,6 @@ from volseg.experiment.cross_validation import cross_validate
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
 NUM_CASES = 6
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """Return the ids of the cases that are decompressed from now on."""
-    plain, names = preparing.read_case, []
-
-    def noted(case, task):
-        names.append(case["case"])
-        return plain(case, task)
-
-    monkeypatch.setattr(preparing, "read_case", noted)
-    return names
 
 
 def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_path, own_cache, read, caplog):

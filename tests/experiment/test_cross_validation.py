@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from volseg import Hook
 from volseg.cli import app
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary

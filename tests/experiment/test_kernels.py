@@ -9,7 +9,7 @@ import torch
 from monai.networks.nets import UNet
 
 from volseg import Hook
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.errors import ConfigError
 from volseg.experiment import kernels, predict, train, validate
 from volseg.experiment.building import build_model

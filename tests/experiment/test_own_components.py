@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -229,6 +230,22 @@ def test_own_augmentations_go_on_exactly_in_the_middle_of_an_epoch(own, register
     train(load_config(config, [f"output={tmp_path / 'parts'}", *more]), resume=True)
     whole, parts = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_data_that_only_a_reader_of_ones_own_reads_are_planned_for(tmp_path):
+    folder, components = tmp_path / "arrays", tmp_path / "readers.py"
+    for name, voxels in (("images", np.random.default_rng(0).random((12, 12, 12))), ("labels", np.eye(12)[None] > 0)):
+        (folder / name).mkdir(parents=True)
+        for case in "abcde":
+            np.save(folder / name / f"{case}.npy", np.broadcast_to(voxels, (12, 12, 12)).astype(np.float32))
+    components.write_text(
+        "import numpy as np\nimport volseg\nfrom volseg.data import as_volume\n\n\n"
+        '@volseg.register("reader", ".npy")\ndef read(path):\n    voxels = np.load(path)\n'
+        "    return as_volume(voxels[None], np.eye(4), path, stored=voxels.dtype)\n",
+        encoding="utf-8",
+    )
+    call("configure", folder, "-o", tmp_path / "arrays.yaml", "--components", components)
+    assert load_config(tmp_path / "arrays.yaml").name == "arrays_unet"
 
 
 def test_verify_and_the_list_take_the_file_too(own):

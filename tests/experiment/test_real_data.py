@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.readers import read_volume
 from volseg.data.splits import folds
 from volseg.experiment import load_config, predict, train

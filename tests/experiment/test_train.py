@@ -17,7 +17,7 @@ import torch
 from monai.data import MetaTensor
 
 from volseg import Hook
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import read_summary

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from volseg import Named, Training, experiment
 from volseg.cli import app
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_sound
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError

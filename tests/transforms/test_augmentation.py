@@ -33,11 +33,11 @@ EVERYTHING = AugmentationConfig.model_validate(
 
 def only(**effects) -> AugmentationConfig:
     """Return a config in which nothing happens but ``effects``."""
-    names = [name for name in AugmentationConfig.model_fields if name not in _FLAGS]
+    names = [name for name in AugmentationConfig.model_fields if name not in _NO_EFFECTS]
     return AugmentationConfig.model_validate({name: effects.get(name, {"probability": 0}) for name in names})
 
 
-_FLAGS = {"enabled", "label_interpolation", "margin"}
+_NO_EFFECTS = {"enabled", "label_interpolation", "margin", "own"}
 
 
 def rng(seed: int = 0) -> torch.Generator:

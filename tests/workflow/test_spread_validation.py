@@ -9,7 +9,7 @@ import torch.distributed as dist
 from in_group import in_group
 from torch import nn
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_all, prepare_together
 from volseg.data.reading_group import meet_readers
 from volseg.data.synthetic import make_task

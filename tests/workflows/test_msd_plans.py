@@ -11,7 +11,7 @@ import pytest
 
 from volseg import experiment
 from volseg.data.catalogue import find_public_task
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.twins import make_twin
 from volseg.experiment.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import nibabel
 import pytest
 
-from volseg.data.msd import load_task
+from volseg.data.layouts import load_task
 from volseg.data.twins import make_twin
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))

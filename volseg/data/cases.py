@@ -86,19 +86,9 @@ class Task:
         return len(self.regions) or self.num_classes
 
     @property
-    def output_names(self) -> tuple[str, ...]:
-        """Name of each channel of a network's logits."""
-        return tuple(self.regions) or self.class_names
-
-    @property
     def class_values(self) -> tuple[int, ...]:
         """Value that each class has in files, in the order of the classes' indices."""
         return tuple(sorted(self.labels))
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Name of each class."""
-        return tuple(self.labels[value] for value in self.class_values)
 
     @property
     def output_values(self) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -27,11 +26,6 @@ class CaseSizes:
     """Share of the voxels that the cropping leaves."""
     voxels: Mapping[int, int] = field(default_factory=dict)
     """How many voxels each value of the label map has, before cropping."""
-
-    @property
-    def voxel_volume(self) -> float:
-        """Of one voxel (ml)."""
-        return math.prod(self.spacing) / 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
