@@ -124,7 +124,7 @@ def test_a_number_with_an_exponent_is_no_text(write):
 def test_a_config_that_is_no_utf8_says_so(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes("name: é".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; name a YAML file, saved as UTF-8"):
         load_config(path)
 
 

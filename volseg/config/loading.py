@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     except OSError as fault:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); save it as UTF-8") from fault
+        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
         raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
