@@ -61,7 +61,16 @@ def path_override(key: str, path: Path) -> str:
 
     >>> path_override("output", Path("2024-05-01"))
     'output="2024-05-01"'
+
+    Raises
+    ------
+    ConfigError
+        For a name that is no text in the locale's encoding: the config of a run could not hold it.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+        raise ConfigError(
+            f"{key} {str(path)!r} is no text in the encoding of this locale; set LC_ALL=C.UTF-8, or choose another name"
+        )
     return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON text is a YAML text
 
 
