@@ -25,8 +25,8 @@ from volseg.experiment import load_config, train
 from volseg.monitoring.environment import environment
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-WANTED = 0.85
-"""Mean Dice."""
+WANTED = {"regions": 0.85, "sparse": 0.85}
+"""Mean Dice, where every structure was looked for in every case."""
 
 VALUES = {"regions": {1: 1, 2: 4}, "gaps": {1: 7, 2: 500}}
 """The values of the two structures, where they are not 1 and 2."""
@@ -56,8 +56,8 @@ def main() -> None:
             print(name, json.dumps(rows[name]), flush=True)
             if chosen.result is not None:
                 chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if low := [name for name, row in rows.items() if not row["mean_dice"] >= WANTED]:
-        raise SystemExit(f"below a mean Dice of {WANTED}: {', '.join(low)}")
+    if low := [name for name, row in rows.items() if not row["mean_dice"] >= WANTED.get(name, 0)]:
+        raise SystemExit(f"below the mean Dice of {WANTED}: {', '.join(low)}")
 
 
 def train_on(name: str, folder: Path, epochs: int, num_cases: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def train_on(name: str, folder: Path, epochs: int, num_cases: int) -> dict[str, 
     assert outcome.validated is not None
     return {
         "mean_dice": round(outcome.validated.score, 4),
-        **{key: round(value, 4) for key, value in outcome.validated.scores.items()},
+        **{key: None if math.isnan(value) else round(value, 4) for key, value in outcome.validated.scores.items()},
         "full_anatomy": score_fully(outcome.folder.validation, full, VALUES.get(name, {1: 1, 2: 2})),
         "seconds": round(seconds),
     }

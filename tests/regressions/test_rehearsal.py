@@ -1,47 +1,40 @@
-"""What was wrong with the rehearsal of a call on shapes: what its result depends on, and what it cannot tell."""
+"""A rehearsed network has the weights it had.
+
+MONAI's DynUNet registers each block in two places. `torch.func.functional_call` lent it the tensors of the rehearsal by
+all names and gave back its own by one of them, so that every DynUNet stood on the meta device before its training.
+"""
 
 import copy
-from typing import Any
 
 import pytest
-import torch
-from networks import Apply
-from torch import Tensor, nn
 
-from volseg.errors import UnsupportedOperatorError
-from volseg.parallel import ModelParallel
+from volseg.config.schema import ExperimentConfig
+from volseg.data import load_task
+from volseg.data.synthetic_labels import make_annotated_task
+from volseg.experiment.rehearsing import rehearse_network
+from volseg.models import FitGrid, build_network
 
-
-def spatial(net: nn.Module, **options: Any) -> ModelParallel:
-    return ModelParallel(copy.deepcopy(net), strategy="spatial", devices=["cpu", "cpu:1"], **options)
+DYNUNET = {"name": "DynUNet", "filters": [4, 8, 8], "strides": [1, 2, 2], "deep_supervision": True}
 
 
-def volume() -> Tensor:
-    return torch.randn(2, 3, 7, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-def test_the_default_dtype_changes_between_two_calls() -> None:
-    """The dtype of the first call was expected of the second, which was refused as a mistake of ours."""
-
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        first = torch.where(x > 0, 1.0, 0.0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return first, torch.where(x > 0, 1.0, 0.0)
-        finally:
-            torch.set_default_dtype(before)
-
-    net = Apply(forward)
-    for expected, found in zip(net(volume()), spatial(net)(volume()), strict=True):
-        torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
-
-
-def test_how_often_to_repeat_is_read_off_a_tensor() -> None:
-    """The sizes cannot be told without values: torch's RuntimeError about meta tensors."""
-    net = Apply(lambda x: x.repeat_interleave(torch.tensor([1, 0, 2]), 1))
-    with pytest.raises(UnsupportedOperatorError, match="one count"):
-        spatial(net)(volume())
-    with pytest.warns(UserWarning, match="runs on the gathered volume"):
-        found = spatial(net, on_unsupported="gather")(volume()).full_tensor()
-    torch.testing.assert_close(found, net(volume()), rtol=0, atol=0)
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_network_whose_blocks_stand_in_two_places(batch: bool, tmp_path) -> None:
+    task = load_task(make_annotated_task(tmp_path, "gaps", num_cases=2))
+    spec = {**DYNUNET, "norm_name": "batch"} if batch else DYNUNET
+    network = FitGrid(build_network(spec, in_channels=1, out_channels=3))
+    every = {"remove_duplicate": False}
+    named = [*network.named_parameters(**every), *network.named_buffers(**every)]
+    before, places = copy.deepcopy(network.state_dict()), {name: id(tensor) for name, tensor in named}
+    config = ExperimentConfig.model_validate(
+        {
+            "name": "a",
+            "data": {"root": tmp_path},
+            "patch": {"size": [8, 8, 8]},
+            "network": spec,
+            "optimizer": {"name": "SGD", "lr": 0.1},
+        }
+    )
+    rehearse_network(network, config, task)
+    after = [*network.named_parameters(**every), *network.named_buffers(**every)]
+    assert {name: id(tensor) for name, tensor in after} == places
+    assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())

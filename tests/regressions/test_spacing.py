@@ -39,9 +39,8 @@ def task(tmp_path_factory):
 @pytest.fixture
 def config(task, tmp_path):
     path = tmp_path / "thick.yaml"
-    path.write_text(
-        yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}), encoding="utf-8"
-    )
+    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return lambda *overrides: experiment.load_config(path, overrides)
 
 

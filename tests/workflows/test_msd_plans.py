@@ -101,11 +101,11 @@ def test_the_config_trains_validates_and_predicts_on_its_twin(task, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_the_twin_is_learned_by_the_config(task, tmp_path):
-    """A narrow network, three hundred batches: what it finds is there by far more than by chance."""
+    """A narrow network and sixty batches: the loss of the last of three epochs is well below that of the first."""
     width = len(config_of(task).network.spec()["filters"])
-    overrides = [
-        f"network.filters={[8, 16, *[32] * (width - 2)]}",
-        *("training.epochs=1", "training.iterations=300", "training.ema=0.98", "optimizer.lr=0.003"),
-    ]
-    _, outcome, _ = run_all_verbs(task, tmp_path, *overrides, num_cases=8)
-    assert outcome.validated.summary["foreground_mean"]["Dice"] > 0.3
+    lengths = ("training.epochs=3", "training.iterations=20", "training.validate_every=3", "optimizer.lr=0.003")
+    _, outcome, _ = run_all_verbs(
+        task, tmp_path, f"network.filters={[4, 8, *[16] * (width - 2)]}", *lengths, num_cases=4
+    )
+    losses = [record.losses["loss"] for record in outcome.history]
+    assert losses[-1] < 0.9 * losses[0]
