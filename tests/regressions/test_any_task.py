@@ -1,8 +1,10 @@
 """Data sets of one's own: what was trained on or planned from in silence was not what the folder said."""
 
+import importlib
 import json
 import logging
 import os
+from dataclasses import replace
 
 import nibabel
 import numpy as np
@@ -11,12 +13,17 @@ import SimpleITK
 import yaml
 
 from volseg.data import load_task
+from volseg.data.case_cache import CaseCache
+from volseg.data.checks import check_task, mend_task
+from volseg.data.readers import SUFFIXES
+from volseg.data.splits import read_splits
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import load_config, train
 from volseg.planning import Fingerprint, plan, take_fingerprint
 from volseg.planning.facts import CaseSizes
 from volseg.planning.stored import keep_fingerprint, load_fingerprint
+from volseg.transforms.preprocessing import build_preprocessing
 
 SPLIT = "case,image,label,fold\n"
 
@@ -147,3 +154,63 @@ def test_regions_of_two_sides_are_not_mirrored_into_each_other():
     planned = plan(Fingerprint(task="Lungs", channels=("CT",), labels=values, cases=(case,), regions=regions))
     assert planned.config().augmentation.mirror.axes == (False, True, True)
     assert planned.config().inference.mirror is False
+
+
+def test_the_package_of_a_step_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
+    """Of a lab's own package only the file with the step itself counted: with another ``mean.py`` beside it, cases
+    were trained on as the old one had prepared them."""
+    package = tmp_path / "own_lab"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "mean": "MEAN = 1.0\n",
+        "steps": "from own_lab.mean import MEAN\nclass Shift:\n    def __call__(self, case):\n        return case\n",
+    }.items():
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    step = importlib.import_module("own_lab.steps").Shift()
+    task = load_task(folder)
+
+    def key():
+        preprocessing = build_preprocessing([{"name": "ZScore"}])
+        preprocessing.transforms = (*preprocessing.transforms, step)
+        return CaseCache(tmp_path / "cache", task, preprocessing).key_of(task.training[0])
+
+    before = key()
+    assert key() == before
+    (package / "mean.py").write_text("MEAN = 2.0\n", encoding="utf-8")
+    assert key() != before
+
+
+def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
+    """Readers were looked for among the images alone: labels in a format of one's own were those of its old reader."""
+    (tmp_path / "own_reader.py").write_text("def read(path):\n    raise NotImplementedError\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = load_task(folder)
+    task = replace(task, training=tuple({**case, "label": tmp_path / "a.own"} for case in task.training))
+    (tmp_path / "a.own").write_bytes(b"voxels")
+    SUFFIXES.register(".own", importlib.import_module("own_reader").read)
+
+    def key():
+        return CaseCache(tmp_path / "cache", task, build_preprocessing([{"name": "ZScore"}])).key_of(task.training[0])
+
+    try:
+        before = key()
+        (tmp_path / "own_reader.py").write_text("def read(path):\n    return None\n", encoding="utf-8")
+        assert key() != before
+    finally:
+        SUFFIXES.forget(".own")
+
+
+def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
+    """The copy is a folder in MSD's layout, which says no folds: nnU-Net's were made, in which other cases validate
+    than in the table."""
+    cases = load_task(folder).training
+    rows = [f"{case['case']},{case['image']},{case['label']},{place % 2}" for place, case in enumerate(cases)]
+    (tmp_path / "table").mkdir()
+    table = tmp_path / "table" / "cases.csv"
+    table.write_text(SPLIT + "\n".join(rows) + "\n", encoding="utf-8")
+    task = load_task(table)
+    mended = mend_task(check_task(task), tmp_path / "copy")
+    assert read_splits(mended.splits, [case["case"] for case in load_task(mended.root).training]) == list(task.splits)
+    assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in mended.lines()[0]
