@@ -6,11 +6,11 @@ looks at values, which these have not, runs on the smallest volume that it takes
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
@@ -18,6 +18,7 @@ from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.errors import ConfigError, VolsegError
 from volseg.models import FitGrid
+from volseg.models.copies import run_on_copies
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 
@@ -79,21 +80,20 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
 def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[int]) -> tuple[tuple[int, ...], Any]:
     """Return the shape of an image, and the network's output for it."""
     mode, sides = network.training, network.rule.sides(patch)
-    tensors = [*network.named_parameters(), *network.named_buffers()]
-    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors}
     shape = (1, num_channels, *sides)
     network.train()
     try:
         with torch.random.fork_rng([]), torch.no_grad():
             try:
-                return shape, _call(network, shapes, torch.empty(shape, device="meta"))
+                image = torch.empty(shape, device="meta")
+                return shape, run_on_copies(network, partial(torch.empty_like, device="meta"), image)
             except ImportError:
                 raise
             except Exception:  # noqa: S110 - meta tensors have no values, at which the network may look
                 pass
             shape = (1, num_channels, *network.rule.sides(network.rule.minimum))
-            kept = {key: tensor.detach().clone() for key, tensor in tensors}  # a norm's statistics would be moved
-            return shape, _call(network, kept, torch.zeros(shape))
+            # Clones, as a norm's statistics would be moved.
+            return shape, run_on_copies(network, torch.clone, torch.zeros(shape))
     except ImportError as fault:
         raise ConfigError(f"network {name} {explain_import(fault)}") from fault
     except VolsegError:
@@ -102,11 +102,6 @@ def _run_once(network: FitGrid, name: str, num_channels: int, patch: Sequence[in
         raise ConfigError(f"network {name} cannot be run on an image of {shape}: {_tell(fault)}") from fault
     finally:
         network.train(mode)
-
-
-def _call(network: nn.Module, tensors: dict[str, Tensor], image: Tensor) -> Any:
-    # With tie_weights torch 2.13 puts back, for a module that stands in two places (MONAI's DynUNet), what it lent.
-    return functional_call(network, tensors, (image,), tie_weights=False)
 
 
 def rehearse_losses(objective: Objective, made: Mapping[str, Any], task: Task) -> None:

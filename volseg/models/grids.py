@@ -8,15 +8,16 @@ nothing, in training mode with a batch of one, and gives an output on the input'
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from monai.networks import nets
 from torch import nn
-from torch.func import functional_call
 
 from volseg.errors import GridError
+from volseg.models.copies import run_on_copies
 from volseg.models.deep_supervision import DynUNet
 from volseg.models.residual_encoder import ResEncUNet
 from volseg.models.vnet import VNet
@@ -206,8 +207,6 @@ class _Answers:
     def __init__(self, net: nn.Module, in_channels: int) -> None:
         self.net = net
         self.in_channels = in_channels
-        tensors = [*net.named_parameters(), *net.named_buffers()]
-        self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
         self.last_fault = "every output has another shape"
 
     def takes(self, sides: Sides) -> bool:
@@ -215,9 +214,8 @@ class _Answers:
         self.net.train()
         try:
             with torch.no_grad():
-                output = functional_call(
-                    self.net, self._shapes, (torch.empty(1, self.in_channels, *sides, device="meta"),)
-                )
+                image = torch.empty(1, self.in_channels, *sides, device="meta")
+                output = run_on_copies(self.net, partial(torch.empty_like, device="meta"), image)
         except ImportError:  # of what only a forward pass needs, which no other size brings
             raise
         except Exception as fault:

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from volseg.data.case_cache import choose_cache_folder
 from volseg.data.cases import Case, Task
 from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
@@ -75,8 +76,8 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
 
 def find_places(task: Task) -> list[Path]:
     """Return where the fingerprint of a data set may lie, in the order of preference."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(os.environ.get("VOLSEG_CACHE") or os.path.join(home, "volseg"))
+    folder = choose_cache_folder("auto")
+    assert folder is not None
     root = Path(os.path.abspath(task.root))
     root = root if root.is_dir() else root.parent  # a table of paths
     called = sha256(os.fsencode(root)).hexdigest()[:16]
