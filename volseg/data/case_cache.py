@@ -420,7 +420,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
-    for name in ("root", "training", "test"):
+    for name in ("root", "training", "test", "splits"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.
