@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from volseg.data import case_cache, file_digests, preparing, stored_case
 from volseg.data.bank import CaseBank
-from volseg.data.case_cache import CaseCache, choose_cache_folder, list_entries, remove_entries, verify_entries
+from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
+from volseg.data.case_cache import CaseCache
 from volseg.data.file_digests import FileDigests
 from volseg.data.msd import load_task
 from volseg.data.patches import PatchBatches

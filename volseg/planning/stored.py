@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from volseg.data.case_cache import choose_cache_folder
+from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.cases import Case, Task
 from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
