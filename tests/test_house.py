@@ -158,7 +158,7 @@ TRITONS_OWN = {"per_program"}
 """Triton calls one instance of a kernel a program."""
 
 STARTS_PROCESSES = {
-    "volseg.cli": {"_run_launched", "launch"},
+    "volseg.cli.running": {"_run_launched", "launch"},
     "volseg.experiment.launching": {"launching"},
     "volseg.launched": {"Launch", "find_launch", "launched"},
     "volseg.lifetime": {"end_with_launcher"},

@@ -5,7 +5,7 @@ Aliases and not TypedDicts: configs name further fields, and a field is looked u
 
 from typing import Any
 
-__all__ = ["Batch", "Case"]
+__all__ = ["LABEL_FIELDS", "Batch", "Case"]
 
 Case = dict[str, Any]
 """One patient: ``case`` (id), ``image`` and, except for prediction, ``label``.
@@ -17,3 +17,6 @@ where these are not all; see `volseg.data.labels`.
 
 Batch = dict[str, Any]
 """Patches that train together: ``image`` (B, C, D, H, W), ``label`` (B, 1, D, H, W) and ``case``, their B ids."""
+
+LABEL_FIELDS = frozenset({"label"})
+"""Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.data import preparing
-from volseg.data.case_cache import list_entries
+from volseg.data.cache_folder import list_entries
 from volseg.errors import ConfigError
 from volseg.experiment import train
 from volseg.experiment.cross_validation import cross_validate

@@ -12,10 +12,9 @@ import shutil
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 import volseg.transforms
 from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, list_voxels, require_fit
+from volseg.data.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
 from volseg.data.cases import Case, Task
 from volseg.data.file_digests import FileDigests
 from volseg.data.readers import SUFFIXES, find_suffix, list_files
@@ -40,21 +40,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "CacheEntry",
-    "CaseCache",
-    "choose_cache_folder",
-    "describe_entries",
-    "list_entries",
-    "remove_entries",
-    "take_case",
-    "verify_entries",
-]
+__all__ = ["CaseCache", "take_case"]
 
 logger = logging.getLogger(__name__)
-
-VARIABLE = "VOLSEG_CACHE"
-"""Environment variable: the folder, or ``none``."""
 
 LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
 """Whose code prepares cases, beside our own; a library's version stands for its code."""
@@ -65,8 +53,6 @@ OWN_CODE = (Path(__file__).parent, Path(volseg.transforms.__file__).parent)
 VOXEL_PARTS = (".voxels", ".count")
 """Of a list of voxels, as they are stored beside the volumes."""
 
-SUFFIX = ".case"
-GIB = 2**30
 LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
 """Of the disk, what is left to others: the smaller of the two."""
 
@@ -75,91 +61,6 @@ KEPT_SECONDS = 24 * 3600.0
 
 PARTIAL_SECONDS = 24 * 3600.0
 """After which a file that is still being written has been given up."""
-
-TAG = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n# Made by volseg; may be removed. See https://bford.info/cachedir/\n"
-)
-"""Tells backups to leave the folder out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheEntry:
-    """A file of the cache."""
-
-    path: Path
-    size: int
-    used: float
-    """When it was last opened by a training, in seconds of the system's clock."""
-
-
-def choose_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that ``data.cache`` means; None for none.
-
-    ``auto`` is ``$VOLSEG_CACHE``, else ``volseg`` in ``$XDG_CACHE_HOME``, else ``~/.cache/volseg``.
-    """
-    if wanted == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        wanted = os.environ.get(VARIABLE) or os.path.join(home, "volseg")
-    return None if wanted == "none" else Path(os.path.abspath(wanted))
-
-
-def list_entries(folder: Path) -> list[CacheEntry]:
-    """Return all stored cases, those used longest ago first."""
-    found = []
-    with suppress(FileNotFoundError), os.scandir(folder / "cases") as files:
-        for file in files:
-            if file.name.endswith(SUFFIX) and not file.name.startswith("."):
-                with suppress(FileNotFoundError):  # another process removes them as well
-                    told = file.stat()
-                    found.append(CacheEntry(path=Path(file.path), size=told.st_size, used=told.st_mtime))
-    return sorted(found, key=lambda entry: entry.used)
-
-
-def describe_entries(folder: Path | None) -> str:
-    """Return a line for each folder of images whose cases are kept, and a last one for all."""
-    if folder is None:
-        return "no cases are kept: the cache is none"
-    by_source: dict[str, list[CacheEntry]] = defaultdict(list)
-    entries = list_entries(folder)
-    for entry in entries:
-        try:
-            by_source[str(StoredCase.open(entry.path).about["source"])].append(entry)
-        except (OSError, DamagedCaseError):
-            by_source["(damaged, or removed just now)"].append(entry)
-    lines = [
-        f"{len(kept)} case(s), {sum(entry.size for entry in kept) / GIB:.2f} GiB, last used "
-        f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(kept[-1].used))}, of {source}"
-        for source, kept in by_source.items()
-    ]
-    total = f"{len(entries)} case(s), {sum(entry.size for entry in entries) / GIB:.2f} GiB, in {folder}"
-    return "\n".join([*lines, total])
-
-
-def remove_entries(folder: Path, *, unused_seconds: float = 0.0) -> list[CacheEntry]:
-    """Remove and return the stored cases that nobody has used for so long; who maps one keeps it until he ends."""
-    latest = time.time() - unused_seconds
-    chosen = [entry for entry in list_entries(folder) if entry.used <= latest]
-    for entry in chosen:
-        entry.path.unlink(missing_ok=True)
-    if unused_seconds == 0:
-        for file in (folder / "files").glob("*.json"):
-            file.unlink(missing_ok=True)
-    _remove_given_up(folder, latest)
-    return chosen
-
-
-def verify_entries(folder: Path) -> Iterator[tuple[CacheEntry, str | None]]:
-    """Read every stored case to its end; yield what is wrong with it, if anything is: such a one is removed."""
-    for entry in list_entries(folder):
-        try:
-            StoredCase.open(entry.path).require_whole()
-        except FileNotFoundError:
-            continue
-        except DamagedCaseError as fault:
-            entry.path.unlink(missing_ok=True)
-            yield entry, str(fault)
-        else:
-            yield entry, None
 
 
 class CaseCache:
@@ -201,7 +102,7 @@ class CaseCache:
         # Beyond it what is compared would push out of memory what was compared before.
         self._verified_bytes = available_bytes() // 2
         self._lock = threading.Lock()
-        _make_folder(folder)
+        make_cache_folder(folder)
 
     def key_of(self, case: Case) -> str | None:
         """Return the name of what a case is prepared to; None if its files cannot be read."""
@@ -331,7 +232,7 @@ class CaseCache:
                 self._used_bytes = sum(entry.size for entry in list_entries(self.folder))
             excess = self._measure_excess(needed)
             if excess > 0:
-                _remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
+                remove_given_up(self.folder, time.time() - PARTIAL_SECONDS)
                 entries = list_entries(self.folder)
                 self._used_bytes = sum(entry.size for entry in entries)
                 excess = self._measure_excess(needed)
@@ -389,28 +290,6 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
     return {**case, **plain, "voxels": voxels}
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # these are patients
-    except OSError as fault:
-        raise ConfigError(
-            f"prepared cases cannot be kept in {folder} ({fault.strerror or fault}); name another folder by "
-            f"data.cache or {VARIABLE}, or set data.cache to none"
-        ) from fault
-    with suppress(OSError):  # where only reading is allowed
-        (folder / "cases").mkdir(exist_ok=True)
-        if not (folder / "CACHEDIR.TAG").exists():
-            (folder / "CACHEDIR.TAG").write_text(TAG, encoding="utf-8")
-
-
-def _remove_given_up(folder: Path, latest: float) -> None:
-    """Remove what killed processes have left half written."""
-    for file in folder.glob("*/.*.partial"):
-        with suppress(FileNotFoundError):
-            if file.stat().st_mtime <= latest:
-                file.unlink()
-
-
 def _without_files(case: Case) -> Case:
     return {name: value for name, value in case.items() if name not in ("case", "image", "label")}
 
@@ -420,7 +299,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
-    for name in ("root", "training", "test"):
+    for name in ("root", "training", "test", "splits"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.
@@ -446,7 +325,8 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
     files = [file for folder in OWN_CODE for file in sorted(folder.rglob("*.py"))]
     steps = [getattr(step, "func", step) for step in preprocessing.transforms]
     factories = [PREPROCESSING[component["name"]] for component in preprocessing.components or ()]
-    suffixes = {find_suffix(file) for case in task.training for file in list_files(case["image"])}
+    read = [case[field] for case in task.training for field in ("image", "label") if field in case]
+    suffixes = {find_suffix(file) for field in read for file in list_files(field)}
     readers = [SUFFIXES[suffix] for suffix in suffixes if suffix is not None]
     made_of = [
         *(cls for step in steps for cls in type(step).__mro__),
@@ -461,11 +341,19 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
                 f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
                 "without anybody noticing; put it into a file, or set data.cache to none"
             )
-        files.append(Path(file))
+        files.extend(_list_sources(name, Path(file)))
     digest = sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _list_sources(module: str, file: Path) -> Iterator[Path]:
+    """Yield the files of a module's code: all of the package that it belongs to, whose other modules it may call."""
+    yield file
+    package = sys.modules.get(module.partition(".")[0])
+    for folder in getattr(package, "__path__", ()):
+        yield from sorted(Path(folder).rglob("*.py"))
 
 
 def _say(content: Any) -> str:

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.case_cache import CaseCache, choose_cache_folder
+from volseg.data.cache_folder import choose_cache_folder
+from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
 from volseg.data.layouts import load_task

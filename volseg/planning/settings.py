@@ -236,8 +236,8 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
 
 
 def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
-    """Return the first two labels whose names differ by left and right only."""
-    names = {name.casefold(): name for name in fingerprint.labels.values()}
+    """Return the first two labels or regions whose names differ by left and right only."""
+    names = {name.casefold(): name for name in (*fingerprint.labels.values(), *fingerprint.regions)}
     for lowered, name in names.items():
         other = re.sub(r"(?<![a-z])left(?![a-z])", "right", lowered)
         if other != lowered and other in names:

@@ -18,7 +18,6 @@ from monai.transforms import (
     CropForegroundd,
     DivisiblePad,
     MapTransform,
-    NormalizeIntensity,
     Orientationd,
     Padd,  # codespell:ignore padd
     Spacingd,
@@ -27,16 +26,13 @@ from monai.transforms import (
 
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
-from volseg.fields import Case
+from volseg.fields import LABEL_FIELDS, Case
 from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
+from volseg.transforms.intensities import ClipZScore, ZScore
 from volseg.transforms.resampling import SlabResample
 
-__all__ = ["LABEL_FIELDS", "PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
-
-LABEL_FIELDS = frozenset({"label"})
-"""Fields that hold label maps: resampled to the nearest voxel, never normalised, stored as integers."""
-
+__all__ = ["PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
 
 GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
 """Components that change the grid."""
@@ -302,102 +298,6 @@ class PlaneSpacing(BoundedSpacing):
         modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
         planes = BoundedSpacing(fields, pixdim=within, mode=modes, padding_mode="border")
         return BoundedSpacing(fields, pixdim=target, mode="nearest", padding_mode="border")(planes(data))
-
-
-def choose_channels(volume: MetaTensor, channels: Sequence[int] | None, field: str) -> list[int]:
-    """Return the channels to work on, all of them by default."""
-    chosen = list(range(len(volume)) if channels is None else channels)
-    if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
-        raise DataError(f"{field} has {len(volume)} channel(s) and no channel {absent[0]}; they count from 0")
-    return chosen
-
-
-class ZScore(MapTransform):
-    """Shift and scale each channel of each image to mean 0 and standard deviation 1.
-
-    Parameters
-    ----------
-    nonzero : bool, optional
-        Take the moments over the voxels that are not 0 and leave the others at 0: for skull-stripped images.
-    channels : sequence of int, optional
-        Leave the other channels as they are.
-    """
-
-    def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
-        super().__init__([field for field in fields if field not in LABEL_FIELDS])
-        self.channels = channels
-        self.normalise = NormalizeIntensity(nonzero=nonzero, channel_wise=True)
-
-    def __call__(self, data: Mapping[str, Any]) -> Case:
-        case = dict(data)
-        for field in self.key_iterator(case):
-            volume = case[field].float().clone()  # NormalizeIntensity writes into what it is given
-            chosen = choose_channels(volume, self.channels, field)
-            if len(chosen) == len(volume):
-                volume = self.normalise(volume)
-            else:
-                volume[chosen] = self.normalise(volume.as_tensor()[chosen])
-            case[field] = volume
-        return case
-
-
-class ClipZScore(MapTransform):
-    """Clip intensities, then subtract a mean and divide by a standard deviation: for CT.
-
-    Parameters
-    ----------
-    lower, upper : float, optional
-        Where to clip, in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the foreground of the data set.
-    percentiles : (float, float), optional
-        Clip each channel at these percentiles of its own voxels, in place of ``lower`` and ``upper``.
-    mean, std : float, optional
-        Of the foreground of the data set. Without them each channel's own moments after clipping are used.
-    channels : sequence of int, optional
-        Leave the other channels as they are.
-    """
-
-    def __init__(
-        self,
-        fields: Sequence[str],
-        *,
-        lower: float | None = None,
-        upper: float | None = None,
-        percentiles: Sequence[float] | None = None,
-        mean: float | None = None,
-        std: float | None = None,
-        channels: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__([field for field in fields if field not in LABEL_FIELDS])
-        limits = lower is not None and upper is not None and lower < upper
-        if limits == (percentiles is not None) or (percentiles and (lower, upper) != (None, None)):
-            raise ValueError("give lower < upper, or percentiles")
-        if percentiles is not None and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
-            raise ValueError(f"percentiles must be two rising numbers in [0, 100], got {list(percentiles)}")
-        if (mean is None) != (std is None) or (std is not None and std <= 0):
-            raise ValueError(f"mean and a positive std go together, got mean={mean}, std={std}")
-        self.lower, self.upper, self.percentiles = lower, upper, percentiles
-        self.mean, self.std, self.channels = mean, std, channels
-
-    def __call__(self, data: Mapping[str, Any]) -> Case:
-        case = dict(data)
-        for field in self.key_iterator(case):
-            chosen = choose_channels(case[field], self.channels, field)
-            channels = [
-                self._normalise(channel) if number in chosen else channel
-                for number, channel in enumerate(case[field].as_tensor().float())
-            ]
-            case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
-        return case
-
-    def _normalise(self, channel: torch.Tensor) -> torch.Tensor:
-        lower, upper = self.lower, self.upper
-        if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
-            lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
-        channel = channel.clamp(lower, upper)
-        if self.mean is not None and self.std is not None:
-            return (channel - self.mean) / self.std
-        std = channel.std(correction=0)
-        return (channel - channel.mean()) / torch.where(std > 0, std, 1.0)
 
 
 def crop_foreground(

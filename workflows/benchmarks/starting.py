@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from volseg.data.bank import CaseBank
-from volseg.data.case_cache import CaseCache, list_entries, remove_entries
+from volseg.data.cache_folder import list_entries, remove_entries
+from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Task
 from volseg.data.checks import read_case
 from volseg.data.layouts import load_task

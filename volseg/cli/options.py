@@ -1,0 +1,26 @@
+"""Options and arguments that several verbs have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Checkpoint", "Components", "NoCache", "Overrides", "RunArgument"]
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+Components = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
+Checkpoint = Annotated[
+    str,
+    typer.Option(
+        help="latest (the end of the training), best (on the validation cases) or previous (the latest before it)."
+    ),
+]

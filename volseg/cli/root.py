@@ -1,0 +1,39 @@
+"""The command line as a whole: every verb, and the options before a verb."""
+
+from typing import Annotated
+
+import typer
+
+from volseg.cli.data import data_app
+from volseg.cli.tools import tools_app
+from volseg.cli.training import training_app
+from volseg.version import __version__
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="volseg",
+    help="Train 3D medical segmentation networks; several GPUs behave as one large one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(training_app)  # without a name: its verbs are the program's own
+app.add_typer(tools_app)
+app.add_typer(data_app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"volseg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options that come before a verb."""
+    del version

@@ -1,0 +1,126 @@
+"""The process around a verb: what signals do to it, its last words and exit status, alone or among others.
+
+What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
+system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from volseg.cli.root import app
+from volseg.errors import VolsegError
+from volseg.launched import OWN_LAUNCHER, Launch, find_launch
+from volseg.lifetime import end_at_exit, end_with_launcher
+from volseg.monitoring.console import BesideBars, close_bars
+
+__all__ = ["main"]
+
+ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+"""What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
+
+INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
+"""Exit statuses."""
+
+WAYS_ON = {
+    "train": "a training that had begun is saved, go on with it by --resume",
+    "cross-validate": "a training that had begun is saved, go on with it by --resume",
+    "predict": "the label maps that are written are whole, go on with the others by --resume",
+}
+"""What to do by verb, after an interruption or a refusal of the system; the other verbs are begun again."""
+
+
+@contextmanager
+def _leaving_nothing_half_done() -> Iterator[None]:
+    """Let the signals that end jobs unwind as Ctrl-C does: half-written files and locks are removed.
+
+    Not in a process that a launcher started: waiting for the others in C++ it could not unwind.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    if find_launch() is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
+    before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Run the command line."""
+    launch = find_launch()
+    if launch is not None or OWN_LAUNCHER in os.environ:
+        end_with_launcher()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[BesideBars()])
+    if launch is not None:
+        _run_launched(launch)
+    try:
+        with _leaving_nothing_half_done():
+            app()
+    except VolsegError as fault:
+        _say(f"volseg: {fault}", typer.colors.RED)
+        sys.exit(1)
+    except OSError as fault:  # a full disk, a folder that may not be written
+        _say(f"volseg: {_describe_refusal(fault)}", typer.colors.RED)
+        sys.exit(1)
+    except SystemExit as end:  # typer turns Ctrl-C into this one
+        if end.code in INTERRUPTED:
+            _say(f"volseg: interrupted; {_find_way_on()}")
+        raise
+
+
+def _say(words: str, colour: str | None = None) -> None:
+    """Print the last words of the process, on a line of their own."""
+    close_bars()
+    typer.secho(words, fg=colour, err=True)
+
+
+def _find_way_on() -> str:
+    """Return how what the command line asked for is gone on with."""
+    verb = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    return WAYS_ON.get(verb, "run the same command again")
+
+
+def _run_launched(launch: Launch) -> NoReturn:
+    """Run the command line as one of the processes of a job, which end together and tell what happened once."""
+    ending = end_at_exit()
+    try:
+        app()
+        status = 0
+    except SystemExit as end:
+        if end.code in INTERRUPTED and launch.rank == 0:
+            _say(f"volseg: interrupted; {_find_way_on()}")
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as fault:
+        from volseg.parallel.failures import end_after  # imports torch: not for --help
+        from volseg.parallel.processes import find_supervision
+
+        # The system's refusals are no fault of ours that a traceback would help with.
+        said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
+        end_after(said, find_supervision())
+    if "torch" in sys.modules:
+        from volseg.parallel.processes import stop_watching  # imports torch: not for --help
+
+        stop_watching()
+    ending.status = status
+    sys.exit(status)
+
+
+def _describe_refusal(fault: OSError) -> str:
+    where = "" if fault.filename is None else f"{fault.filename}: "
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; {_find_way_on()}"

@@ -1,0 +1,182 @@
+"""The verbs from a data set to its label maps: configure, train, cross-validate, validate and predict."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from volseg.cli.options import Checkpoint, Components, NoCache, Overrides, RunArgument
+
+__all__ = ["training_app"]
+
+training_app = typer.Typer()
+
+
+@training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml")
+def configure(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    preset: Annotated[
+        str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
+    ] = "unet",
+    gpu_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")
+    ] = "8GiB",
+    name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.planning import parse_memory, require_new, write_config
+
+    memory = parse_memory(gpu_memory)
+    require_new(output, force=force)  # before minutes of reading
+    planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
+    write_config(planned, output, force=force)
+    typer.echo(experiment.configure_words(planned, output))
+
+
+@training_app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment; or a data set, to be planned for.")
+    ],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint, and validate at the end.")
+    ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="For a command that is run again and again: begin, or go on, or print the report if all is done.",
+        ),
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
+    ] = 0,
+    no_cache: NoCache = False,
+    components: Components = None,
+    preset: Annotated[
+        str | None, typer.Option(help="With a data set: what is planned, as in `volseg configure`; default unet.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
+    ] = None,
+) -> None:
+    """Train a network, validate it, and leave a run folder."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.config.loading import path_override
+    from volseg.parallel.devices import count_launched, is_launched
+    from volseg.planning import parse_memory
+
+    experiment.load_components(components or ())
+    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
+    if experiment.is_data_set(config):
+        memory = parse_memory(gpu_memory or "8GiB")
+        goes_on = resume or restart
+        config = experiment.plan_run(
+            config, preset=preset or "unet", gpu_memory=memory, overrides=overrides, resume=goes_on
+        )
+    elif preset or gpu_memory:
+        raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
+    loaded = experiment.load_config(config, overrides)
+    # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
+    if restart and not is_launched():
+        report = experiment.RunFolder(loaded.folder).finished_report(loaded)
+        if report is not None:
+            typer.echo(report)
+            return
+    resume = resume or restart
+    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
+        experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
+        return
+    if gpus is not None:
+        loaded = loaded.on_one_device(count_launched())
+    outcome = experiment.train(loaded, resume=resume)
+    if experiment.is_main_process():
+        typer.echo(experiment.closing_words(outcome))
+    experiment.leave_processes()
+
+
+@training_app.command(
+    "cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2"
+)
+def cross_validate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run folders fold_0 ...; default runs/NAME.")
+    ] = None,
+    folds: Annotated[
+        list[int] | None, typer.Option("--folds", metavar="K...", help="Which folds to train; default all.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+    no_cache: NoCache = False,
+    components: Components = None,
+) -> None:
+    """Train every fold that is not finished, and write one table of all their cases."""
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.config.loading import path_override
+
+    if more_folds and not folds:
+        raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
+    experiment.load_components(components or ())
+    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
+    # Numbers after `--folds 0` are arguments to click, which gives an option one value.
+    chosen = [*folds, *(more_folds or ())] if folds else None
+    loaded = experiment.load_config(config, overrides)
+    crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
+    typer.echo(experiment.cross_validation_words(crossed))
+    if crossed.failures:
+        raise typer.Exit(1)
+
+
+@training_app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
+def validate(run: RunArgument, checkpoint: Checkpoint = "latest", components: Components = None) -> None:
+    """Predict the run's validation cases and write their summary.json."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    folder = experiment.RunFolder(run)
+    validated = experiment.validate(folder, checkpoint=checkpoint)
+    typer.echo(experiment.dice_table(validated.summary, folder.task()))
+
+
+@training_app.command(
+    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions"
+)
+def predict(
+    run: RunArgument,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, folders of files, or tables (CSV)."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
+    ] = None,
+    checkpoint: Checkpoint = "latest",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
+    ] = False,
+    components: Components = None,
+) -> None:
+    """Write a label map for each image, as NIfTI on the image's own grid."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    folder = experiment.RunFolder(run)
+    for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
+        typer.echo(path)

@@ -1,0 +1,112 @@
+"""Intensities of images, made comparable between cases; label maps stay as they are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from monai.transforms import MapTransform, NormalizeIntensity
+
+from volseg.errors import DataError
+from volseg.fields import LABEL_FIELDS, Case
+
+__all__ = ["ClipZScore", "ZScore"]
+
+
+def _choose_channels(volume: MetaTensor, channels: Sequence[int] | None, field: str) -> list[int]:
+    """Return the channels to work on, all of them by default."""
+    chosen = list(range(len(volume)) if channels is None else channels)
+    if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
+        raise DataError(f"{field} has {len(volume)} channel(s) and no channel {absent[0]}; they count from 0")
+    return chosen
+
+
+class ZScore(MapTransform):
+    """Shift and scale each channel of each image to mean 0 and standard deviation 1.
+
+    Parameters
+    ----------
+    nonzero : bool, optional
+        Take the moments over the voxels that are not 0 and leave the others at 0: for skull-stripped images.
+    channels : sequence of int, optional
+        Leave the other channels as they are.
+    """
+
+    def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
+        super().__init__([field for field in fields if field not in LABEL_FIELDS])
+        self.channels = channels
+        self.normalise = NormalizeIntensity(nonzero=nonzero, channel_wise=True)
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case with its images normalised, its label maps as they were."""
+        case = dict(data)
+        for field in self.key_iterator(case):
+            volume = case[field].float().clone()  # NormalizeIntensity writes into what it is given
+            chosen = _choose_channels(volume, self.channels, field)
+            if len(chosen) == len(volume):
+                volume = self.normalise(volume)
+            else:
+                volume[chosen] = self.normalise(volume.as_tensor()[chosen])
+            case[field] = volume
+        return case
+
+
+class ClipZScore(MapTransform):
+    """Clip intensities, then subtract a mean and divide by a standard deviation: for CT.
+
+    Parameters
+    ----------
+    lower, upper : float, optional
+        Where to clip, in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the foreground of the data set.
+    percentiles : (float, float), optional
+        Clip each channel at these percentiles of its own voxels, in place of ``lower`` and ``upper``.
+    mean, std : float, optional
+        Of the foreground of the data set. Without them each channel's own moments after clipping are used.
+    channels : sequence of int, optional
+        Leave the other channels as they are.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[str],
+        *,
+        lower: float | None = None,
+        upper: float | None = None,
+        percentiles: Sequence[float] | None = None,
+        mean: float | None = None,
+        std: float | None = None,
+        channels: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__([field for field in fields if field not in LABEL_FIELDS])
+        limits = lower is not None and upper is not None and lower < upper
+        if limits == (percentiles is not None) or (percentiles and (lower, upper) != (None, None)):
+            raise ValueError("give lower < upper, or percentiles")
+        if percentiles is not None and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
+            raise ValueError(f"percentiles must be two rising numbers in [0, 100], got {list(percentiles)}")
+        if (mean is None) != (std is None) or (std is not None and std <= 0):
+            raise ValueError(f"mean and a positive std go together, got mean={mean}, std={std}")
+        self.lower, self.upper, self.percentiles = lower, upper, percentiles
+        self.mean, self.std, self.channels = mean, std, channels
+
+    def __call__(self, data: Mapping[str, Any]) -> Case:
+        """Return the case with its images normalised, its label maps as they were."""
+        case = dict(data)
+        for field in self.key_iterator(case):
+            chosen = _choose_channels(case[field], self.channels, field)
+            channels = [
+                self._normalise(channel) if number in chosen else channel
+                for number, channel in enumerate(case[field].as_tensor().float())
+            ]
+            case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
+        return case
+
+    def _normalise(self, channel: torch.Tensor) -> torch.Tensor:
+        lower, upper = self.lower, self.upper
+        if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
+            lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
+        channel = channel.clamp(lower, upper)
+        if self.mean is not None and self.std is not None:
+            return (channel - self.mean) / self.std
+        std = channel.std(correction=0)
+        return (channel - channel.mean()) / torch.where(std > 0, std, 1.0)
