@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from volseg.config.loading import differences, dump_config, load_config, override
+from volseg.config.loading import differences, dump_config, load_config, override, path_override
 from volseg.config.schema import LossConfig
 from volseg.errors import ConfigError
 
@@ -124,7 +124,7 @@ def test_a_number_with_an_exponent_is_no_text(write):
 def test_a_config_that_is_no_utf8_says_so(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes("name: é".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is no text in UTF-8 .*; name a YAML file, saved as UTF-8"):
         load_config(path)
 
 
@@ -201,3 +201,9 @@ def test_one_number_as_a_losss_weight_is_its_factor_for_a_release_and_a_list_is_
     for wrong in ({"weight": 2, "factor": 1}, {"weight": [1, -1]}, {"weight": "2"}, {"weight": True}):
         with pytest.raises(ValueError, match="weight"):
             LossConfig.model_validate({"name": "DiceLoss", **wrong})
+
+
+def test_a_path_of_another_encoding_is_told_as_such():
+    """As Python hands over the bytes of an umlaut where the locale knows ASCII only."""
+    with pytest.raises(ConfigError, match=r"output 'runs/.*' is no text in the encoding of this locale; set LC_ALL"):
+        path_override("output", Path(b"runs/\xc3\xbc".decode("ascii", "surrogateescape")))

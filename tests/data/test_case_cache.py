@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import SimpleITK
 import torch
+from digests import digest
 from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
@@ -384,6 +385,8 @@ def test_what_was_used_longest_ago_makes_room_and_what_was_used_today_does_not(t
 
 PREPARE = """
 import json, os, signal, sys
+sys.path.insert(0, sys.argv[5])
+from digests import digest
 from volseg.data import case_cache, preparing, stored_case
 from volseg.data.layouts import load_task
 from volseg.transforms.preprocessing import build_preprocessing
@@ -400,8 +403,8 @@ cache = case_cache.CaseCache(folder, task, preprocessing)
 print("ready", flush=True)
 sys.stdin.readline()
 prepared = preparing.prepare_sound(task.training, (), task, preprocessing, cache=cache, workers=2)
-sums = [float(case["image"].double().sum()) for case in prepared.training]
-print(json.dumps({"stored": cache.num_stored, "sums": sums}))
+digests = [digest(case["image"]) for case in prepared.training]
+print(json.dumps({"stored": cache.num_stored, "digests": digests}))
 """
 
 
@@ -414,6 +417,7 @@ def start(task, folder, kills=False):
         str(folder),
         json.dumps(STEPS),
         "kill" if kills else "live",
+        str(Path(__file__).parents[1]),
     ]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert started.stdout.readline() == "ready\n"
@@ -431,8 +435,8 @@ def test_two_trainings_at_once_make_every_case_once_and_one_that_is_killed_leave
         one.stdin.flush()
     told = [json.loads(one.communicate(timeout=300)[0]) for one in both]
     assert sum(one["stored"] for one in told) == NUM_CASES == len(list_entries(folder))
-    expected = [float(case["image"].double().sum()) for case in prepared_by(task, training=NUM_CASES).training]
-    assert [one["sums"] for one in told] == [expected] * 2
+    expected = [digest(case["image"]) for case in prepared_by(task, training=NUM_CASES).training]
+    assert [one["digests"] for one in told] == [expected] * 2
     remove_entries(folder)
     assert list((folder / "cases").iterdir()) == []
 
@@ -462,9 +466,9 @@ def shared_in_group(root, folder):
     )
     batch = next(PatchBatches(CaseBank(prepared.training), (12, 14, 10), 3, 1).epoch(0))
     own = [found["Anonymous:"] for file, found in mapped_from(folder).items()]
-    sums = [float(case["image"].double().sum()) for case in prepared.training]
+    digests = [digest(case["image"]) for case in prepared.training]
     held = [case["case"] for case in prepared.validation]
-    return sums, held, float(batch["image"].double().sum()), own, cache.num_found + cache.num_stored
+    return digests, held, digest(batch["image"]), own, cache.num_found + cache.num_stored
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
@@ -472,8 +476,8 @@ def test_readers_of_a_machine_map_the_same_files(task, folder):
     alone = prepared_by(task)
     for _ in range(2):  # cold, and warm
         told = in_group(2, shared_in_group, task.root, folder)
-        for sums, _, first, own, _ in told:
-            assert sums == [float(case["image"].double().sum()) for case in alone.training]
+        for digests, _, first, own, _ in told:
+            assert digests == [digest(case["image"]) for case in alone.training]
             assert first == told[0][2]
             assert len(own) >= NUM_TRAINING
             assert max(own) == 0

@@ -57,14 +57,14 @@ def test_the_background_of_a_partially_labelled_case_is_a_number_of_its_own():
     partial = task(1, 2, 4, training=(*cases, {"case": "d"}))
     files = torch.tensor([[[[0, 4]]]])
     assert [to_classes(files, partial, case).flatten().tolist() for case in partial.training] == [
+        [4, 3],
         [5, 3],
-        [6, 3],
         [0, 3],
         [0, 3],
     ]
     assert targets_of(partial).hidden == ((0, 2, 3), (0, 1))
-    assert num_indices(partial) == 7
-    assert to_values(torch.tensor([6, 5, 3]), partial).tolist() == [0, 0, 4]
+    assert num_indices(partial) == 6
+    assert to_values(torch.tensor([5, 4, 3]), partial).tolist() == [0, 0, 4]
 
 
 def test_metadata_stays():

@@ -147,3 +147,9 @@ def test_presets_belong_to_data_sets(config_file):
 def test_every_preset_trains(folder, tmp_path, preset, small):
     result = call("train", folder, "--preset", preset, "-o", tmp_path / "run", *setting("patch.batch=1", *small))
     assert "| mean " in result.output
+
+
+def test_what_is_to_be_run_next_can_be_copied(tiny, tmp_path):
+    """A name may hold spaces."""
+    told = call("configure", tiny, "-o", tmp_path / "my plan.yaml")
+    assert f"  volseg train '{tmp_path}/my plan.yaml'" in told.output.splitlines()

@@ -40,13 +40,13 @@ def make_logits(targets: Targets, batch: int = 2) -> Tensor:
 
 
 def make_label(targets: Targets, batch: int = 2) -> Tensor:
-    """Label maps of cases as they are: at most one number from K+1 on in each."""
+    """Label maps of cases as they are: at most one number of hidden classes in each."""
     label = torch.randint(0, targets.num_classes + int(targets.ignores), (batch, 1, *SIZE))
     for sample in range(batch):
         if targets.hidden:
             place = sample % len(targets.hidden)
             among = torch.isin(label[sample], torch.tensor(targets.hidden[place]))
-            label[sample][among] = targets.num_classes + 1 + place
+            label[sample][among] = targets.first_hidden + place
     return label.to(torch.uint8)
 
 
@@ -119,7 +119,7 @@ def test_hidden_classes_are_merged_with_the_background() -> None:
     label = torch.randint(0, 2, (1, 1, *SIZE)).to(torch.uint8)  # 1, or what nobody looked for
     merged = torch.stack([logits[:, list(hidden)].logsumexp(1), logits[:, 1]], 1)
     expected = monai.losses.DiceCELoss(softmax=True, to_onehot_y=True)(merged, label)
-    marked = torch.where(label == 0, 5, 1).to(torch.uint8)
+    marked = torch.where(label == 0, 4, 1).to(torch.uint8)
     assert_same(known_dice_cross_entropy(logits, marked, targets, Terms()), expected, logits)
     without = monai.losses.DiceCELoss(softmax=True, to_onehot_y=True, include_background=False)(merged, label)
     assert_same(known_dice_cross_entropy(logits, marked, targets, Terms(include_background=False)), without, logits)
@@ -138,7 +138,7 @@ def test_a_region_that_may_be_hidden_has_no_loss() -> None:
     """Looked for: class 3 alone. The background tells nothing of the regions that hold others."""
     targets = Targets(num_classes=4, regions=REGIONS, hidden=((0, 1, 2),))
     logits = make_logits(targets, 1)
-    label = torch.where(torch.rand(1, 1, *SIZE) < 0.3, 3, 5).to(torch.uint8)
+    label = torch.where(torch.rand(1, 1, *SIZE) < 0.3, 3, 4).to(torch.uint8)
     alone = Targets(num_classes=2, regions=((1,),))
     expected = known_dice_cross_entropy(logits[:, 2:], (label == 3).to(torch.uint8), alone, Terms())
     loss = known_dice_cross_entropy(logits, label, targets, Terms())
@@ -246,7 +246,7 @@ def test_a_coarser_head_reads_the_label_at_its_own_voxels() -> None:
         assert_same(sharded, expected, head)
 
 
-@pytest.mark.parametrize(("name", "strange"), [("ignored", 5), ("regions", 4), ("partial", 4), ("partial", 7)])
+@pytest.mark.parametrize(("name", "strange"), [("ignored", 5), ("regions", 4), ("partial", 6), ("partial, ignored", 7)])
 def test_a_number_that_means_nothing_is_refused(name: str, strange: int) -> None:
     targets = TARGETS[name]
     label = make_label(targets)

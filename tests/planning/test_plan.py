@@ -208,3 +208,11 @@ def test_smaller_batches_learn_at_smaller_rates():
 def test_values_survive_yaml():
     values = plan(THICK).values()
     assert yaml.safe_load(yaml.safe_dump(values)) == values
+
+
+def test_a_few_cases_are_split_as_far_as_they_go(tmp_path):
+    """Five folds of three cases would be refused after the planning."""
+    splits = {count: plan(make_fingerprint(count=count)).values()["split"] for count in (1, 3, 5)}
+    assert splits == {1: {"validation": "none"}, 3: {"num_folds": 3, "fold": 0}, 5: {"fold": 0}}
+    written = write_config(plan(make_fingerprint(count=9), given_folds=4), tmp_path / "plan.yaml")
+    assert "# of the 4 that stand with the data\n  fold: 0\n" in written.read_text(encoding="utf-8")

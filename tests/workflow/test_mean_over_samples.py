@@ -37,7 +37,7 @@ def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
     [
         Targets(num_classes=4, ignores=True),
         Targets(num_classes=4, regions=((1, 2, 3), (2, 3), (3,)), ignores=True, hidden=((0, 1), (0, 2))),
-        Targets(num_classes=4, ignores=True, hidden=((0, 1), (0, 2, 3))),
+        Targets(num_classes=4, hidden=((0, 1), (0, 2, 3))),
     ],
     ids=["sparse", "regions", "partial"],
 )

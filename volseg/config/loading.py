@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     except OSError as fault:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); save it as UTF-8") from fault
+        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
         raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
@@ -61,7 +61,16 @@ def path_override(key: str, path: Path) -> str:
 
     >>> path_override("output", Path("2024-05-01"))
     'output="2024-05-01"'
+
+    Raises
+    ------
+    ConfigError
+        For a name that is no text in the locale's encoding: the config of a run could not hold it.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+        raise ConfigError(
+            f"{key} {str(path)!r} is no text in the encoding of this locale; set LC_ALL=C.UTF-8, or choose another name"
+        )
     return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON text is a YAML text
 
 

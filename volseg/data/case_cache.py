@@ -299,7 +299,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
-    for name in ("root", "training", "test"):
+    for name in ("root", "training", "test", "splits"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.
@@ -325,7 +325,8 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
     files = [file for folder in OWN_CODE for file in sorted(folder.rglob("*.py"))]
     steps = [getattr(step, "func", step) for step in preprocessing.transforms]
     factories = [PREPROCESSING[component["name"]] for component in preprocessing.components or ()]
-    suffixes = {find_suffix(file) for case in task.training for file in list_files(case["image"])}
+    read = [case[field] for case in task.training for field in ("image", "label") if field in case]
+    suffixes = {find_suffix(file) for field in read for file in list_files(field)}
     readers = [SUFFIXES[suffix] for suffix in suffixes if suffix is not None]
     made_of = [
         *(cls for step in steps for cls in type(step).__mro__),
@@ -340,11 +341,19 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
                 f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
                 "without anybody noticing; put it into a file, or set data.cache to none"
             )
-        files.append(Path(file))
+        files.extend(_list_sources(name, Path(file)))
     digest = sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _list_sources(module: str, file: Path) -> Iterator[Path]:
+    """Yield the files of a module's code: all of the package that it belongs to, whose other modules it may call."""
+    yield file
+    package = sys.modules.get(module.partition(".")[0])
+    for folder in getattr(package, "__path__", ()):
+        yield from sorted(Path(folder).rglob("*.py"))
 
 
 def _say(content: Any) -> str:

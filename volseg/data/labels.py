@@ -3,8 +3,8 @@
 In memory a label map is uint8, whatever the values in files are::
 
     0 ... K-1        the class: the place of the file's value among the task's K, in order
-    K                nobody annotated this voxel (the task's ``ignore``)
-    K+1 ... K+S      background of a partially labelled case: it may be any class that was not looked for there
+    K                nobody annotated this voxel, in a task with a value to ``ignore``
+    from there on    background of a partially labelled case: it may be any class that was not looked for there
 
 There is one of the last kind for each set of values that cases were looked through for. So a label map says by itself
 what is known of each voxel, and whoever cuts, moves or stores it needs to know no more than how many numbers there are
@@ -47,7 +47,7 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
     known = [*task.class_values, *(() if task.ignore is None else (task.ignore,))]
     numbers = torch.arange(len(known), dtype=torch.uint8)
     if case is not None and (labelled := task.labelled(case)) is not None:
-        numbers[0] = task.num_classes + 1 + _place_labelled(labelled, case, task)
+        numbers[0] = len(known) + _place_labelled(labelled, case, task)
     voxels = label_map.as_subclass(Tensor)
     # Sorted for the search: the ignored value may lie between others.
     values, order = torch.tensor(known, dtype=torch.float64, device=voxels.device).sort()
@@ -114,7 +114,7 @@ def targets_of(task: Task) -> Targets:
     if targets.num_indices > MOST_INDICES:
         raise DataError(
             f"{task.name} has {task.num_classes} labels and cases that were looked through for {len(hidden)} different "
-            f"sets of them; needed: {MOST_INDICES - 1} of both at most"
+            f"sets of them; needed: {MOST_INDICES} of both at most"
         )
     return targets
 

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from volseg.config.loading import load_config, override
 from volseg.data import load_task
@@ -65,7 +66,7 @@ def configure(
 def _plan_for(task: Task, folder: str | Path, preset: str, gpu_memory: float, name: str | None, skip_bad: bool) -> Plan:
     fingerprint = _find_fingerprint(task, skip_bad)
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
-    return plan(fingerprint, preset, gpu_memory, root=root, name=name, skip_bad=skip_bad)
+    return plan(fingerprint, preset, gpu_memory, root=root, name=name, skip_bad=skip_bad, given_folds=len(task.splits))
 
 
 def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
@@ -93,7 +94,7 @@ def configure_words(planned: Plan, path: Path) -> str:
     }
     return "\n".join(
         [*(f"{what:12} {text}" for what, text in lines.items()), f"written to {path}; why each number is what it is, "
-         "stands there. Next:", f"  volseg train {path}"]
+         "stands there. Next:", f"  volseg train {quote(str(path))}"]
     )  # fmt: skip
 
 
@@ -148,8 +149,8 @@ def plan_run(
         raise ConfigError(f"{run.path} was not begun from a data set; go on with it by the config it was begun with")
     if is_launched():
         raise ConfigError(
-            f"{folder} is a data set, and each of several processes would plan for it; run volseg configure {folder} "
-            "first, and train with the config it writes"
+            f"{folder} is a data set, and each of several processes would plan for it; run "
+            f"volseg configure {quote(str(folder))} -o my_task.yaml first, and train with the config it writes"
         )
     run.require_free()
     data = values.get("data")

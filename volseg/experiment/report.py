@@ -82,7 +82,7 @@ def dice_table(summary: Summary, task: Task) -> str:
     """Return mean Dice per label and over the foreground as a Markdown table."""
     rows = [(task.structures[read_structure(label)], mean["Dice"]) for label, mean in summary["mean"].items()]
     rows.append(("mean", summary["foreground_mean"]["Dice"]))
-    width = max(len(name) for name, _ in rows)
+    width = max(len("label"), *(len(name) for name, _ in rows))
     body = [f"| {name:<{width}} | {dice:.4f} |" for name, dice in rows]
     return "\n".join([f"| {'label':<{width}} | Dice   |", f"| {'-' * width} | ------ |", *body])
 

@@ -80,6 +80,16 @@ class Start:
                 min(seen),
             )
 
+        before = self.task.modalities if self.weights.task is None else self.weights.task.modalities
+        if before != self.task.modalities and is_main_process():
+            logger.warning(
+                "%s was trained on the channels %s, in this order, and this run has %s: what it learnt of one channel "
+                "goes to another",
+                path,
+                ", ".join(before),
+                ", ".join(self.task.modalities),
+            )
+
     def __call__(self, network: FitGrid) -> None:
         """Take what fits; see `transfer_weights`."""
         config, task = self.config, self.task
@@ -98,7 +108,7 @@ class Start:
                 self.weights.values,
                 stems=stems,
                 heads=heads,
-                renew_heads=begun is not None and (begun.labels, begun.regions) != (task.labels, task.regions),
+                renew_heads=begun is not None and _list_outputs(begun) != _list_outputs(task),
                 strict=config.training.start_strict,
             )
         except CheckpointError as fault:
@@ -145,8 +155,7 @@ def find_weights(path: Path) -> Weights:
         folder = RunFolder(path)
         folder.config()  # raises for a folder that is no run
         file = folder.checkpoints / LATEST
-        values = _averaged(load_checkpoint(file))
-        return Weights(file=file, values=values, task=folder.task(), cases=frozenset(folder.split().training))
+        return _of_run(path, file, load_checkpoint(file))
     if not path.is_file():
         raise ConfigError(
             f"training.start_from: {path} does not exist; name a run folder, a checkpoint or a state_dict"
@@ -157,7 +166,7 @@ def find_weights(path: Path) -> Weights:
             "torch.save(safetensors.torch.load_file(FILE), 'weights.pt')"
         )
     with suppress(CheckpointError):
-        return Weights(file=path, values=_averaged(load_checkpoint(path)))
+        return _of_run(path.absolute().parents[1], path, load_checkpoint(path))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as fault:  # damaged bytes raise anything, and objects of classes are refused
@@ -167,6 +176,20 @@ def find_weights(path: Path) -> Weights:
             "were trained: torch.save(network.state_dict(), FILE)"
         ) from fault
     return Weights(file=path, values=_unwrapped(content, path))
+
+
+def _of_run(path: Path, file: Path, state: TrainingState) -> Weights:
+    """Return the weights of a checkpoint, with what is known of its run where it still lies in the run's folder."""
+    folder = RunFolder(path)
+    if not (folder.exists and file.absolute().parent == folder.checkpoints.absolute()):
+        return Weights(file=file, values=_averaged(state))
+    cases = frozenset(folder.split().training)
+    return Weights(file=file, values=_averaged(state), task=folder.task(), cases=cases)
+
+
+def _list_outputs(task: Task) -> list[Any]:
+    """Return what the outputs of a task's networks mean, in their order, which is no part of a mapping's equality."""
+    return [sorted(task.labels.items()), [(name, set(values)) for name, values in task.regions.items()]]
 
 
 def _averaged(state: TrainingState) -> Mapping[str, Any]:

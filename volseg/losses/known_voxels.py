@@ -116,7 +116,7 @@ def compute_known_loss(sums: Tensor, targets: Targets, terms: Terms) -> Tensor:
     truth, known = ((counts.unsqueeze(1) * table).sum(2) for table in (tables.truth, tables.known))
     judged = (known > 0) & ~((counts.unsqueeze(1) > 0) & tables.spoils).any(2)
     for place in range(len(targets.hidden) if not targets.regions else 0):
-        judged[:, targets.num_classes + place] &= counts[:, targets.num_classes + 1 + place] > 0
+        judged[:, targets.num_classes + place] &= counts[:, targets.first_hidden + place] > 0
     loss = terms.dice * _dice(overlap, mass, truth, _choose_for_dice(judged, targets, terms), terms)
     if terms.cross_entropy != 0:
         if targets.regions:
@@ -194,7 +194,7 @@ def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tabl
     for column in columns:
         of_column: tuple[list[bool], ...] = ([], [], [])
         for number, classes in enumerate(targets.possible):
-            annotated = number != targets.num_classes
+            annotated = not (targets.ignores and number == targets.num_classes)
             inside, outside = set(classes) <= column, not column & set(classes)
             tells = annotated if not targets.regions else inside or (annotated and outside)
             of_column[0].append(annotated and inside)
@@ -236,8 +236,6 @@ def _sum_voxels(logits: Tensor, label: Tensor, targets: Targets, squared: bool) 
         row[: 3 * columns] += torch.cat(sums)
         row[3 * columns : -1] += hits.sum(1)
         row[-1] += (~hits.any(0)).sum()
-    if numbers > targets.num_classes and not targets.ignores:
-        out[:, -1] += out[:, 3 * columns + targets.num_classes]
     return out
 
 
@@ -281,7 +279,7 @@ def _merge(probabilities: Tensor, tables: _Tables) -> Tensor:
 def _choose_logs(logs: Tensor, number: Tensor, targets: Targets, tables: _Tables) -> Tensor:
     """Return the logarithm of the probability of what each voxel may be; 0 where that is anything."""
     rows = [logs]
-    if targets.num_indices > targets.num_classes:
+    if targets.ignores:
         rows.append(torch.zeros_like(logs[:1]))
     rows += [logs.index_select(0, members).logsumexp(0, keepdim=True) for members in tables.members]
     return torch.cat(rows).gather(0, number.unsqueeze(0)).squeeze(0)

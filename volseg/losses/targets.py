@@ -9,8 +9,8 @@ __all__ = ["Targets"]
 class Targets:
     """The meaning of label maps to a loss.
 
-    A label map holds the classes ``0 ... K-1``, ``K`` where nobody annotated, and from ``K+1`` on what is known to be
-    one of several classes; see `volseg.data.labels`.
+    A label map holds the classes ``0 ... K-1``, then a number for what nobody annotated, if there is such, and then one
+    for each set of classes of which a voxel is known to be one; see `volseg.data.labels`.
     """
 
     num_classes: int
@@ -18,9 +18,9 @@ class Targets:
     regions: tuple[tuple[int, ...], ...] = ()
     """Classes that belong to each of a network's sigmoid outputs; empty for a softmax over the classes."""
     ignores: bool = False
-    """Whether K may occur: voxels that nobody annotated."""
+    """Whether K stands for voxels that nobody annotated."""
     hidden: tuple[tuple[int, ...], ...] = ()
-    """Classes, with the background, that each number from K+1 on may stand for."""
+    """Classes, with the background, that each number from ``first_hidden`` on may stand for."""
 
     @property
     def num_outputs(self) -> int:
@@ -30,7 +30,12 @@ class Targets:
     @property
     def num_indices(self) -> int:
         """Numbers that a label map may hold: 0 to one less."""
-        return self.num_classes + (1 + len(self.hidden) if self.hidden else int(self.ignores))
+        return self.first_hidden + len(self.hidden)
+
+    @property
+    def first_hidden(self) -> int:
+        """The first number that stands for several classes."""
+        return self.num_classes + int(self.ignores)
 
     @property
     def is_plain(self) -> bool:
@@ -41,4 +46,4 @@ class Targets:
     def possible(self) -> tuple[tuple[int, ...], ...]:
         """Classes that a voxel with each number may have."""
         every = tuple(range(self.num_classes))
-        return (*((index,) for index in every), *((every, *self.hidden)[: self.num_indices - self.num_classes]))
+        return (*((index,) for index in every), *((every,) if self.ignores else ()), *self.hidden)

@@ -54,6 +54,7 @@ def plan(
     root: str | Path | None = None,
     name: str | None = None,
     skip_bad: bool = False,
+    given_folds: int = 0,
 ) -> Plan:
     """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
 
@@ -71,6 +72,8 @@ def plan(
         Of the experiment; by default the task's and the preset's, see `choose_name`.
     skip_bad : bool
         Train without the bad cases, of which the fingerprint does not speak.
+    given_folds : int
+        Folds that the data set itself names (`Task.splits`), of which the first is taken; with none, five are made.
 
     Raises
     ------
@@ -93,6 +96,7 @@ def plan(
         root=fingerprint.task if root is None else root,
         name=choose_name(fingerprint.task, preset) if name is None else name,
         skip_bad=skip_bad,
+        given_folds=given_folds,
     )
     return Plan(
         fingerprint=fingerprint,

@@ -11,7 +11,7 @@ import numpy as np
 
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.planning.facts import Fingerprint, Intensities
-from volseg.planning.geometry import PRESETS, Geometry
+from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry
 from volseg.planning.spacing import is_flat
 from volseg.transforms.grid import find_coarse_axis
 
@@ -24,6 +24,9 @@ PEAK_RATES = {"unet": (3.0e-3, 9), "resenc": (3.0e-3, 9), "vnet": (5.0e-3, 8), "
 """Learning rate and the batch with which it was found best on MSD Task04."""
 
 EPOCHS, ITERATIONS = 100, 250
+
+NUM_FOLDS = 5
+"""nnU-Net's number."""
 
 CASCADE_BELOW = 0.25
 """Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
@@ -40,7 +43,14 @@ class Setting:
 
 
 def list_settings(
-    fingerprint: Fingerprint, geometry: Geometry, preset: str, *, root: str | Path, name: str, skip_bad: bool
+    fingerprint: Fingerprint,
+    geometry: Geometry,
+    preset: str,
+    *,
+    root: str | Path,
+    name: str,
+    skip_bad: bool,
+    given_folds: int = 0,
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -56,9 +66,12 @@ def list_settings(
         Of the experiment.
     skip_bad : bool
         Train without the bad cases.
+    given_folds : int
+        Folds that the data set itself names.
     """
     yield Setting(key="name", value=name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
+    yield from _list_split(len(fingerprint.cases), given_folds)
     yield from _list_preprocessing(fingerprint, geometry)
     yield from _list_patch(geometry, preset)
     yield from _list_augmentation(fingerprint, geometry, preset)
@@ -75,7 +88,21 @@ def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path, s
     size = geometry.voxels * (4 * len(fingerprint.channels) + 1) / 2**30
     reason = f"all prepared cases take about {size:.2g} GiB: on the GPU where that is at most 30 % of what is free"
     yield Setting(key="data.keep", value="auto", reason=reason)
-    yield Setting(key="split.fold", value=0, reason="of nnU-Net's five: KFold(5, shuffle=True, random_state=12345)")
+
+
+def _list_split(num_cases: int, given_folds: int) -> Iterator[Setting]:
+    if given_folds:
+        yield Setting(key="split.fold", value=0, reason=f"of the {given_folds} that stand with the data")
+    elif num_cases >= NUM_FOLDS:
+        reason = f"of nnU-Net's five: KFold({NUM_FOLDS}, shuffle=True, random_state=12345)"
+        yield Setting(key="split.fold", value=0, reason=reason)
+    elif num_cases > 1:
+        reason = f"nnU-Net's five folds need five cases: one of the {num_cases} validates, the rest trains"
+        yield Setting(key="split.num_folds", value=num_cases, reason=reason)
+        yield Setting(key="split.fold", value=0)
+    else:
+        reason = "there is one case, which trains: no Dice will say what the network learnt"
+        yield Setting(key="split.validation", value="none", reason=reason)
 
 
 def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
@@ -157,8 +184,8 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
     yield Setting(key="patch.size", value=list(geometry.patch), reason=reason)
     share = geometry.batch * math.prod(geometry.patch) / geometry.voxels
     reason = (
-        f"what fits the memory, within nnU-Net's limit to the share of the data that a batch holds, here {share:.2%}, "
-        "and 2 at least"
+        f"what fits the memory, as long as a batch holds about {LARGEST_SHARE[preset]:.0%} of the data set's voxels at "
+        f"most, but 2 at least: nnU-Net's rule; this one holds {share:.2%}"
     )
     if geometry.num_gpus > 1:
         reason = f"one volume at a time, by {geometry.num_gpus} GPUs"
@@ -209,8 +236,8 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
 
 
 def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
-    """Return the first two labels whose names differ by left and right only."""
-    names = {name.casefold(): name for name in fingerprint.labels.values()}
+    """Return the first two labels or regions whose names differ by left and right only."""
+    names = {name.casefold(): name for name in (*fingerprint.labels.values(), *fingerprint.regions)}
     for lowered, name in names.items():
         other = re.sub(r"(?<![a-z])left(?![a-z])", "right", lowered)
         if other != lowered and other in names:

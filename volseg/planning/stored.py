@@ -16,9 +16,10 @@ from typing import Any
 
 from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.cases import Case, Task
+from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
 from volseg.data.readers import list_files
-from volseg.errors import DataError
+from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 from volseg.planning.facts import Fingerprint
 from volseg.planning.fingerprint import Taken
@@ -97,8 +98,15 @@ def describe_files(task: Task, *, skip_bad: bool) -> str:
 
 def _describe_case(case: Case, task: Task) -> Iterator[list[Any]]:
     for path in (*list_files(case["image"]), *list_files(case["label"])):
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        for file in _find_files(path):
             yield [os.path.relpath(file, task.root), *_describe_file(file)]
+
+
+def _find_files(path: Path) -> list[Path]:
+    try:
+        return find_files(path)
+    except (OSError, ReaderError):  # absent or damaged: a bad case, which is told by who reads it
+        return [path]
 
 
 def _describe_file(file: Path) -> list[Any]:

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from volseg.data.checks.task import TaskCheck
 from volseg.data.checks.volumes import find_grid_faults
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_volume, stem
+from volseg.data.splits import Split, write_splits
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid
@@ -52,6 +53,8 @@ DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
 """Headers whose voxels lie in a second file, and what holds both in one."""
 
 RECORD = "mended.json"
+SPLITS = "splits.json"
+"""The folds that a table said, which the layout of the copy has no place for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +68,16 @@ class MendedTask:
     """Ids of cases that are bad and could not be mended."""
     kept_bad: tuple[str, ...]
     """Ids of such cases that were copied as they are."""
+    splits: Path | None = None
+    """The folds of a data set that says them itself."""
 
     def lines(self) -> list[str]:
         """Return what to tell of it."""
         cases = {row["case"] for row in self.mended}
         told = [f"mended  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.mended]
         told += [f"left out  {name}" for name in self.left_out] + [f"copied as it is  {name}" for name in self.kept_bad]
+        if self.splits is not None:
+            told.append(f"the folds of the table are in {self.splits}: name it by split.file, else others are made")
         return [
             *told,
             f"{self.root} holds the corrected copy: {len(cases)} case(s) mended, {len(self.left_out)} left out",
@@ -288,11 +295,24 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
         name: tuple(case["case"] for case, one in zip(check.cases, outcomes, strict=True) if one.is_bad and kept(one))
         for name, kept in (("left_out", lambda one: one.case is None), ("kept_bad", lambda one: one.case is not None))
     }
-    mended = MendedTask(root=target, mended=tuple(row for outcome in outcomes for row in outcome.done), **bad)
+    rows = tuple(row for outcome in outcomes for row in outcome.done)
+    splits = target / SPLITS if task.splits else None
+    mended = MendedTask(root=target, mended=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits)
+    if task.splits:
+        _write_splits(task.splits, {case["case"] for case in training}, root / SPLITS)
     record = {"source": str(task.root), "mended": mended.mended, **bad}
     for name, content in (("dataset.json", declared), (RECORD, record)):
         (root / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return mended
+
+
+def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
+    """Write the folds of the cases that are in the copy."""
+    of_kept = [
+        Split(*(tuple(name for name in side if name in kept) for side in (split.training, split.validation)))
+        for split in splits
+    ]
+    write_splits(path, of_kept)
 
 
 def _enter(case: Case, root: Path) -> dict[str, Any]:

@@ -285,7 +285,22 @@ def _paint(regions: Mapping[str, tuple[int, ...]], order: Any, source: Path) -> 
                 "it and to no later region"
             )
         painted[name] = (first, *(value for value in values if value != first))
+    _require_seen(painted, source)
     return painted
+
+
+def _require_seen(painted: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """Raise unless every voxel, painted region over region, still lies in the regions in which it lay."""
+    for value in sorted({value for values in painted.values() for value in values}):
+        inside = [name for name, values in painted.items() if value in values]
+        last = inside[-1]
+        seen = [name for name, values in painted.items() if painted[last][0] in values]
+        if seen != inside:
+            raise DataError(
+                f"{source}: voxels of {value} lie in the regions {', '.join(inside)}, but {last!r}, the last of these, "
+                f"is painted over them with {painted[last][0]}, which lies in {', '.join(seen)}: predictions would not "
+                f"show the difference. List regions from the largest to the smallest, or add one of {value} alone"
+            )
 
 
 def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple[int, ...] | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
 from volseg.data.names import list_some
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
-from volseg.errors import DataError
+from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 
 __all__ = ["match_channels", "name_channels", "name_labels"]
@@ -54,7 +55,7 @@ def match_channels(
         if sorted(folded) == sorted(name.casefold() for name in declared):
             return tuple(declared), [folded.index(name.casefold()) for name in declared]
         if all(name.isdigit() for name in found):
-            return tuple(declared), list(range(len(found)))
+            return tuple(declared), sorted(range(len(found)), key=lambda place: int(found[place]))
     raise DataError(
         f"{source} declares the channels {', '.join(declared)}, but the files are called {', '.join(found)}; call them "
         "alike, or number the files (0000, 0001 ...)"
@@ -112,13 +113,16 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
 
 
 def _identify(path: Path, folder: Path) -> str:
-    """Return a text that changes with a file: its name, size and time of change."""
+    """Return a text that changes with a label map: the names, sizes and times of change of its files."""
     try:
-        found = path.stat()
-    except OSError:  # reading it says so too
+        found = [(file, file.stat()) for file in find_files(path)]
+    except (OSError, ReaderError):  # reading it says so too
         return str(path)
-    place = path.relative_to(folder) if path.is_relative_to(folder) else path
-    return f"{place.as_posix()} {found.st_size} {found.st_mtime_ns}"
+    places = [file.relative_to(folder) if file.is_relative_to(folder) else file for file, _ in found]
+    stated = [
+        f"{place.as_posix()} {told.st_size} {told.st_mtime_ns}" for place, (_, told) in zip(places, found, strict=True)
+    ]
+    return " ".join(stated)
 
 
 def _attempt_values(path: Path) -> list[int] | DataError:
