@@ -80,7 +80,7 @@ def run(config_file, overrides, stop=None, resume=False):
 
 
 TERMS = (
-    "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, weight: 2.0, output: focal}]",
+    "losses=[{name: DiceLoss, output: dice}, {name: FocalLoss, factor: 2.0, output: focal}]",
     "patch.batch=5",
     "training.epochs=1",
     "training.iterations=3",

@@ -57,9 +57,21 @@ class SlabResample(SpatialResample):
         if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
             return as_monai()  # which leaves it as it is
         voxels = _resample(img.as_tensor().to(torch.float64), moved, shape, str(mode), str(padding_mode))
-        resampled = MetaTensor(voxels).copy_meta_from(img)
-        resampled.affine = before @ moved
-        return resampled
+        tracked = self.track_transform_meta(  # moves the affine, and notes what `Invertd` takes back
+            img,
+            sp_size=torch.tensor(shape),
+            affine=moved,
+            extra_info={
+                "dtype": "float64",
+                "mode": mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "src_affine": before,
+            },
+            orig_size=img.peek_pending_shape(),
+            transform_info=self.get_transform_info(),
+        )
+        return MetaTensor(voxels).copy_meta_from(tracked)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
