@@ -15,7 +15,7 @@ from volseg.data.augmented import AugmentedBatches
 from volseg.data.bank import CaseBank
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_all
+from volseg.data.preprocessed import prepare_all
 from volseg.data.splits import folds
 from volseg.models import FitGrid, build_network
 from volseg.monitoring.progress import Progress

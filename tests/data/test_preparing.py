@@ -7,7 +7,8 @@ import torch
 
 from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
-from volseg.data.preparing import _preprocess, prepare_all, prepare_sound
+from volseg.data.preparing import prepare_sound
+from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, GridError
@@ -103,7 +104,7 @@ def test_bits_do_not_depend_on_the_number_of_cores():
         return torch.stack(found)
 
     def prepare_alone(case, preprocess):
-        return _preprocess(case, case, preprocess, keep_reference=False)
+        return preprocess(case, case, preprocess, keep_reference=False)
 
     def normalise(case):
         return {"image": case["image"].mean()}

@@ -10,7 +10,8 @@ from in_group import in_group
 from torch import nn
 
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_all, prepare_together
+from volseg.data.preparing import prepare_together
+from volseg.data.preprocessed import prepare_all
 from volseg.data.reading_group import meet_readers
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError

@@ -1,7 +1,7 @@
-"""Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
+"""The cases of a training from paths to what the network sees: each checked and prepared once, by all who need it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,18 +17,15 @@ from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
-from volseg.data.labels import to_classes
-from volseg.data.readers import Read, list_files
+from volseg.data.preprocessed import Preprocessing, preprocess
+from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.stored_case import StoredCase
-from volseg.data.threads import compute_in_one_thread, map_in_threads
+from volseg.data.threads import map_in_threads
 from volseg.parallel.together import Rounds, describe_error, exchange, run_together, told_error
-from volseg.transforms.preprocessing import choose_label_dtype
 
-__all__ = ["PreparedCases", "prepare", "prepare_all", "prepare_sound", "prepare_together"]
-
-Preprocessing = Callable[[Case], Case]
+__all__ = ["PreparedCases", "prepare_sound", "prepare_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +245,7 @@ class _Reading:
         if checked.problems or self._is_refused.is_set():
             return found
         try:
-            prepared = _preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
+            prepared = preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
             return replace(found, prepared=prepared)
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
             return replace(found, fault=fault)
@@ -411,67 +408,3 @@ def _map_shared(
 
     run_together(readers.group, map_all)
     return shared
-
-
-def prepare(
-    case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
-) -> Case:
-    """Read ``image`` and, where the case has one, ``label``, and preprocess them.
-
-    Parameters
-    ----------
-    case : Case
-        With paths.
-    preprocessing : callable
-        See `volseg.transforms.build_preprocessing`.
-    keep_reference : bool
-        Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
-        ``reference_file``.
-    task : Task, optional
-        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
-    """
-    fields = [field for field in ("image", "label") if field in case]
-    return _preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
-
-
-def _preprocess(
-    read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
-) -> Case:
-    with compute_in_one_thread():
-        prepared = preprocessing(read)
-    if task is not None and "label" in prepared:
-        prepared["label"] = to_classes(prepared["label"], task, paths)
-    if keep_reference and "label" in read:
-        # As StoreVoxels keeps labels: a quarter of what was read.
-        prepared["reference"] = read["label"].to(choose_label_dtype(read["label"]))
-        prepared["reference_file"] = Path(paths["label"])
-    return prepared
-
-
-def prepare_all(
-    cases: Sequence[Case],
-    preprocessing: Preprocessing,
-    *,
-    keep_reference: bool = False,
-    task: Task | None = None,
-    workers: int | None = None,
-    show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
-) -> list[Case]:
-    """Prepare cases in threads, unchecked.
-
-    Parameters
-    ----------
-    cases, preprocessing, keep_reference, task
-        As for `prepare`.
-    workers : int, optional
-        Threads; see `map_in_threads`.
-    show : callable
-        Wraps the prepared cases, for instance in a progress bar.
-    """
-    return list(
-        show(
-            map_in_threads(
-                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
-            )
-        )
-    )

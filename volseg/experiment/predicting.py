@@ -15,7 +15,7 @@ from volseg.data.layouts.channels import group_channels
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.names import find_doubled
-from volseg.data.preparing import prepare
+from volseg.data.preprocessed import prepare
 from volseg.data.readers import list_files, name_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import build_predictor, preprocessing_of

@@ -5,7 +5,7 @@ from functools import partial
 
 from volseg.data.cases import Case
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_all
+from volseg.data.preprocessed import prepare_all
 from volseg.errors import DataError
 from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
 from volseg.experiment.out_of_memory import explaining_memory

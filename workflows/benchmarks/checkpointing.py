@@ -24,7 +24,7 @@ import torch
 from volseg import experiment
 from volseg.data.cases import Batch
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_all
+from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
 from volseg.experiment.building import build_batches, build_model, build_training, choose_device, preprocessing_of
 from volseg.monitoring.environment import environment

@@ -34,7 +34,8 @@ from volseg.data.cases import Task
 from volseg.data.checks import read_case
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare, prepare_sound
+from volseg.data.preparing import prepare_sound
+from volseg.data.preprocessed import prepare
 from volseg.monitoring.environment import environment
 from volseg.transforms.preprocessing import build_preprocessing
 

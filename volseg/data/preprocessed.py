@@ -1,0 +1,79 @@
+"""Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from volseg.data.cases import Case, Task
+from volseg.data.labels import to_classes
+from volseg.data.readers import Read
+from volseg.data.threads import compute_in_one_thread, map_in_threads
+from volseg.transforms.preprocessing import choose_label_dtype
+
+__all__ = ["Preprocessing", "prepare", "prepare_all", "preprocess"]
+
+Preprocessing = Callable[[Case], Case]
+
+
+def prepare(
+    case: Case, preprocessing: Preprocessing, *, keep_reference: bool = False, task: Task | None = None
+) -> Case:
+    """Read ``image`` and, where the case has one, ``label``, and preprocess them.
+
+    Parameters
+    ----------
+    case : Case
+        With paths.
+    preprocessing : callable
+        See `volseg.transforms.build_preprocessing`.
+    keep_reference : bool
+        Add the fields ``reference``, the label ``(1, D, H, W)`` as it was read (a prediction is compared with it), and
+        ``reference_file``.
+    task : Task, optional
+        Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
+    """
+    fields = [field for field in ("image", "label") if field in case]
+    return preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
+
+
+def preprocess(
+    read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
+) -> Case:
+    """Preprocess a case that was read already; ``paths`` is the case as it was before, the rest as for `prepare`."""
+    with compute_in_one_thread():
+        prepared = preprocessing(read)
+    if task is not None and "label" in prepared:
+        prepared["label"] = to_classes(prepared["label"], task, paths)
+    if keep_reference and "label" in read:
+        # As StoreVoxels keeps labels: a quarter of what was read.
+        prepared["reference"] = read["label"].to(choose_label_dtype(read["label"]))
+        prepared["reference_file"] = Path(paths["label"])
+    return prepared
+
+
+def prepare_all(
+    cases: Sequence[Case],
+    preprocessing: Preprocessing,
+    *,
+    keep_reference: bool = False,
+    task: Task | None = None,
+    workers: int | None = None,
+    show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
+) -> list[Case]:
+    """Prepare cases in threads, unchecked.
+
+    Parameters
+    ----------
+    cases, preprocessing, keep_reference, task
+        As for `prepare`.
+    workers : int, optional
+        Threads; see `map_in_threads`.
+    show : callable
+        Wraps the prepared cases, for instance in a progress bar.
+    """
+    return list(
+        show(
+            map_in_threads(
+                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
+            )
+        )
+    )
