@@ -96,15 +96,15 @@ def test_bits_do_not_depend_on_the_number_of_cores():
     volumes = [torch.randn(1, 35, 51, 35, generator=generator) * 37 + 120 for _ in range(8)]
     before = torch.get_num_threads()
 
-    def means(threads, preprocess):
+    def means(threads, steps):
         torch.set_num_threads(threads)
         found = list(map_in_threads(lambda volume: volume.mean(), volumes, workers=2))
-        found += [prepare_alone({"image": volume}, preprocess)["image"] for volume in volumes]
+        found += [prepare_alone({"image": volume}, steps)["image"] for volume in volumes]
         assert torch.get_num_threads() == threads
         return torch.stack(found)
 
-    def prepare_alone(case, preprocess):
-        return preprocess(case, case, preprocess, keep_reference=False)
+    def prepare_alone(case, steps):
+        return preprocess(case, case, steps, keep_reference=False)
 
     def normalise(case):
         return {"image": case["image"].mean()}
