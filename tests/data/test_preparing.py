@@ -8,7 +8,7 @@ import torch
 from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_sound
-from volseg.data.preprocessed import prepare_all
+from volseg.data.preprocessed import prepare_all, preprocess
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, GridError
