@@ -3,6 +3,7 @@
 import locale
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
@@ -27,6 +28,12 @@ SESSION_CACHE = tempfile.mkdtemp(prefix="volseg_cache_")
 os.environ["VOLSEG_CACHE"] = SESSION_CACHE
 
 LOCALE = locale.setlocale(locale.LC_ALL)
+
+# Under nohup, or in the background of a script, the processes that tests start would ignore these signals as this one
+# does. A handler is not inherited.
+for number in (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
