@@ -24,7 +24,6 @@ __all__ = [
     "name_task",
     "read_channel_names",
     "read_labelled",
-    "read_labels",
     "read_manifest",
     "read_modalities",
     "read_regions",
@@ -124,17 +123,6 @@ def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     if sorted(by_number) != list(range(len(mapping))):
         raise DataError(f"{wanted} without a gap, got the keys {list(mapping)}; an image has a channel for each number")
     return [by_number[number] for number in range(len(mapping))]
-
-
-def read_labels(declared: Any, source: Path) -> dict[int, str]:
-    """Return the name of each label that ``source`` declares, where it declares no regions and ignores nothing.
-
-    Raises
-    ------
-    DataError
-        As `read_regions`.
-    """
-    return read_regions({"labels": declared}, source).labels
 
 
 def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
