@@ -1,4 +1,4 @@
-"""Write a file so that a reader, or the next run, finds the old one or the new one and never half of either."""
+"""Files as wholes: written so that a reader finds the old one or the new one and never half of either, and named."""
 
 import errno
 import os
@@ -6,9 +6,10 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b, file_digest
 from pathlib import Path
 
-__all__ = ["remove_partials", "replacing"]
+__all__ = ["digest_file", "remove_partials", "replacing"]
 
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
@@ -62,6 +63,12 @@ def remove_partials(folder: Path) -> None:
     for file in folder.glob(".*.partial"):
         if PARTIAL.fullmatch(file.name):
             file.unlink(missing_ok=True)
+
+
+def digest_file(path: Path) -> str:
+    """Return 32 hexadecimal digits, which tell the bytes of a file from others."""
+    with path.open("rb") as content:
+        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 def _partial(path: Path) -> Path:

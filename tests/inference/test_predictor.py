@@ -106,7 +106,7 @@ def test_predictions_do_not_depend_on_companions():
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 3, 1))
     cases = [case_of(*shape, name=str(shape)) for shape in [(5, 6, 7), (8, 8, 8), (9, 8, 8), (4, 8, 3), (8, 7, 6)]]
     predictor = Predictor(model=network, num_classes=3, window=(8, 8, 8), mirror=[1])
-    together = {case["case"]: labels for case, labels in predictor.stream(cases, batch_size=3)}
+    together = {case["case"]: predicted.labels for case, predicted in predictor.stream(cases, batch_size=3)}
     assert together.keys() == {case["case"] for case in cases}
     for case in cases:
         assert together[case["case"]].as_tensor().equal(predictor(case).as_tensor())

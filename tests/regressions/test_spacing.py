@@ -81,7 +81,7 @@ def test_the_spacing_step_reaches_network_and_augmentation(config, augmentations
     assert written["spacing"] == [2, 2, 4]
     assert written["network"]["kernel_size"][0] == [3, 3, 1]
     trained = load_trained(RunFolder(config().folder))
-    assert list(trained.model.net.kernel_size[0]) == [3, 3, 1]
+    assert list(trained.models[0].net.kernel_size[0]) == [3, 3, 1]
 
 
 def test_thick_slices_are_not_sheared(config, augmentations):
@@ -115,7 +115,7 @@ def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, task,
     assert plan.network["kernel_size"][0] == [3, 3, 1]
     for path in stretched.glob("*/*.nii.gz"):  # the folder, not the data, says which network was trained
         path.unlink()
-    assert load_trained(RunFolder(config().folder)).model.net.kernel_size[0] == [3, 3, 1]
+    assert load_trained(RunFolder(config().folder)).models[0].net.kernel_size[0] == [3, 3, 1]
 
 
 def test_resuming_takes_the_plan_of_the_run_folder(config, augmentations):
@@ -134,7 +134,7 @@ def test_a_run_of_before_keeps_its_network(config, augmentations, monkeypatch):
     (config().folder / "network.json").unlink()
     monkeypatch.undo()
     monkeypatch.setattr(building, "BatchAugmentation", noting(augmentations))
-    assert load_trained(RunFolder(config().folder)).model.net.kernel_size[0] == (3, 3, 3)
+    assert load_trained(RunFolder(config().folder)).models[0].net.kernel_size[0] == (3, 3, 3)
     experiment.train(config("training.epochs=2"), resume=True)
     assert [augmentation.spacing for augmentation in augmentations] == [(1, 1, 1), (1, 1, 1)]
 

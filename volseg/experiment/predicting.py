@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor
-
 from volseg.data.cases import Case
 from volseg.data.checks import inspect_cases, require_sound, summarise_remarks
 from volseg.data.layouts.channels import group_channels
@@ -24,6 +22,7 @@ from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import CHECKPOINTS, load_trained
 from volseg.files import replacing
+from volseg.inference.prediction import Prediction
 from volseg.monitoring.progress import count_up
 from volseg.transforms.preprocessing import Preprocessing
 from volseg.workflow.validation import Testing
@@ -76,7 +75,7 @@ def predict(
     _refuse_overwriting(cases, output)
     _require_writable(cases, output)
     config = trained.config
-    record = PredictionRecord(output, folder.checkpoints / CHECKPOINTS[checkpoint], config)
+    record = PredictionRecord(output, trained, CHECKPOINTS[checkpoint])
     done = record.find_done(cases) if resume else {}
     waiting = [case for case in cases if case["case"] not in done]
     # Hence each file is read twice: what waits for its turn need not fit into memory, as a training's cases do.
@@ -89,15 +88,15 @@ def predict(
         record.begin()
     with explaining_memory(config), count_up(len(cases), "predicting", done=len(done)) as count:
 
-        def recorded(predicted: Iterable[tuple[Case, Tensor]]) -> Iterator[tuple[Case, Tensor]]:
-            for case, label_map in predicted:
-                yield case, label_map  # whoever asks for the next one has written this one
+        def recorded(predicted: Iterable[tuple[Case, Prediction]]) -> Iterator[tuple[Case, Prediction]]:
+            for case, prediction in predicted:
+                yield case, prediction  # whoever asks for the next one has written this one
                 record.add({"case": case["case"], "image": paths[case["case"]]})
                 count()
 
         paths = {case["case"]: case["image"] for case in waiting}
         testing = Testing(
-            build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
+            build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
             _prepare_each(waiting, preprocessing_of(config)),
             output,
             batch_size=config.inference.batch,

@@ -6,15 +6,14 @@ settings. Then a line follows each label map, so that one of an earlier predicti
 
 import json
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
-from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError
-from volseg.files import replacing
+from volseg.experiment.trained import Trained
+from volseg.files import digest_file, replacing
 
 __all__ = ["PredictionRecord"]
 
@@ -30,19 +29,19 @@ class PredictionRecord:
     ----------
     folder : Path
         Of the label maps.
-    checkpoint : Path
-        The file of the weights.
-    config : ExperimentConfig
-        Of the run.
+    trained : Trained
+        What predicts.
+    checkpoint : str
+        Name of the checkpoint's file.
     """
 
-    def __init__(self, folder: Path, checkpoint: Path, config: ExperimentConfig) -> None:
+    def __init__(self, folder: Path, trained: Trained, checkpoint: str) -> None:
         self._folder = folder
-        values = config.model_dump(mode="json")
+        values = trained.config.model_dump(mode="json")
         self._made_by = {
-            "checkpoint": checkpoint.name,
-            "weights": _digest(checkpoint),
-            "precision": config.training.precision,
+            "checkpoint": checkpoint,
+            "weights": trained.weights,
+            "precision": trained.config.training.precision,
             **{name: values[name] for name in SETTINGS},
         }
 
@@ -75,7 +74,7 @@ class PredictionRecord:
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self.name_label_map(case)
-            if entry.get("image") == _identify(case) and path.is_file() and entry.get("label_map") == _digest(path):
+            if entry.get("image") == _identify(case) and path.is_file() and entry.get("label_map") == digest_file(path):
                 done[case["case"]] = path
         return done
 
@@ -85,7 +84,7 @@ class PredictionRecord:
 
     def add(self, case: Case) -> None:
         """Record that the label map of a case is whole."""
-        entry = {"case": case["case"], "image": _identify(case), "label_map": _digest(self.name_label_map(case))}
+        entry = {"case": case["case"], "image": _identify(case), "label_map": digest_file(self.name_label_map(case))}
         with (self._folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -104,8 +103,3 @@ def _identify(case: Case) -> list[Any]:
     images = list_files(case["image"])
     files = [file for image in images for file in (sorted(image.iterdir()) if image.is_dir() else [image])]
     return [*(str(image.resolve()) for image in images), len(files), sum(file.stat().st_size for file in files)]
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()

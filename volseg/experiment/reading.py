@@ -106,7 +106,7 @@ class Follower:
             Whether a bar counts the cases of the leader.
         """
         called = FollowedModel(model) if is_cut_over_processes(model) else model
-        predictor = build_predictor(self.config, task, called, mirror=mirror)
+        predictor = build_predictor(self.config, task, (called,), mirror=mirror)
         validation = self._judge(predictor, task, prepared, folder, show)
         if is_cut_over_processes(model):
             return GroupValidation(model, validation, predictor.autocast)

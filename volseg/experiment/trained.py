@@ -1,6 +1,7 @@
-"""A trained network, out of its run folder."""
+"""Trained networks, out of their run folders."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.building import build_model, choose_device
 from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
+from volseg.files import digest_file
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
@@ -20,14 +22,16 @@ CHECKPOINTS = {"latest": LATEST, "best": BEST, "previous": PREVIOUS}
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A network with the weights of one of its run's checkpoints."""
+    """Networks with their weights, and all that a prediction needs to know beside them."""
 
-    folder: RunFolder
+    source: Path
+    """What was named: a run folder."""
     config: ExperimentConfig
     task: Task
-    model: nn.Module
-    epoch: int
-    """Epochs of training behind the weights."""
+    models: tuple[nn.Module, ...]
+    """In evaluation mode, on the device of the config; of several the probabilities are averaged."""
+    weights: str
+    """Digest of the files that the weights came from: equal weights, equal digest."""
 
 
 def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
@@ -57,7 +61,7 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
         load_averaged(model, state)
     except (KeyError, RuntimeError) as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
-    return Trained(folder=folder, config=config, task=task, model=model.eval(), epoch=state.epoch)
+    return Trained(source=folder.path, config=config, task=task, models=(model.eval(),), weights=digest_file(path))
 
 
 def _name_others(folder: RunFolder, checkpoint: str) -> str:

@@ -48,10 +48,10 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
 
 
 def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Validated:
-    config, folder = trained.config, trained.folder
+    config, folder = trained.config, RunFolder(trained.source)
     prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
     validation = Validation(
-        build_predictor(config, trained.task, trained.model, mirror=config.inference.mirror),
+        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
         prepared,
         trained.task.structures,
         ignore=trained.task.ignore,

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, GridError, NonFinitePredictionError
 from volseg.inference.original_grid import original_label_map
+from volseg.inference.prediction import Prediction
 from volseg.parallel.progress import report_progress
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
@@ -110,13 +111,13 @@ class Predictor:
         NonFinitePredictionError
             If a probability is not finite.
         """
-        ((_, labels),) = self.stream([case])
-        return labels
+        ((_, prediction),) = self.stream([case])
+        return prediction.labels
 
     def stream(
         self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
-    ) -> Iterator[tuple[Mapping[str, Any], MetaTensor]]:
-        """Yield each case with its label map; volumes of equal size go through the model together.
+    ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
+        """Yield each case with its prediction; volumes of equal size go through the model together.
 
         A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
         come back in the order in which their groups fill, which need not be the order in which they came.
@@ -126,7 +127,8 @@ class Predictor:
             for case, image, probabilities in zip(group, images, self._predict_together(images), strict=True):
                 if not probabilities.isfinite().all():
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
-                yield case, original_label_map(probabilities, image, values=self.values, regions=self.regions)
+                labels = original_label_map(probabilities, image, values=self.values, regions=self.regions)
+                yield case, Prediction(labels=labels)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""

@@ -134,10 +134,10 @@ class Validation:
         """Predict and judge case after case, in the order in which predictions come."""
         self.examples = []
         num_examples = self.num_examples if keeps_examples else 0
-        for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
+        for case, predicted in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size)):
             stop_if_requested()
             report_progress("validate", item=case["case"])
-            prediction = labels.cpu()
+            prediction = predicted.labels.cpu()
             evaluated = self._evaluated(case, prediction)
             reference = case["reference"]
             volumes = (prediction.as_tensor()[None], reference.as_tensor()[None])
@@ -242,8 +242,8 @@ class Testing:
     def __call__(self) -> dict[str, Path]:
         """Predict and write every case; return the file of each."""
         return {
-            case["case"]: write_prediction(labels, case["image"], self.folder / f"{case['case']}.nii.gz")
-            for case, labels in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
+            case["case"]: write_prediction(predicted.labels, case["image"], self.folder / f"{case['case']}.nii.gz")
+            for case, predicted in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
         }
 
 
