@@ -22,7 +22,7 @@ if triton is not None:
 
     @triton.jit
     def _add_kernel(
-        x, importance, out, K, V, H, W, first_d, first_h, first_w, side_d, side_h, side_w,
+        x, start, importance, out, K, V, H, W, first_d, first_h, first_w, side_d, side_h, side_w,
         xk, xd, xh, xw, ok, od, oh, ow,
         AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     ):  # fmt: skip
@@ -39,7 +39,7 @@ if triton is not None:
             to_w = tl.where(to_w >= side_w, to_w - side_w, to_w)
         there = there & (to_d < side_d) & (to_h < side_h) & (to_w < side_w)
         mask = there[:, None] & (k[None, :] < K)
-        place = d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw
+        place = start + d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw
         value = tl.load(x + place[:, None] + k[None, :].to(tl.int64) * xk, mask=mask, other=0.0).to(tl.float32)
         if SOFTMAX:
             value = tl.where(k[None, :] < K, value, float("-inf"))
@@ -53,7 +53,15 @@ if triton is not None:
         tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
 
 
-def add_window(blend: Tensor, window: Tensor, importance: Tensor, first: Sequence[int], axis: int, link: str) -> None:
+def add_window(
+    blend: Tensor,
+    window: Tensor,
+    importance: Tensor,
+    first: Sequence[int],
+    axis: int,
+    link: str,
+    flips: Sequence[int],
+) -> None:
     """Add a window ``(K, d, h, w)`` to the blend; see `blending.add_window`."""
     classes, _, height, width = window.shape
     block = triton.next_power_of_2(classes)
@@ -61,9 +69,13 @@ def add_window(blend: Tensor, window: Tensor, importance: Tensor, first: Sequenc
     places = [
         at % side if dim == axis else at for dim, (at, side) in enumerate(zip(first, blend.shape[1:], strict=True))
     ]
+    strides, start = list(window.stride()), 0
+    for dim in flips:  # read from the other end
+        start += (window.shape[dim] - 1) * strides[dim]
+        strides[dim] *= -1
     with select_device(blend):
         _add_kernel[triton.cdiv(importance.numel(), voxels),](
-            window, importance, blend, classes, importance.numel(), height, width, *places, *blend.shape[1:],
-            *window.stride(), *blend.stride(),
+            window, start, importance, blend, classes, importance.numel(), height, width, *places, *blend.shape[1:],
+            *strides, *blend.stride(),
             AXIS=axis, SOFTMAX=link == "softmax", SIGMOID=link == "sigmoid", BV=voxels, BK=block, num_warps=4,
         )  # fmt: skip

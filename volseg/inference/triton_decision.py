@@ -148,4 +148,5 @@ def _locate(axis: AxisTable, part: range, held: Held) -> tuple[Tensor, Tensor]:
     )
     places = places.int() if farthest < 2**31 else places
     weights = torch.zeros(len(part)) if axis.weight is None else axis.weight[here]
-    return places.to(device), weights.to(device)
+    # Staged by the driver: the GPU is not waited for.
+    return places.to(device, non_blocking=True), weights.to(device, non_blocking=True)
