@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from volseg.fields import Case
 from volseg.inference.prediction import Prediction
@@ -74,7 +71,7 @@ def overlapped(
     cases : iterable of Case
         With paths; asked for the next one when there is room for it.
     prepare : callable
-        From a case with paths to a preprocessed one; runs in ``ahead`` threads, each of which computes by itself.
+        From a case with paths to a preprocessed one, as `volseg.data.preprocessed.prepare`; runs in ``ahead`` threads.
     predict : callable
         From preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
     write : callable
@@ -131,7 +128,7 @@ class _Underway:
 @contextmanager
 def _threads(name: str, count: int) -> Iterator[ThreadPoolExecutor]:
     """Give threads that are joined at the end, whatever it is; what they have not begun then is dropped."""
-    threads = ThreadPoolExecutor(count, name, initializer=partial(torch.set_num_threads, 1))
+    threads = ThreadPoolExecutor(count, name)
     try:
         yield threads
     finally:
