@@ -92,7 +92,7 @@ def overlapped(
             for work in _predict_each(_read_ahead(cases, prepare, readers, ahead, ends), predict, ends):
                 while pending and (len(pending) >= behind or pending[0].done()):
                     yield pending.popleft().result()
-                pending.append(writers.submit(_write, work, write, ends))
+                pending.append(writers.submit(_write, [work], write, ends))
                 del work  # or the volumes of a case that is written live on until the next one is computed
         except ends as fault:
             ending = fault
@@ -258,10 +258,11 @@ def _predict_alone(work: _Underway, predict: Predict, ends: tuple[type[Exception
 
 
 def _write(
-    work: _Underway,
+    handed: list[_Underway],
     write: Callable[[Case, Prediction], Path],
     ends: tuple[type[Exception], ...],
 ) -> CaseOutcome:
+    work = handed.pop()  # the executor keeps arguments for a moment longer than it takes to say that it is done
     if work.prepared is None or work.prediction is None:
         return CaseOutcome(case=work.given, fault=work.fault, seconds=work.seconds)
     begin = time.perf_counter()

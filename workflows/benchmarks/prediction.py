@@ -14,8 +14,9 @@ as it is). A small volume goes first, so that libraries are loaded, kernels comp
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
   and nnU-Net's rows read and preprocess by our reader, since they are compared for what comes after it.
 
-``ours`` resamples within ``compute``, slab by slab: the same row with ``--spacing file`` says what is left without.
-Host memory is the resident set's peak over what it was before the case, less the image in float32.
+``ours`` computes and resamples slab by slab in turns; ``resample`` is what the device needs for resampling, arg-max and
+the way to the host (`Decision.take`), and is taken off ``compute``. Host memory is the resident set's peak over what it
+was before the case, less the image in float32.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from torch import nn
 
 from volseg.data.preprocessed import prepare
 from volseg.fields import Case
+from volseg.inference.decision import Decision
 from volseg.inference.overlapped import overlapped
 from volseg.inference.prediction import Prediction
 from volseg.inference.predictor import Predictor
@@ -315,14 +317,48 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
         def read(case: Case) -> Case:
             return prepared(case["image"], chosen)
 
-        (outcome,) = overlapped([{"case": "ct", "image": image}], read, predictor.stream, save)
+        with timed_decisions(device) as spans:
+            (outcome,) = overlapped([{"case": "ct", "image": image}], read, predictor.stream, save)
         if outcome.fault is not None:
             raise outcome.fault
-        parts.seconds.update(outcome.seconds)
+        resample = sum(spans())
+        compute = outcome.seconds["compute"] - resample
+        parts.seconds.update({**outcome.seconds, "compute": compute, "resample": resample})
         assert outcome.file is not None
         return outcome.file
 
     return measure
+
+
+@contextmanager
+def timed_decisions(device: torch.device) -> Iterator[Callable[[], list[float]]]:
+    """Give the seconds that the device spends in each `Decision.take` of the block; ask after its end."""
+    spans: list[tuple[Any, Any]] = []
+    take = Decision.take
+
+    def mark() -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def timed(*arguments: Any) -> None:
+        begin = mark()
+        take(*arguments)
+        spans.append((begin, mark()))
+
+    def measure() -> list[float]:
+        if device.type != "cuda":
+            return [end - begin for begin, end in spans]
+        torch.cuda.synchronize(device)
+        return [begin.elapsed_time(end) / 1000 for begin, end in spans]
+
+    Decision.take = timed  # type: ignore[method-assign]
+    try:
+        yield measure
+    finally:
+        Decision.take = take  # type: ignore[method-assign]
 
 
 def monai(network: nn.Module, classes: int, device: torch.device, chosen: argparse.Namespace) -> Measure:
