@@ -96,7 +96,7 @@ def predict(
 
         paths = {case["case"]: case["image"] for case in waiting}
         testing = Testing(
-            build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
+            build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror, alone=True),
             _prepare_each(waiting, preprocessing_of(config)),
             output,
             batch_size=config.inference.batch,

@@ -51,7 +51,7 @@ def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Valid
     config, folder = trained.config, RunFolder(trained.source)
     prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
     validation = Validation(
-        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
+        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror, alone=True),
         prepared,
         trained.task.structures,
         ignore=trained.task.ignore,
