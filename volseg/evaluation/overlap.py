@@ -161,6 +161,8 @@ def _check_grids(prediction: LabelMap, label: LabelMap) -> None:
             f"prediction and label must have the same shape, got {tuple(prediction.shape)} and {tuple(label.shape)}; "
             "evaluate on the image's original grid"
         )
+    if math.prod(label.shape) != math.prod(label.shape[-3:]):
+        raise GridError(f"a label map has one channel, got {label.shape[0]}; judge them one by one")
     if isinstance(prediction, MetaTensor) and isinstance(label, MetaTensor):
         Grid.of(label).require_same(Grid.of(prediction), "label", "prediction")
 

@@ -24,11 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volseg.errors import DataError
+from volseg.config.nearest import did_you_mean
+from volseg.errors import ConfigError, DataError
 from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
+from volseg.evaluation.tolerances import find_tolerance
 
-__all__ = ["VOLUMES", "Scoring", "read_spacing"]
+__all__ = ["VOLUMES", "Scoring", "choose_scoring", "read_spacing"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,16 @@ class Scoring:
         distances = (*DISTANCES, *(("NSD",) if self.tolerances else ())) if self.distances else ()
         return (*distances, *VOLUMES, *(LESIONS if self.lesions else ()))
 
+    def describe(self) -> dict[str, Any]:
+        """Return what somebody has to know who compares the numbers with others, as plain values for JSON."""
+        return {
+            "surface": "marching-cubes surface elements (google-deepmind/surface-distance)",
+            "HD95": "larger of the two directed percentiles, weighted by area",
+            "tolerance_mm": {str(key): mm for key, mm in self.tolerances.items()},
+            "lesions": [str(key) for key in self.lesions],
+            "lesion_overlap": self.lesion_overlap,
+        }
+
     def measure(
         self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float] | None, ignored: Mask | None
     ) -> dict[str, float]:
@@ -107,6 +119,48 @@ class Scoring:
             return missed | ({"NSD": 0.0} if key in self.tolerances else {})
         distances = measure_surfaces(prediction, reference, spacing, ignored=ignored)
         return {} if distances is None else distances.metrics(self.tolerances.get(key))
+
+
+def choose_scoring(
+    structures: Mapping[Any, str],
+    task_name: str,
+    *,
+    distances: bool = True,
+    tolerance: float | Mapping[str, float] | None = None,
+    lesions: Collection[str] = (),
+    lesion_overlap: float = MINIMUM_OVERLAP,
+) -> Scoring:
+    """Return what is measured of structures, which are asked for by their names.
+
+    Parameters
+    ----------
+    structures : mapping
+        What is scored to its name.
+    task_name : str
+        Whose manifest may know the tolerance, where none is given.
+    distances, tolerance, lesions, lesion_overlap
+        See `volseg.config.schema.EvaluationConfig`.
+
+    Raises
+    ------
+    ConfigError
+        For a name that no structure has.
+    """
+    keys = {name: key for key, name in structures.items() if key != 0}
+    if tolerance is None:
+        tolerance = find_tolerance(task_name)
+    by_name = (
+        tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else dict.fromkeys(keys, tolerance)
+    )
+    for kind, named in (("a tolerance of NSD", by_name), ("lesions", lesions)):
+        if strange := [name for name in named if name not in keys]:
+            raise ConfigError(f"{kind}: no label is called {strange[0]!r}; {did_you_mean(strange[0], keys)}")
+    return Scoring(
+        distances=distances,
+        tolerances={keys[name]: mm for name, mm in by_name.items()},
+        lesions=tuple(keys[name] for name in lesions),
+        lesion_overlap=lesion_overlap,
+    )
 
 
 def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, float]:

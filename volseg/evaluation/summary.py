@@ -23,6 +23,7 @@ from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_intervals
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
+from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replacing
 
@@ -34,6 +35,7 @@ __all__ = [
     "complete_summary",
     "count_undefined",
     "evaluate_files",
+    "read_names",
     "read_structure",
     "read_summary",
     "summarise",
@@ -118,11 +120,14 @@ def count_undefined(summary: Summary) -> dict[str, dict[str, int]]:
     }
 
 
-def complete_summary(summary: Summary) -> Summary:
+def complete_summary(
+    summary: Summary, scoring: Scoring | None = None, names: Mapping[Any, str] | None = None
+) -> Summary:
     """Return a summary with what its means hide, per label: median, undefined cases, and interval of each mean.
 
     ``median`` counts an infinite distance as the largest. ``intervals`` holds ``[low, high]`` of the means of `JUDGED`,
-    by `mean_intervals` over the cases that are in the mean.
+    by `mean_intervals` over the cases that are in the mean. ``settings`` says by which rules ``scoring`` measured,
+    ``labels`` what the keys are called.
     """
     means = summary["mean"]
     names = [name for name in next(iter(means.values()), ()) if name not in METRICS or name in JUDGED]
@@ -140,6 +145,8 @@ def complete_summary(summary: Summary) -> Summary:
             "resamples": NUM_RESAMPLES,
             "mean": {label: {name: of[column] for name, of in intervals.items()} for column, label in enumerate(means)},
         },
+        **({} if scoring is None else {"settings": scoring.describe()}),
+        **({} if names is None else {"labels": {str(key): name for key, name in names.items()}}),
     }
 
 
@@ -190,6 +197,8 @@ def read_structure(key: str) -> Structure:
 def read_summary(path: str | os.PathLike[str]) -> Summary:
     """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN, or the infinite distance that they were.
 
+    What follows from the cases is left out: `complete_summary` computes it.
+
     Raises
     ------
     DataError
@@ -206,7 +215,13 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     for metrics in cases:
         if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only
             metrics.update({name: math.inf for name in DISTANCES if math.isnan(metrics.get(name, 0))})
-    return summary
+    return {key: summary[key] for key in ("foreground_mean", "mean", "metric_per_case")}
+
+
+def read_names(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return what the labels of a ``summary.json`` are called; nothing where it does not say, as nnU-Net's."""
+    declared = json.loads(Path(path).read_text(encoding="utf-8")).get("labels")
+    return {str(key): str(name) for key, name in declared.items()} if isinstance(declared, dict) else {}
 
 
 def _average(several: Iterable[Mapping[str, float]]) -> Metrics:

@@ -1,0 +1,92 @@
+"""What ``volseg evaluate`` does: score two folders, write what came of it, and say it."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from volseg.config.nearest import did_you_mean
+from volseg.data.names import list_some
+from volseg.errors import ConfigError
+from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
+from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
+from volseg.evaluation.surfaces import DISTANCES
+from volseg.evaluation.tables import TABULATED, scores_table, write_cases
+
+__all__ = ["judge_folders", "judging_words"]
+
+KNOWN = {name.casefold(): name for name in (*JUDGED, *DISTANCES, *TABULATED)}
+MEASURED = {*DISTANCES, "NSD"}
+
+
+def judge_folders(
+    predictions: str | Path,
+    labels: str | Path,
+    *,
+    json_file: str | Path,
+    csv_file: str | Path,
+    metrics: Collection[str] | None = None,
+    force: bool = False,
+    **settings: Any,
+) -> EvaluatedFolders:
+    """Score two folders and write ``summary.json`` and ``cases.csv``.
+
+    Parameters
+    ----------
+    predictions, labels : path
+        See `evaluate_folders`.
+    json_file, csv_file : path
+        What is written.
+    metrics : collection of str, optional
+        Which are wanted, in any case of letters; distances are measured only if one of them is among these.
+    force : bool
+        Replace the two files.
+    **settings
+        Of `evaluate_folders`.
+
+    Raises
+    ------
+    DataError, ConfigError
+        See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
+    """
+    for file in (Path(json_file), Path(csv_file)):
+        if file.exists() and not force:
+            raise ConfigError(f"{file} exists already; choose another file, or replace it by --force")
+    wanted = _find_metrics(metrics)
+    distances = bool(MEASURED & set(wanted))
+    evaluated = evaluate_folders(predictions, labels, distances=distances, **settings)
+    if metrics is not None and "NSD" in wanted and not evaluated.scoring.tolerances:
+        raise ConfigError("NSD needs the distance within which two surfaces count as one; give it by --tolerance MM")
+    if evaluated.summary is not None:
+        write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), json_file)
+        write_cases(evaluated.summary, evaluated.names, csv_file)
+    return evaluated
+
+
+def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:
+    """Return what an evaluation ends by saying: the table, and what is not in it."""
+    pairs = evaluated.pairs
+    lines = (
+        [] if evaluated.summary is None else [scores_table(evaluated.summary, evaluated.names, _find_metrics(metrics))]
+    )
+    lines += ["", f"{len(pairs.matched) - len(evaluated.faults)} of {len(pairs.matched) + len(pairs.missing)} case(s)"]
+    if mm := sorted(set(evaluated.scoring.tolerances.values())):
+        lines += [f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm"]
+    elif evaluated.scoring.distances:
+        lines += ["NSD: not measured, no tolerance is known for this task; give one by --tolerance MM"]
+    if evaluated.scoring.distances:
+        lines += ["undefined: cases in which only one of the two has the label; they are in no mean of a distance"]
+    if pairs.missing:
+        lines += [f"not predicted: {list_some(pairs.missing)}"]
+    if pairs.surplus:
+        lines += [f"without a label, not scored: {list_some([path.name for path in pairs.surplus])}"]
+    lines += [f"could not be scored: {case}: {fault}" for case, fault in evaluated.faults.items()]
+    return "\n".join(lines)
+
+
+def _find_metrics(names: Collection[str] | None) -> tuple[str, ...]:
+    if names is None:
+        return TABULATED
+    listed = [part.strip() for name in names for part in name.split(",")]
+    if strange := [name for name in listed if name.casefold() not in KNOWN]:
+        raise ConfigError(f"no metric is called {strange[0]!r}; {did_you_mean(strange[0], KNOWN.values())}")
+    return tuple(KNOWN[name.casefold()] for name in listed)
