@@ -58,3 +58,20 @@ def evaluate(
     typer.echo(judging.judging_words(evaluated, metrics))
     if evaluated.faults:
         raise typer.Exit(1)
+
+
+@evaluation_app.command(epilog="Example: volseg compare runs/unet runs/resenc -o unet_or_resenc")
+def compare(
+    methods: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Runs, cross-validations, or predictions that were evaluated."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For CSV, JSON and picture.")] = Path(
+        "comparison"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Compare methods case by case: mean difference with its interval, wins and losses, Wilcoxon's test."""
+    from volseg.evaluation import judging  # imports torch: not for --help
+
+    typer.echo(judging.compare_folders(methods, output, force=force))

@@ -1,18 +1,20 @@
-"""What ``volseg evaluate`` does: score two folders, write what came of it, and say it."""
+"""What ``volseg evaluate`` and ``volseg compare`` do: score folders, write what came of it, and say it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
 from volseg.data.names import list_some
 from volseg.errors import ConfigError
+from volseg.evaluation.comparing import compare_methods, read_method
+from volseg.evaluation.comparison_files import comparison_table, write_comparison
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
 from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import TABULATED, scores_table, write_cases
 
-__all__ = ["judge_folders", "judging_words"]
+__all__ = ["compare_folders", "judge_folders", "judging_words"]
 
 KNOWN = {name.casefold(): name for name in (*JUDGED, *DISTANCES, *TABULATED)}
 MEASURED = {*DISTANCES, "NSD"}
@@ -48,9 +50,7 @@ def judge_folders(
     DataError, ConfigError
         See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
     """
-    for file in (Path(json_file), Path(csv_file)):
-        if file.exists() and not force:
-            raise ConfigError(f"{file} exists already; choose another file, or replace it by --force")
+    _require_new((Path(json_file), Path(csv_file)), force)
     wanted = _find_metrics(metrics)
     distances = bool(MEASURED & set(wanted))
     evaluated = evaluate_folders(predictions, labels, distances=distances, **settings)
@@ -81,6 +81,31 @@ def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None =
         lines += [f"without a label, not scored: {list_some([path.name for path in pairs.surplus])}"]
     lines += [f"could not be scored: {case}: {fault}" for case, fault in evaluated.faults.items()]
     return "\n".join(lines)
+
+
+def compare_folders(sources: Sequence[str | Path], output: str | Path, *, force: bool = False) -> str:
+    """Compare runs, cross-validations or scored predictions; write the comparison, and return what to say of it.
+
+    Raises
+    ------
+    DataError, ConfigError
+        For sources without scores, of other cases or labels, or a comparison that is there already.
+    """
+    output = Path(output)
+    _require_new([output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")], force)
+    paths = [Path(source) for source in sources]
+    # The last part of a path is its name, unless two are called alike.
+    are_different = len({path.absolute().name for path in paths}) == len(paths)
+    methods = [read_method(path, path.absolute().name if are_different else str(path)) for path in paths]
+    results = compare_methods(methods)
+    written = write_comparison(results, methods, output)
+    return "\n".join([comparison_table(results), "", *map(str, written)])
+
+
+def _require_new(files: Sequence[Path], force: bool) -> None:
+    for file in files:
+        if file.exists() and not force:
+            raise ConfigError(f"{file} exists already; choose another place, or replace it by --force")
 
 
 def _find_metrics(names: Collection[str] | None) -> tuple[str, ...]:

@@ -130,13 +130,14 @@ def complete_summary(
     ``labels`` what the keys are called.
     """
     means = summary["mean"]
-    names = [name for name in next(iter(means.values()), ()) if name not in METRICS or name in JUDGED]
-    scores = {name: np.stack([collect_scores(summary, label, name) for label in means], axis=1) for name in names}
-    intervals = {name: _find_intervals(scores[name]) for name in names if name in JUDGED}
+    measured = [name for name in next(iter(means.values()), ()) if name not in METRICS or name in JUDGED]
+    scores = {name: np.stack([collect_scores(summary, label, name) for label in means], axis=1) for name in measured}
+    intervals = {name: _find_intervals(scores[name]) for name in measured if name in JUDGED}
     return {
         **summary,
         "median": {
-            label: {name: _find_median(scores[name][:, column]) for name in names} for column, label in enumerate(means)
+            label: {name: _find_median(scores[name][:, column]) for name in measured}
+            for column, label in enumerate(means)
         },
         "undefined": count_undefined(summary),
         "intervals": {
