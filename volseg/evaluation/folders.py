@@ -16,7 +16,7 @@ from volseg.data.layouts.pairs import LABEL_WORDS
 from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import read_volume, stem
 from volseg.data.threads import map_in_threads
-from volseg.errors import DataError, GridError
+from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
 
@@ -204,6 +204,7 @@ def evaluate_folders(
     distances: bool = True,
     tolerance: float | Mapping[str, float] | None = None,
     lesions: Sequence[str] = (),
+    needs_tolerance: bool = False,
     allow_missing: bool = False,
 ) -> EvaluatedFolders:
     """Score every case of two folders, several at a time; a case that cannot be scored does not end the others.
@@ -216,6 +217,8 @@ def evaluate_folders(
         Which labels there are; see `find_names`. Without any, the values that occur.
     distances, tolerance, lesions
         What is measured; see `volseg.evaluation.scoring.choose_scoring`.
+    needs_tolerance : bool
+        Refuse a task of which no tolerance is known, rather than measure no NSD.
     allow_missing : bool
         Leave cases without a prediction out.
 
@@ -224,7 +227,7 @@ def evaluate_folders(
     DataError
         If files cannot be paired, or predictions are missing.
     ConfigError
-        For a name that no label has.
+        For a name that no label has, or no tolerance where one is needed.
     """
     pairs = pair_files(predictions, labels)
     if pairs.missing and not allow_missing:
@@ -235,6 +238,8 @@ def evaluate_folders(
     declared = find_names(labels, predictions, names)
     task = declared or _find_values(pairs)
     scoring = choose_scoring(task.structures, task.name, distances=distances, tolerance=tolerance, lesions=lesions)
+    if needs_tolerance and not scoring.tolerances:
+        raise ConfigError("NSD needs the distance within which two surfaces count as one; give it by --tolerance MM")
     score = partial(_score, pairs=pairs, task=task, labelled=_find_labelled(pairs, task), scoring=scoring)
     outcomes = dict(zip(pairs.matched, map_in_threads(score, pairs.matched), strict=True))
     scored = [outcome for outcome in outcomes.values() if isinstance(outcome, EvaluatedCase)]

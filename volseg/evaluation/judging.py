@@ -12,7 +12,7 @@ from volseg.evaluation.comparison_files import comparison_table, write_compariso
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
 from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.evaluation.tables import TABULATED, scores_table, write_cases
+from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
 
 __all__ = ["compare_folders", "judge_folders", "judging_words"]
 
@@ -52,10 +52,13 @@ def judge_folders(
     """
     _require_new((Path(json_file), Path(csv_file)), force)
     wanted = _find_metrics(metrics)
-    distances = bool(MEASURED & set(wanted))
-    evaluated = evaluate_folders(predictions, labels, distances=distances, **settings)
-    if metrics is not None and "NSD" in wanted and not evaluated.scoring.tolerances:
-        raise ConfigError("NSD needs the distance within which two surfaces count as one; give it by --tolerance MM")
+    evaluated = evaluate_folders(
+        predictions,
+        labels,
+        distances=bool(MEASURED & set(wanted)),
+        needs_tolerance=metrics is not None and "NSD" in wanted,
+        **settings,
+    )
     if evaluated.summary is not None:
         write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), json_file)
         write_cases(evaluated.summary, evaluated.names, csv_file)
@@ -69,12 +72,7 @@ def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None =
         [] if evaluated.summary is None else [scores_table(evaluated.summary, evaluated.names, _find_metrics(metrics))]
     )
     lines += ["", f"{len(pairs.matched) - len(evaluated.faults)} of {len(pairs.matched) + len(pairs.missing)} case(s)"]
-    if mm := sorted(set(evaluated.scoring.tolerances.values())):
-        lines += [f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm"]
-    elif evaluated.scoring.distances:
-        lines += ["NSD: not measured, no tolerance is known for this task; give one by --tolerance MM"]
-    if evaluated.scoring.distances:
-        lines += ["undefined: cases in which only one of the two has the label; they are in no mean of a distance"]
+    lines += explain_scores(evaluated.scoring)
     if pairs.missing:
         lines += [f"not predicted: {list_some(pairs.missing)}"]
     if pairs.surplus:

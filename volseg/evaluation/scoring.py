@@ -75,13 +75,13 @@ class Scoring:
 
     def describe(self) -> dict[str, Any]:
         """Return what somebody has to know who compares the numbers with others, as plain values for JSON."""
-        return {
+        surfaces = {
             "surface": "marching-cubes surface elements (google-deepmind/surface-distance)",
-            "HD95": "larger of the two directed percentiles, weighted by area",
+            "percentiles": "HD95: the larger of the two directed ones, weighted by area",
             "tolerance_mm": {str(key): mm for key, mm in self.tolerances.items()},
-            "lesions": [str(key) for key in self.lesions],
-            "lesion_overlap": self.lesion_overlap,
         }
+        lesions = {"lesions": [str(key) for key in self.lesions], "lesion_overlap": self.lesion_overlap}
+        return {**(surfaces if self.distances else {}), **(lesions if self.lesions else {})}
 
     def measure(
         self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float] | None, ignored: Mask | None

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from volseg.data.readers import stem
+from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
 from volseg.files import replacing
 
-__all__ = ["name_cases", "scores_table", "write_cases"]
+__all__ = ["explain_scores", "format_table", "name_cases", "scores_table", "write_cases"]
 
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
@@ -55,6 +56,18 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
                 )
             )
     return format_table(rows)
+
+
+def explain_scores(scoring: Scoring) -> list[str]:
+    """Return what has to be known to read the table."""
+    lines = []
+    if mm := sorted(set(scoring.tolerances.values())):
+        lines.append(f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm.")
+    elif scoring.distances:
+        lines.append("NSD: not measured, for no tolerance (mm) was given, and none is known of this task.")
+    if scoring.distances:
+        lines.append("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+    return lines
 
 
 def format_table(rows: Collection[tuple[str, ...]]) -> str:
