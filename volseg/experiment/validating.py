@@ -10,6 +10,7 @@ from volseg.errors import DataError
 from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.scoring import build_scoring
 from volseg.experiment.trained import Trained, load_trained
 from volseg.monitoring.progress import progress
 from volseg.workflow.validation import Validated, Validation
@@ -57,6 +58,7 @@ def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Valid
         ignore=trained.task.ignore,
         values=trained.task.class_values,
         metrics=build_metrics(config, trained.task),
+        scoring=build_scoring(config, trained.task),
         folder=folder.validation if checkpoint == "latest" else folder.path / f"validation_{checkpoint}",
         batch_size=config.inference.batch,
         show=partial(progress, title="validating", total=len(cases)),
