@@ -15,6 +15,7 @@
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
+        postprocessing.json      what `volseg postprocess` found to help
         report.md
         in_use.json              who trains here, while somebody does
 """
@@ -94,6 +95,11 @@ class RunFolder:
     def report_file(self) -> Path:
         """What a finished training came to."""
         return self.path / "report.md"
+
+    @property
+    def postprocessing_file(self) -> Path:
+        """Which postprocessing helps, once that was measured."""
+        return self.path / "postprocessing.json"
 
     @property
     def predictions(self) -> Path:
@@ -177,8 +183,8 @@ class RunFolder:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
-        """Remove the summaries of weights that the training replaces, and the report of them."""
-        for file in (*self.path.glob("validation*/summary.json"), self.report_file):
+        """Remove what was measured with weights that the training replaces."""
+        for file in (*self.path.glob("validation*/summary.json"), self.report_file, self.postprocessing_file):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:
