@@ -6,6 +6,7 @@ from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
 from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
+from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
 from volseg.experiment.predicting import predict
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
@@ -21,12 +22,14 @@ __all__ = [
     "CrossValidated",
     "Outcome",
     "RunFolder",
+    "apply_postprocessing",
     "closing_words",
     "configure",
     "configure_words",
     "count_workers",
     "cross_validate",
     "cross_validation_words",
+    "determine_postprocessing",
     "dice_table",
     "is_data_set",
     "is_main_process",

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -19,15 +18,12 @@ from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from volseg.errors import ConfigError, GridError, NonFinitePredictionError
+from volseg.errors import ConfigError, NonFinitePredictionError
 from volseg.inference.original_grid import original_label_map
 from volseg.inference.prediction import Prediction
-from volseg.parallel.progress import report_progress
+from volseg.inference.window_step import Model, WindowStep, full_logits
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
-
-Model = Callable[[Tensor], Any]
-"""``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; see `full_logits` for what else may come back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,6 +99,18 @@ class Predictor:
             return (0, 1, 2) if self.mirror else ()
         return tuple(self.mirror)
 
+    @property
+    def window_step(self) -> WindowStep:
+        """How a batch of windows goes through the models."""
+        return WindowStep(
+            models=self.models,
+            num_classes=self.num_classes,
+            regions=self.regions,
+            mirror_axes=self.mirror_axes,
+            autocast=self.autocast,
+            before_pass=self.before_pass,
+        )
+
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
 
@@ -132,16 +140,16 @@ class Predictor:
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
-        device = self._choose_device(images)
+        device, step = self._choose_device(images), self.window_step
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
             if self.window is None:
-                return self._average_probabilities(images.to(device)).to(self.stitch_on or device)
+                return step(images.to(device)).to(self.stitch_on or device)
             blended = sliding_window_inference(
                 images.float(),
                 roi_size=tuple(self.window),
                 sw_batch_size=self.windows_per_step,
-                predictor=self._average_probabilities,
+                predictor=step,
                 overlap=self.overlap,
                 mode="gaussian",
                 sw_device=device,
@@ -170,35 +178,6 @@ class Predictor:
         parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
         return next((parameter.device for parameter in parameters), images.device)
 
-    def _average_probabilities(self, windows: Tensor) -> Tensor:
-        """Return the mean over models and mirrorings of the softmax, or of the sigmoids, float32."""
-        axes = self.mirror_axes
-        mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
-        total: Tensor | None = None
-        for model in self.models:
-            for flips in mirrorings:
-                report_progress("predict")
-                if self.before_pass is not None:
-                    self.before_pass()
-                dims = [axis - 3 for axis in flips]
-                mirrored = windows.flip(dims) if dims else windows
-                with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                    logits = full_logits(model(mirrored))
-                self._check(logits, windows)
-                one = logits.float().sigmoid() if self.regions else logits.float().softmax(1)
-                one = one.flip(dims) if dims else one
-                total = one if total is None else total.add_(one)
-        assert total is not None
-        return total.div_(len(self.models) * len(mirrorings))
-
-    def _check(self, logits: Tensor, windows: Tensor) -> None:
-        wanted = (windows.shape[0], self.num_classes, *windows.shape[2:])
-        if tuple(logits.shape) != wanted:
-            raise GridError(
-                f"the model must return logits (B, K, D, H, W) = {wanted} with one channel per "
-                f"{'region' if self.regions else 'class, background included'}, got {tuple(logits.shape)}"
-            )
-
 
 def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
     """Return the label map ``(1, D, H, W)`` of a preprocessed case on its image's original grid.
@@ -206,21 +185,6 @@ def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **sett
     The settings are the fields of `Predictor`, which serves many cases and batches them.
     """
     return Predictor(model=model, **settings)(case)
-
-
-def full_logits(output: Any) -> Tensor:
-    """Return the logits at full resolution and in one piece.
-
-    A list or tuple is deep supervision, full resolution first; a volume sharded over devices is gathered by its
-    ``full_tensor`` (a collective: every process of the group must predict).
-    """
-    if isinstance(output, list | tuple):
-        output = output[0]
-    if hasattr(output, "full_tensor"):
-        output = output.full_tensor()
-    if not isinstance(output, Tensor):
-        raise GridError(f"the model must return logits as a tensor, got {type(output).__name__}")
-    return output
 
 
 @contextmanager
