@@ -16,7 +16,6 @@ from volseg.data.names import find_doubled
 from volseg.data.preprocessed import Preprocessing, prepare
 from volseg.data.readers import list_files, name_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.building import build_predictor
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
@@ -96,7 +95,7 @@ def predict(
 
         paths = {case["case"]: case["image"] for case in waiting}
         testing = Testing(
-            build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
+            trained.build_predictor(),
             _prepare_each(waiting, trained.preprocessing),
             output,
             batch_size=config.inference.batch,

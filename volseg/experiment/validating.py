@@ -7,7 +7,7 @@ from volseg.data.cases import Case
 from volseg.data.layouts import load_task
 from volseg.data.preprocessed import prepare_all
 from volseg.errors import DataError
-from volseg.experiment.building import build_metrics, build_predictor
+from volseg.experiment.building import build_metrics
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import load_trained
@@ -52,7 +52,7 @@ def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Valid
     config, folder = trained.config, RunFolder(trained.source)
     prepared = prepare_all(cases, trained.preprocessing, keep_reference=True)
     validation = Validation(
-        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
+        trained.build_predictor(),
         prepared,
         trained.task.structures,
         ignore=trained.task.ignore,

@@ -171,6 +171,7 @@ class PlainConvUNet(ResEncUNet):
 
     @staticmethod
     def _make_stem(in_channels: int, channels: int, kernel: Sides) -> tuple[nn.Module, int]:
+        del channels, kernel  # the first stage's first convolution is the stem
         return nn.Identity(), in_channels
 
     @staticmethod

@@ -47,8 +47,8 @@ def read_checkpoint(path: Path) -> NnunetWeights:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as fault:
         raise CheckpointError(
-            f"{path} holds more than tensors, plain values and numpy's numbers, so it is not read: opening it could run "
-            f"anybody's code ({_name_global(fault)}). If you trust who made it, load it with nnU-Net itself and "
+            f"{path} holds more than tensors, plain values and numpy's numbers, so it is not read: opening it could "
+            f"run anybody's code ({_name_global(fault)}). If you trust who made it, load it with nnU-Net itself and "
             "save it again with only network_weights, init_args, trainer_name and inference_allowed_mirroring_axes"
         ) from fault
     except (OSError, EOFError, RuntimeError, ValueError, KeyError) as fault:

@@ -54,8 +54,8 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
     norm, slope = given.get("norm_op_kwargs") or {}, given.get("nonlin_kwargs") or {}
     if {"eps": 1e-5, **norm} != {"eps": 1e-5, "affine": True} or {"inplace": True, **slope} != {"inplace": True}:
         raise ConfigError(
-            f"{where} builds {name} with norm {norm} and activation {slope}; what can be rebuilt: an affine norm of eps "
-            "1e-5, and a leaky ReLU of slope 0.01"
+            f"{where} builds {name} with norm {norm} and activation {slope}; what can be rebuilt: an affine norm of "
+            "eps 1e-5, and a leaky ReLU of slope 0.01"
         )
     stages = given["n_stages"]
     return {
@@ -165,4 +165,3 @@ def _pair_names(places: Iterable[str], last: int) -> Iterator[tuple[str, str]]:
 
 def _layer(number: str) -> str:
     return ("conv", "norm")[int(number)]
-

@@ -17,7 +17,13 @@ CONFIGURATIONS = ("3d_fullres", "3d_lowres")
 READERS = {"SimpleITKIO": False, "NibabelIO": False, "SimpleITKIOWithReorient": True, "NibabelIOWithReorient": True}
 """nnU-Net's readers of volumes, and whether they turn the axes to RAS."""
 
-SCHEMES = ("CTNormalization", "ZScoreNormalization", "NoNormalization", "RescaleTo01Normalization", "RGBTo01Normalization")
+SCHEMES = (
+    "CTNormalization",
+    "ZScoreNormalization",
+    "NoNormalization",
+    "RescaleTo01Normalization",
+    "RGBTo01Normalization",
+)
 
 Sides = tuple[float, float, float]
 

@@ -8,106 +8,71 @@
 The order matters at every border between structures: the mean of logits and the mean of probabilities cross elsewhere.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from monai.data import MetaTensor
 from scipy.ndimage import gaussian_filter
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, NonFinitePredictionError
 from volseg.exchange.nnunet.preprocessing import NEAREST_AXIS
 from volseg.exchange.nnunet.resampling import nearest_planes
-from volseg.inference.original_grid import original_label_map
+from volseg.inference.original_grid import IN_A_REGION, original_label_map
 from volseg.inference.prediction import Prediction
-from volseg.inference.predictor import evaluating, full_logits
-from volseg.parallel.progress import report_progress
+from volseg.inference.predictor import Predictor, evaluating
 
 __all__ = ["NnunetPredictor", "place_windows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class NnunetPredictor:
-    """Apply networks that nnU-Net trained to whole volumes as nnU-Net does.
-
-    Parameters
-    ----------
-    models : sequence of nn.Module
-        Of the folds; the mean of their logits counts.
-    num_classes : int
-        K: classes, or regions.
-    values : sequence of int
-        What label maps hold for each of the K.
-    regions : bool
-        Whether the K overlap, each painted over those before it where its logit exceeds 0.
-    window : sequence of int
-        Sides of the window (voxels).
-    overlap : float
-        Fraction of a window that its neighbour shares at least.
-    mirror_axes : sequence of int
-        Axes of which every subset is mirrored in turn.
-    autocast : torch.dtype, optional
-        For the networks.
-    before_pass : callable, optional
-        Called before each pass; it may raise to leave.
-    """
-
-    models: Sequence[nn.Module]
-    num_classes: int
-    values: Sequence[int]
-    regions: bool
-    window: Sequence[int]
-    overlap: float = 0.5
-    mirror_axes: Sequence[int] = ()
-    autocast: torch.dtype | None = None
-    before_pass: Callable[[], object] | None = None
-
-    def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
-        """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid."""
-        ((_, prediction),) = self.stream([case])
-        return prediction.labels
+class NnunetPredictor(Predictor):
+    """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
 
     def stream(
-        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, also: Collection[str] = ()
+        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
         """Yield each case with its prediction, one volume after the other whatever ``batch_size`` is.
 
         Raises
         ------
-        ConfigError
-            If more than label maps is asked for.
         NonFinitePredictionError
             If a logit is not finite.
         """
         del batch_size
-        if also:
-            raise ConfigError(f"a model folder of nnU-Net gives label maps only here, not {' and '.join(sorted(also))}")
         for case in cases:
-            image = case["image"]
+            image = case[field]
             logits = self.logits(image.as_tensor())
             if not logits.isfinite().all():
-                raise NonFinitePredictionError(f"case {case.get('case')}: the networks gave logits that are not finite")
+                raise NonFinitePredictionError(
+                    f"case {case.get('case', '(unnamed)')}: the networks gave logits that are not finite; check the "
+                    "image, or predict by --set training.precision=fp32"
+                )
             yield case, Prediction(labels=self._label(logits, image))
 
     @torch.no_grad()
     def logits(self, image: Tensor) -> Tensor:
         """Return logits ``(K, D, H, W)`` float32 of a preprocessed image ``(C, D, H, W)``."""
-        device = next(self.models[0].parameters()).device
-        missing = [max(0, side - have) for side, have in zip(self.window, image.shape[1:], strict=True)]
+        device, window = self._choose_device(image), self.window
+        if window is None:
+            raise ConfigError(
+                "nnU-Net predicts by windows: inference.window should be the patch of its plans, got null"
+            )
+        missing = [max(0, side - have) for side, have in zip(window, image.shape[1:], strict=True)]
         margins = [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
         padded = pad(image.to(device), margins)
-        weight = compute_weight(self.window).to(device)
+        weight = compute_weight(window).to(device)
         total = torch.zeros(self.num_classes, *padded.shape[1:], device=device)
         weights = torch.zeros(padded.shape[1:], device=device)
-        starts = [place_windows(n, side, self.overlap) for n, side in zip(padded.shape[1:], self.window, strict=True)]
+        starts = [place_windows(n, side, self.overlap) for n, side in zip(padded.shape[1:], window, strict=True)]
         with evaluating(self.models):
             for corner in product(*starts):
-                box = tuple(slice(first, first + side) for first, side in zip(corner, self.window, strict=True))
+                box = tuple(slice(first, first + side) for first, side in zip(corner, window, strict=True))
                 total[(slice(None), *box)] += self._average(padded[(slice(None), *box)][None])[0] * weight
                 weights[box] += weight
         total /= weights
@@ -116,28 +81,23 @@ class NnunetPredictor:
 
     def _average(self, window: Tensor) -> Tensor:
         """Return the mean of the logits (1, K, d, h, w) over networks and mirrorings."""
-        axes = self.mirror_axes
-        flips = [[axis - 3 for axis in some] for count in range(len(axes) + 1) for some in combinations(axes, count)]
         total: Tensor | None = None
-        for model, dims in product(self.models, flips):
-            report_progress("predict")
-            if self.before_pass is not None:
-                self.before_pass()
-            with torch.autocast(window.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                logits = full_logits(model(window.flip(dims) if dims else window))
+        for logits, dims in self.window_step.passes(window):
             one = logits.float().flip(dims) if dims else logits.float()
-            total = one if total is None else total + one
+            total = one if total is None else total.add_(one)
         assert total is not None
-        return total / (len(self.models) * len(flips))
+        return total.div_(self.window_step.num_passes)
 
     def _label(self, logits: Tensor, image: MetaTensor) -> MetaTensor:
         placed = image
         if thick := image.meta.get(NEAREST_AXIS):
             axis, planes = thick
             logits, placed = _take_planes(logits, image, axis, planes)
-        # A sigmoid exceeds one half where its logit exceeds 0.
-        volume = logits.sigmoid_() if False else logits
-        return original_label_map(volume, placed, values=self.values, regions=self.regions)
+        if self.regions:
+            # A sigmoid exceeds one half, which is looked for, where its logit exceeds 0. A shift passes a linear
+            # interpolation as it is; a sigmoid before it would move every border.
+            logits = logits + IN_A_REGION
+        return original_label_map(logits, placed, values=self.values, regions=self.regions)
 
 
 def _take_planes(logits: Tensor, image: MetaTensor, axis: int, planes: int) -> tuple[Tensor, MetaTensor]:

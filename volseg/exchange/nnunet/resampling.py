@@ -63,7 +63,9 @@ class Resampling:
             raise ConfigError(f"{where}: force_separate_z should be true, false or null, got {separates!r}")
         if function == LINEAR:
             if (given["mode"], given["aniso_axis_mode"]) != ("linear", "nearest-exact"):
-                raise ConfigError(f"{where}: mode {given['mode']!r} with {given['aniso_axis_mode']!r} is not known here")
+                raise ConfigError(
+                    f"{where}: mode {given['mode']!r} with {given['aniso_axis_mode']!r} is not known here"
+                )
             return cls(order=1, separates=separates, threshold=threshold, clips=False)
         if given["order"] not in (0, 1, 2, 3) or given["order_z"] not in (0, 1):
             raise ConfigError(f"{where}: order {given['order']!r} with order_z {given['order_z']!r} is not known here")
@@ -119,7 +121,5 @@ def _along(volume: Tensor, axis: int, side: int, order: int) -> Tensor:
 @cache
 def _spline_matrix(before: int, after: int, order: int) -> Tensor:
     """Return the matrix ``(after, before)`` of scipy's zoom along one axis: what it makes of each unit vector."""
-    columns = [
-        zoom(unit, after / before, order=order, mode="nearest", grid_mode=True) for unit in np.eye(before)
-    ]
+    columns = [zoom(unit, after / before, order=order, mode="nearest", grid_mode=True) for unit in np.eye(before)]
     return torch.from_numpy(np.stack(columns, axis=1))
