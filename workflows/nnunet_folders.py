@@ -3,7 +3,7 @@
 Needs nnunetv2 beside volseg, in an environment of its own:
 
     pip install nnunetv2==2.8.1 volseg
-    python workflows/nnunet_folders.py --folder DIR --json workflows/results/nnunet_folders.json
+    python workflows/nnunet_folders.py --folder DIR --json workflows/benchmarks/results/nnunet_folders.json
 
 Each case is a model folder that nnU-Net's own trainer wrote: a small network, trained for some dozens of steps on
 synthetic volumes so that its label maps mean something, and one with random weights. ``--store`` keeps a tiny one with
@@ -254,7 +254,7 @@ def train_folder(spec: dict[str, Any], folder: Path) -> Path:
         trainer.num_iterations_per_epoch = 1
         trainer.initialize()
         trainer.inference_allowed_mirroring_axes = spec["mirror"]
-        _fit(trainer, spec, plans, dataset, fold)
+        _fit(trainer, spec, dataset, fold)
         trainer.current_epoch = 1
         trainer._best_ema = np.float64(0.5)
         for key, value in (("train_losses", np.float32(0.1)), ("val_losses", np.float64(0.2))):
@@ -266,7 +266,7 @@ def train_folder(spec: dict[str, Any], folder: Path) -> Path:
     return made
 
 
-def _fit(trainer: Any, spec: dict[str, Any], plans: dict[str, Any], dataset: dict[str, Any], fold: int) -> None:
+def _fit(trainer: Any, spec: dict[str, Any], dataset: dict[str, Any], fold: int) -> None:
     """Train on patches of volumes that nnU-Net's preprocessor made, by a plain loop: minutes become seconds."""
     from nnunetv2.preprocessing.preprocessors.default_preprocessor import DefaultPreprocessor
 
@@ -348,7 +348,7 @@ def store_fixture(folder: Path, target: Path) -> None:
             shutil.copy(file, target / of)
     checkpoint = target / "model" / "fold_0" / "checkpoint_final.pth"
     content = torch.load(checkpoint, weights_only=False)
-    content["optimizer_state"] = {}  # of a state that nobody reads, and most of the file
+    content["optimizer_state"] = {}  # which nobody reads here, and which is most of the file
     torch.save(content, checkpoint)
 
 

@@ -1,25 +1,38 @@
 """Trained networks that no training here made: their files become the same objects as a run's."""
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from torch import Tensor
 
 from volseg.config.base import validated
 from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import read_archive
 from volseg.exchange.nnunet.folder import NnunetModel, read_nnunet
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
-from volseg.experiment.building import build_model, choose_device
+from volseg.exchange.tensors import unpack_tensors
+from volseg.experiment.building import build_model, choose_device, preprocessing_of
+from volseg.experiment.component_record import require_components
+from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file
 from volseg.models import build_network
 
-__all__ = ["NNUNET_CHECKPOINTS", "load_nnunet"]
+__all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
+
+WEIGHTS = "weights.safetensors"
+MEMBERS = ("task.json", "network.json", "components.json", "postprocessing.json")
+"""Files of a run folder that an archive holds as they are, where there are any."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
@@ -107,3 +120,54 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     if config.training.precision == "auto" and choose_device(config).type == "cuda":
         config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp16"})})
     return config
+
+
+def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Trained]:
+    """Load what `volseg export` wrote: a network, or those of the folds of a cross-validation.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged, was changed, or is of a version that is not known.
+    ConfigError
+        If it needs components that are not here, or devices.
+    """
+    file = Path(file)
+    manifest, members = read_archive(file)
+    count = manifest.get("networks")
+    if not isinstance(count, int) or not 1 <= count <= len(members):
+        raise CheckpointError(
+            f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
+        )
+    loaded = []
+    with TemporaryDirectory() as folder:
+        for number in range(count):
+            run = RunFolder(Path(folder) / str(number))
+            run.path.mkdir()
+            for name in (*MEMBERS, "config.yaml"):
+                if (content := members.get(f"{number}/{name}")) is not None:
+                    (run.path / name).write_bytes(content)
+            where = f"{number}/{WEIGHTS}"
+            if where not in members:
+                raise CheckpointError(f"{file} has no {where}; copy it again")
+            loaded.append(_load_member(file, run, unpack_tensors(members[where], f"{file}: {where}"), overrides))
+    digests = [hashlib.sha256(members[f"{number}/{WEIGHTS}"]).hexdigest() for number in range(count)]
+    return [replace(one, weights=digest) for one, digest in zip(loaded, digests, strict=True)]
+
+
+def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], overrides: Sequence[str]) -> Trained:
+    config, task = run.config(overrides), run.task()
+    require_components(run.path, resumes=False)
+    model = build_model(run.plan().complete(config), task, choose_device(config), trains=False)
+    try:
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as fault:
+        raise CheckpointError(f"{file}: its weights are not of the network in its config: {fault}") from fault
+    return Trained(
+        source=file,
+        config=config,
+        task=task,
+        preprocessing=preprocessing_of(config),
+        models=(model.eval(),),
+        weights="",
+    )

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
 from volseg.experiment.folds import was_trained_to_its_end
-from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_nnunet
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.transforms.preprocessing import Preprocessing
@@ -110,12 +111,17 @@ def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> lis
         return [load_run(fold, checkpoint, overrides) for fold in folds]
     if is_nnunet_model(path):
         return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
+    if is_archive(path):
+        return load_archive(path, overrides)
     raise ConfigError(f"{path} {_describe(path)}")
 
 
 def _describe(path: Path) -> str:
     """Return what a source is that cannot be predicted with, and what could."""
-    needed = "name a run folder of volseg train, or the folder of a cross-validation"
+    needed = (
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, or a model "
+        "folder of nnU-Net 2"
+    )
     if not path.exists():
         return f"does not exist; {needed}"
     if not path.is_dir():

@@ -133,7 +133,7 @@ def _read_transpose(order: Any, file: Path) -> tuple[int, int, int]:
 def _read_moments(plans: Mapping[str, Any], schemes: list[str], file: Path) -> dict[str, dict[str, float]]:
     """Return the intensities that CT's scheme needs, where a channel has that scheme."""
     keys = ("foreground_intensity_properties_per_channel", "foreground_intensity_properties_by_modality")
-    found = next((plans[key] for key in keys if key in plans), {})
+    found: Mapping[str, Any] = next((plans[key] for key in keys if key in plans), {})
     moments = {}
     for channel, scheme in enumerate(schemes):
         if scheme != "CTNormalization":
