@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -134,7 +135,9 @@ def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]
     parser = ConfigParser()
     parser.read_config(str(folder / "configs" / "inference.json"))
     parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"
-    built: Any = parser.get_parsed_content("network")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch about TorchScript, which bundles are made of
+        built: Any = parser.get_parsed_content("network")
     for shape in shapes:
         image = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
