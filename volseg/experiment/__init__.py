@@ -4,6 +4,7 @@ from volseg.config.loading import load_config
 from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
+from volseg.experiment.exporting import export
 from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
@@ -31,6 +32,7 @@ __all__ = [
     "cross_validation_words",
     "determine_postprocessing",
     "dice_table",
+    "export",
     "is_data_set",
     "is_main_process",
     "leave_processes",

@@ -348,11 +348,18 @@ def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
     ]
 
 
-def build_predictor(config: ExperimentConfig, task: Task, models: Sequence[nn.Module], *, mirror: bool) -> Predictor:
-    """Return how the model, or the average of several, is applied to whole volumes."""
+def build_predictor(
+    config: ExperimentConfig,
+    task: Task,
+    models: Sequence[nn.Module],
+    *,
+    mirror: bool | Sequence[int],
+    kind: type[Predictor] = Predictor,
+) -> Predictor:
+    """Return how the model, or the average of several, is applied to whole volumes, by whose rules ``kind`` says."""
     device, outputs = next(models[0].parameters()).device, config.network.outputs
     dtype = Precision.choose(config.training.precision, device).dtype
-    return Predictor(
+    return kind(
         model=models if len(outputs) == 1 else [OneOutput(model, outputs.index("logits")) for model in models],
         num_classes=task.num_outputs,
         values=task.output_values,

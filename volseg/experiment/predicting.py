@@ -16,7 +16,6 @@ from volseg.data.checks import Remark, inspect_cases, read_case, remark_on_same_
 from volseg.data.preprocessed import preprocess
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
-from volseg.experiment.building import build_predictor
 from volseg.experiment.images import find_images, list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult, Predicted
@@ -168,7 +167,7 @@ class _Waiting:
     def run(self, count: Callable[[], object]) -> dict[str, CaseResult]:
         """Predict and write the cases; return what became of each."""
         config = self._trained.config
-        predictor = build_predictor(config, self._trained.task, self._trained.models, mirror=config.inference.mirror)
+        predictor = self._trained.build_predictor()
         for _ in self._results:
             count()
         waiting = [case for name, case in self._cases.items() if name not in self._results]

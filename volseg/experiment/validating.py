@@ -12,7 +12,7 @@ from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise, write_summary
-from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
+from volseg.experiment.building import build_metrics, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
@@ -190,7 +190,7 @@ def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
     cache = open_cache(config, chosen.task, preprocessing)
     prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation
     validation = Validation(
-        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
+        trained.build_predictor(),
         prepared,
         trained.task.structures,
         ignore=trained.task.ignore,

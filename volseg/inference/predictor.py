@@ -4,23 +4,24 @@
 
     image (C, D, H, W) -> windows -> model, mirrored or not -> softmax -> mean over mirrors and models
         -> windows blended by a Gaussian -> probabilities (K, D, H, W) -> original grid -> argmax -> labels
+
+All but the last is done slab by slab: see `streaming`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from volseg.errors import ConfigError, NonFinitePredictionError
-from volseg.inference.original_grid import original_label_map
+from volseg.inference.decision import Also, LabelRule
 from volseg.inference.prediction import Prediction
+from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
@@ -54,7 +55,9 @@ class Predictor:
     device : torch.device, optional
         Where to compute. None: where the model's parameters lie, else where the image lies.
     stitch_on : torch.device, optional
-        Where windows are blended and resampled; the CPU, if probabilities of the whole volume do not fit the device.
+        Where windows are blended and resampled, if not where they are computed.
+    memory : int, optional
+        Bytes that blending may take there. None: what is free.
     autocast : torch.dtype, optional
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
     before_pass : callable, optional
@@ -71,6 +74,7 @@ class Predictor:
     windows_per_step: int = 1
     device: torch.device | str | None = None
     stitch_on: torch.device | str | None = None
+    memory: int | None = None
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
 
@@ -118,59 +122,60 @@ class Predictor:
         ------
         NonFinitePredictionError
             If a probability is not finite.
+        OutOfMemoryError
+            If not even what one window takes fits.
         """
         ((_, prediction),) = self.stream([case])
         return prediction.labels
 
     def stream(
-        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 1,
+        field: str = "image",
+        also: Collection[Also] = (),
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
-        """Yield each case with its prediction; volumes of equal size go through the model together.
+        """Yield each case with its prediction, on the CPU; volumes of equal size go through the model together.
 
         A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
-        come back in the order in which their groups fill, which need not be the order in which they came.
+        come back in the order in which their groups fill, which need not be the order in which they came. ``also``
+        asks for ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
-        for group in _group_equal_sizes(cases, lambda case: self._pad_shape(case[field]), batch_size):
+        for group in _group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
             images = [case[field] for case in group]
-            for case, image, probabilities in zip(group, images, self._predict_together(images), strict=True):
-                if not probabilities.isfinite().all():
+            with self._applied(images[0]) as streamer:
+                predictions = streamer.predict(images, also)
+            for case, image, prediction in zip(group, images, predictions, strict=True):
+                if prediction is None:
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
-                labels = original_label_map(probabilities, image, values=self.values, regions=self.regions)
-                yield case, Prediction(labels=labels)
+                yield case, prediction
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
-        device, step = self._choose_device(images), self.window_step
+        """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
+
+        They are held whole: `stream` needs far less memory for label maps.
+        """
+        with self._applied(images) as streamer:
+            return streamer.probabilities(images)
+
+    @contextmanager
+    def _applied(self, images: Tensor) -> Iterator[Streamer]:
+        """Let the models evaluate, without gradients."""
+        device = self._choose_device(images)
+        rule = LabelRule.of(self.num_classes, self.values, self.regions)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
-            if self.window is None:
-                return step(images.to(device)).to(self.stitch_on or device)
-            blended = sliding_window_inference(
-                images.float(),
-                roi_size=tuple(self.window),
-                sw_batch_size=self.windows_per_step,
-                predictor=step,
+            yield Streamer(
+                step=self.window_step,
+                rule=rule,
+                window=self.window,
                 overlap=self.overlap,
-                mode="gaussian",
-                sw_device=device,
-                device=self.stitch_on or device,
+                windows_per_step=self.windows_per_step,
+                device=device,
+                stitch_on=torch.device(self.stitch_on or device),
+                memory=self.memory,
             )
-        assert isinstance(blended, Tensor)
-        return blended
-
-    def _predict_together(self, images: Sequence[MetaTensor]) -> Iterator[Tensor]:
-        """Predict images of one padded shape as one batch; yield each one's probabilities ``(K, D, H, W)``."""
-        shape = self._pad_shape(images[0])
-        margins = [_compute_margins(image.shape[-3:], shape) for image in images]
-        batch = torch.stack([pad(image.as_tensor(), margin) for image, margin in zip(images, margins, strict=True)])
-        for probabilities, image, margin in zip(self.probabilities(batch), images, margins, strict=True):
-            w, _, h, _, d, _ = margin
-            depth, height, width = image.shape[-3:]
-            yield probabilities[:, d : d + depth, h : h + height, w : w + width]
-
-    def _pad_shape(self, image: Tensor) -> tuple[int, ...]:
-        sides = tuple(image.shape[-3:])
-        return sides if self.window is None else tuple(map(max, sides, self.window))
 
     def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
@@ -214,12 +219,6 @@ def _group_equal_sizes(
         elif sum(map(len, waiting.values())) >= 4 * batch_size:
             yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
     yield from waiting.values()
-
-
-def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
-    missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
-    return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
 
 
 def _explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
