@@ -19,7 +19,7 @@ from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_dicom_series"]
+__all__ = ["find_series", "read_dicom_series"]
 
 POSITION, ORIENTATION = "0020|0032", "0020|0037"
 BITS = "0028|0100"
@@ -45,7 +45,7 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     # ITK opens every file to look whether it is of the series.
     syntaxes = {path.name: require_sound_elements(path) for path in sorted(folder.iterdir()) if not path.is_dir()}
     series = simpleitk().ImageSeriesReader()
-    files = _find_only_series(folder)
+    files = find_series(folder)
     _require_room([Path(file) for file in files], syntaxes)
     series.SetFileNames(files)
     series.MetaDataDictionaryArrayUpdateOn()
@@ -63,8 +63,14 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     return as_volume(voxels, affine, folder, stored=voxels.dtype)
 
 
-def _find_only_series(folder: Path) -> tuple[str, ...]:
-    """Return the sorted files of the only series in ``folder``."""
+def find_series(folder: Path) -> tuple[str, ...]:
+    """Return the sorted files of the only series in ``folder``.
+
+    Raises
+    ------
+    ReaderError
+        No series, several of them, or a file that is no DICOM.
+    """
     reader = simpleitk().ImageSeriesReader
     try:
         by_id = {uid: reader.GetGDCMSeriesFileNames(str(folder), uid) for uid in reader.GetGDCMSeriesIDs(str(folder))}
