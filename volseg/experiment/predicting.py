@@ -13,18 +13,18 @@ from volseg.data.layouts.channels import group_channels
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.names import find_doubled
-from volseg.data.preprocessed import prepare
+from volseg.data.preprocessed import Preprocessing, prepare
 from volseg.data.readers import list_files, name_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.building import build_predictor, preprocessing_of
+from volseg.experiment.building import build_predictor
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.trained import CHECKPOINTS, load_trained
+from volseg.experiment.sources import load_trained
+from volseg.experiment.trained import CHECKPOINTS
 from volseg.files import replacing
 from volseg.inference.prediction import Prediction
 from volseg.monitoring.progress import count_up
-from volseg.transforms.preprocessing import Preprocessing
 from volseg.workflow.validation import Testing
 
 __all__ = ["find_images", "predict"]
@@ -97,7 +97,7 @@ def predict(
         paths = {case["case"]: case["image"] for case in waiting}
         testing = Testing(
             build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
-            _prepare_each(waiting, preprocessing_of(config)),
+            _prepare_each(waiting, trained.preprocessing),
             output,
             batch_size=config.inference.batch,
             show=recorded,

@@ -335,13 +335,13 @@ class RunFolder:
         """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
         dump_config(config.located(), self.config_file)
 
-    def config(self) -> ExperimentConfig:
-        """Read the config of the run."""
+    def config(self, overrides: Sequence[str] = ()) -> ExperimentConfig:
+        """Read the config of the run, with some values overridden."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is no run folder: it has no config.yaml; name the folder `volseg train` made"
             )
-        return load_config(self.config_file)
+        return load_config(self.config_file, overrides)
 
     def task(self) -> Task:
         """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""

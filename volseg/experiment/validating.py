@@ -7,10 +7,11 @@ from volseg.data.cases import Case
 from volseg.data.layouts import load_task
 from volseg.data.preprocessed import prepare_all
 from volseg.errors import DataError
-from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
+from volseg.experiment.building import build_metrics, build_predictor
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.trained import Trained, load_trained
+from volseg.experiment.sources import load_trained
+from volseg.experiment.trained import Trained
 from volseg.monitoring.progress import progress
 from volseg.workflow.validation import Validated, Validation
 
@@ -49,7 +50,7 @@ def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
 
 def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Validated:
     config, folder = trained.config, RunFolder(trained.source)
-    prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
+    prepared = prepare_all(cases, trained.preprocessing, keep_reference=True)
     validation = Validation(
         build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror),
         prepared,
