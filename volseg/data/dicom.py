@@ -20,7 +20,7 @@ from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_dicom_series"]
+__all__ = ["list_slices", "read_dicom_series"]
 
 SERIES_UID, POSITION, ORIENTATION = (0x0020, 0x000E), (0x0020, 0x0032), (0x0020, 0x0037)
 BITS = "0028|0100"
@@ -48,14 +48,11 @@ def read_dicom_series(path: Path) -> MetaTensor:
     ReaderError
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
-    if path.is_dir():
-        folder = path
-        # ITK opens every file to look whether it is of the series.
-        syntaxes = {file.name: require_sound_elements(file) for file in sorted(path.iterdir()) if not file.is_dir()}
-        files = _find_only_series(folder)
-    else:
-        folder, files = path.parent, _find_series_of(path)
-        syntaxes = {file.name: require_sound_elements(file) for file in files}
+    folder = path if path.is_dir() else path.parent
+    # ITK opens every file of a folder to look whether it is of the series.
+    files = sorted(file for file in path.iterdir() if not file.is_dir()) if path.is_dir() else list_slices(path)
+    syntaxes = {file.name: require_sound_elements(file) for file in files}
+    files = list_slices(path) if path.is_dir() else files
     series = simpleitk().ImageSeriesReader()
     _require_room(files, syntaxes)
     series.SetFileNames([str(file) for file in files])
@@ -72,6 +69,17 @@ def read_dicom_series(path: Path) -> MetaTensor:
     if len(files) > 1:
         affine[:, 2] = lps_to_ras(_measure_step(series, files, folder))
     return as_volume(voxels, affine, path, stored=voxels.dtype)
+
+
+def list_slices(path: Path) -> list[Path]:
+    """Return the sorted files of the only series in a folder, or of the series that a slice's file belongs to.
+
+    Raises
+    ------
+    ReaderError
+        No series, several of them, or a file that is no DICOM.
+    """
+    return _find_only_series(path) if path.is_dir() else _find_series_of(path)
 
 
 def _find_series_of(slice_file: Path) -> list[Path]:
