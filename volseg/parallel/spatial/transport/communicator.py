@@ -63,6 +63,14 @@ class Communicator(ABC):
         return prod(self.grid)
 
     @property
+    def is_direct(self) -> bool:
+        """Whether slabs take the passage past autograd: halos in place, joins not written, inputs kept as recipes.
+
+        One slab of a process does, and several where sums have one order, which is the order of one slab each.
+        """
+        return len(self.devices) == 1 or self.fixed_order
+
+    @property
     def indices(self) -> list[int]:
         """Row-major number of each shard that this process holds."""
         numbers = []

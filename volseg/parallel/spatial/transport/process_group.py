@@ -63,10 +63,9 @@ class ProcessGroupShards(Communicator):
     def mailbox(self) -> ValueMailbox | None:  # type: ignore[override]
         """How kernels exchange a few values; made at the first use, which all processes come to alike.
 
-        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator. None where
-        sums have a fixed order: one slab's kernel would add what several slabs of one process add in another way.
+        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator.
         """
-        return None if self.fixed_order else ValueMailbox.connect(self.group, self.home)
+        return ValueMailbox.connect(self.group, self.home)
 
     @cached_property
     def plane_mailbox(self) -> PlaneMailbox | None:
