@@ -36,6 +36,12 @@ def test_four_processes_give_the_bits_of_one(name: str, replicas: int, shards: i
     check(name, replicas, shards, data, spatial)
 
 
+@pytest.mark.parametrize("name", sorted(cases.PASSAGE))
+@pytest.mark.parametrize("shards", [2, 4])
+def test_slabs_of_one_process_give_the_bits_of_one_each(name: str, shards: int) -> None:
+    check(name, 1, shards, 1, shards)
+
+
 def test_the_comparison_sees_another_order() -> None:
     """Sums in the order in which they come are not those of the tree: what passes above is no accident."""
     fixed, free = cases.train_bits("dynunet", 1, 1, 1, 4), cases.train_bits("dynunet", 1, 1, 1, 4, fixed=False)

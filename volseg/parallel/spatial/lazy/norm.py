@@ -102,9 +102,9 @@ def compute_statistics(
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
         if _fits_one_kernel(context, pooled, volume.slabs):
-            (slab,) = volume.slabs
-            shares = context.communicator.shares(counts, torch.float32, slab.device)
-            found = choice.exchange_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
+            shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
+            calls = [partial(choice.exchange_coefficients, slab, shares, weight, bias, eps) for slab in volume.slabs]
+            found = _exchange(context, calls, volume.slabs[0])
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
@@ -116,12 +116,19 @@ def compute_statistics(
 
 def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
-    if context.communicator.fixed_order and context.communicator.num_shards > 1:
-        return False
     batch, channels = slabs[0].shape[:2]
-    mailbox = context.communicator.mailbox
-    reached = context.communicator.num_shards == 1 or (mailbox is not None and 2 * batch * channels <= CAPACITY)
-    return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.takes(slabs[0])
+    alone, values = context.communicator.num_shards == 1, context.communicator.values
+    reached = alone or (values is not None and 2 * batch * channels <= CAPACITY)
+    return reached and pooled.needed(batch) is None and choice.takes(slabs[0])
+
+
+def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
+    """Run the kernel of each slab of this process that exchanges statistics, of which ``like`` has the channels."""
+    values = context.communicator.values
+    if values is None:
+        (call,) = calls
+        return call(None)
+    return values.run(calls, 2 * like.shape[0] * like.shape[1])
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
@@ -238,10 +245,12 @@ class _Normalize(torch.autograd.Function):
         spread = context.spread
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
         if _fits_one_kernel(context, pooled, slabs):
-            known, box = (mean, rstd, scale, shift), context.communicator.mailbox
-            found = choice.exchange_backward_coefficients(
-                gradients[0], slabs[0], known, activation, weight, voxels, box
-            )
+            rows = zip(gradients, slabs, means, scales, shifts, strict=True)
+            calls = [
+                partial(choice.exchange_backward_coefficients, g, slab, (m, rstd, *own), activation, weight, voxels)
+                for g, slab, m, *own in rows
+            ]
+            found = _exchange(context, calls, slabs[0])
         else:
             rows = zip(gradients, slabs, means, scales, shifts, strict=True)
             partials = [choice.gradient_sums(*row, activation) for row in rows]

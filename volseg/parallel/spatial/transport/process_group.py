@@ -15,8 +15,9 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
-from volseg.device.peer.values import ValueMailbox
+from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
@@ -60,12 +61,20 @@ class ProcessGroupShards(Communicator):
             accept_gradients_of_other_streams()
 
     @cached_property
-    def mailbox(self) -> ValueMailbox | None:  # type: ignore[override]
-        """How kernels exchange a few values; made at the first use, which all processes come to alike.
+    def mailbox(self) -> ValueMailbox | None:
+        """How a few values are exchanged; made at the first use, which all processes come to alike.
 
         Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator.
         """
         return ValueMailbox.connect(self.group, self.home)
+
+    @cached_property
+    def values(self) -> ValueExchange | None:  # type: ignore[override]
+        """How kernels exchange a few values; in a fixed order the same kernels, whether there is a mailbox or not."""
+        several = self.fixed_order and self.num_shards > 1
+        if several and self.mailbox is None and takes(torch.empty(0, device=self.home)):
+            return RelayedValues(self.group, self.home)
+        return self.mailbox
 
     @cached_property
     def plane_mailbox(self) -> PlaneMailbox | None:
