@@ -268,9 +268,27 @@ class Convolutions(nn.Module):
         return [self.last(self.up(self.even(deep))), self.third(deep)]
 
 
+def build_thin() -> nn.Module:
+    """Return layers down to slabs of one voxel, whose layout in memory is anybody's guess, and wide kernels there."""
+    downs = [nn.Conv3d(channels, 2 * channels, 2, stride=2) for channels in (8, 16, 32)]
+    wide = nn.Conv3d(64, 64, 5, padding=2)
+    return nn.Sequential(
+        nn.Conv3d(1, 8, 1), *downs, wide, nn.BatchNorm3d(64), nn.PReLU(64), nn.Conv3d(64, 2, 3, padding=1)
+    )
+
+
+def build_norms() -> nn.Module:
+    """Return norms with weights and without, of pairs and of groups, in front of convolutions."""
+    norms = nn.InstanceNorm3d(4, affine=True), nn.InstanceNorm3d(4), nn.BatchNorm3d(4), nn.GroupNorm(2, 4)
+    layers = [nn.Sequential(norm, nn.LeakyReLU(0.1), nn.Conv3d(4, 4, 3, padding=1)) for norm in norms]
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), *layers)
+
+
 PASSAGE = {
     "deep supervision": Case(Supervised, (1, 24, 8, 8)),
     "vnet": Case(build_vnet, (1, 32, 16, 16)),
+    "norms": Case(build_norms, (1, 9, 4, 3)),
+    "thin": Case(build_thin, (1, 16, 8, 8)),
     "batch norm": Case(build_normed(nn.BatchNorm3d), (1, 13, 7, 6)),
     "group norm": Case(build_normed(lambda n: nn.GroupNorm(2, n)), (1, 13, 7, 6)),
     "convolutions": Case(Convolutions, (1, 17, 9, 8)),
