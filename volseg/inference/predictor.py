@@ -23,6 +23,7 @@ from volseg.inference.decision import Also, LabelRule
 from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
+from volseg.inference.windows import MONAI, Windowing
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -115,6 +116,11 @@ class Predictor:
             before_pass=self.before_pass,
         )
 
+    @property
+    def windowing(self) -> Windowing:
+        """Where windows lie, and how much their voxels count."""
+        return MONAI
+
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
 
@@ -176,6 +182,7 @@ class Predictor:
                 device=device,
                 stitch_on=torch.device(self.stitch_on or device),
                 memory=self.memory,
+                windowing=self.windowing,
             )
 
     def _choose_device(self, images: Tensor) -> torch.device:
