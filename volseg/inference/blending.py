@@ -18,7 +18,7 @@ from volseg.device.triton_tiles import takes
 from volseg.inference import triton_blending
 from volseg.inference.memory_plan import BlendPlan, Region
 from volseg.inference.window_step import WindowStep
-from volseg.inference.windows import Layer, compute_importance
+from volseg.inference.windows import Layer
 
 __all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
 
@@ -62,10 +62,11 @@ def blend_slabs(
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
     origin = d, h, w
-    importance = compute_importance(plan.window, stitch_on)
-    importance_of_pass = importance / step.num_passes
+    importance = plan.windowing.importance(plan.window, stitch_on)
     blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
     weights = torch.empty(1, *sides, device=stitch_on)
+    by_pass = takes(blend) and device == stitch_on
+    share = importance / step.num_passes if by_pass else importance
     for layer in plan.layers:
         for planes in locate_planes(layer.fresh, plan.depth):
             _narrow(blend, plan.axis, planes).zero_()
@@ -76,9 +77,8 @@ def blend_slabs(
             together = places[first : first + windows_per_step]
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
             ats = [[place - start for place, start in zip(corner, origin, strict=True)] for _, corner in together]
-            for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), stitch_on):
-                share = importance if link == "" else importance_of_pass
-                for (index, _), at, output in zip(together, ats, outputs, strict=True):
+            for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), by_pass):
+                for (index, _), at, output in zip(together, ats, outputs.to(stitch_on), strict=True):
                     add_window(blend[index], output, share, at, plan.axis, link, flips)
             for (index, _), at in zip(together, ats, strict=True):
                 if index == 0:
@@ -135,18 +135,17 @@ LINKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> Iterator[tuple[Tensor, str, list[int]]]:
+def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:
     """Yield what is to be added for a batch of windows, with its link and mirrored dims.
 
     Where one kernel does the rest, each pass's logits, so that no probabilities of a whole window exist, which for many
-    classes take more than the network; else the mean of the probabilities.
+    classes take more than the network; else the mean over the passes.
     """
-    if takes(windows) and stitch_on == windows.device:
-        link = "sigmoid" if step.regions else "softmax"
+    if by_pass:
         for logits, flips in step.passes(windows):
-            yield logits, link, flips
+            yield logits, step.link, flips
     else:
-        yield step(windows).to(stitch_on), "", []
+        yield step(windows), "", []
 
 
 def _cut(image: Tensor, corner: Sequence[int], sides: Sequence[int]) -> Tensor:
