@@ -45,6 +45,21 @@ def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis
     assert not expected.equal(draw(num_classes, *sides, seed=1).cpu())
 
 
+@with_kernels
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, by which the interpreter computes
+def test_a_class_may_be_impossible_and_a_logit_that_is_no_number_shows():
+    logits = draw(3, *SHAPE)
+    logits[0, 0] = float("-inf")
+    logits[1, 2, 3, 4] = float("nan")
+    logits[2, 4, 5, 6] = float("inf")
+    importance = torch.ones(SHAPE, device=DEVICE)
+    blend = torch.zeros_like(logits)
+    triton_blending.add_window(blend, logits, importance, (0, 0, 0), 0, "softmax", ())
+    torch.testing.assert_close(blend, logits.softmax(0), atol=1e-6, rtol=0, equal_nan=True)  # exponentials
+    assert blend.isnan().sum() == 2 * 3
+    assert not blend[0, 0].any()
+
+
 def grids(spacing, flip: bool) -> tuple[Grid, Grid]:
     affine = torch.zeros(4, 4, dtype=torch.float64)
     for axis, (along, side) in enumerate(zip((2, 0, 1), spacing, strict=True)):

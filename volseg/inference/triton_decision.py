@@ -48,7 +48,7 @@ if triton is not None:
             value = value * (1 - weight_h) + after * weight_h
         return value
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["D", "H", "W"])  # of a box, which differ from slab to slab
     def _decide_kernel(
         x, table_d, table_h, table_w, weights_d, weights_h, weights_w, values, labels, entropies,
         K, KS, D, H, W, scale,
