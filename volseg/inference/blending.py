@@ -151,7 +151,7 @@ def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> tuple[Te
 def _find_empty(
     images: Tensor, places: Sequence[tuple[int, tuple[int, ...]]], window: Sequence[int]
 ) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the places of windows in which each channel has one value: the one time per layer that a GPU is waited for."""
+    """Return the places of windows in which each channel has one value: once per layer a GPU is waited for."""
     if not places:
         return set()
     cut = (_cut(images[index], corner, window).flatten(1) for index, corner in places)
