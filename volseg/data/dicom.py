@@ -20,7 +20,7 @@ from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_dicom_series"]
+__all__ = ["find_series", "read_dicom_series"]
 
 SERIES_UID, POSITION, ORIENTATION = (0x0020, 0x000E), (0x0020, 0x0032), (0x0020, 0x0037)
 BITS = "0028|0100"
@@ -48,16 +48,10 @@ def read_dicom_series(path: Path) -> MetaTensor:
     ReaderError
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
-    if path.is_dir():
-        folder = path
-        # ITK opens every file to look whether it is of the series.
-        syntaxes = {file.name: require_sound_elements(file) for file in sorted(path.iterdir()) if not file.is_dir()}
-        files = _find_only_series(folder)
-    else:
-        folder, files = path.parent, _find_series_of(path)
-        syntaxes = {file.name: require_sound_elements(file) for file in files}
+    folder = path if path.is_dir() else path.parent
+    files = find_series(path)
     series = simpleitk().ImageSeriesReader()
-    _require_room(files, syntaxes)
+    _require_room(files, {file.name: require_sound_elements(file) for file in files})
     series.SetFileNames([str(file) for file in files])
     series.MetaDataDictionaryArrayUpdateOn()
     try:
@@ -72,6 +66,22 @@ def read_dicom_series(path: Path) -> MetaTensor:
     if len(files) > 1:
         affine[:, 2] = lps_to_ras(_measure_step(series, files, folder))
     return as_volume(voxels, affine, path, stored=voxels.dtype)
+
+
+def find_series(path: Path) -> list[Path]:
+    """Return the files of a series in the order of their places: the only series of a folder, or that of a file.
+
+    Raises
+    ------
+    ReaderError
+        No series, several of them, or a file that is no DICOM.
+    """
+    if not path.is_dir():
+        return _find_series_of(path)
+    for file in sorted(path.iterdir()):
+        if not file.is_dir():  # ITK opens every file to look whether it is of the series
+            require_sound_elements(file)
+    return _find_only_series(path)
 
 
 def _find_series_of(slice_file: Path) -> list[Path]:

@@ -8,7 +8,7 @@
 The order matters at every border between structures: the mean of logits and the mean of probabilities cross elsewhere.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 from volseg.errors import ConfigError, NonFinitePredictionError
 from volseg.exchange.nnunet.preprocessing import NEAREST_AXIS
 from volseg.exchange.nnunet.resampling import nearest_planes
-from volseg.inference.original_grid import IN_A_REGION, original_label_map
+from volseg.inference.decision import IN_A_REGION, Also
+from volseg.inference.original_grid import original_label_map
 from volseg.inference.prediction import Prediction
 from volseg.inference.predictor import Predictor, evaluating
 
@@ -35,16 +36,25 @@ class NnunetPredictor(Predictor):
     """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
 
     def stream(
-        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 1,
+        field: str = "image",
+        also: Collection[Also] = (),
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
         """Yield each case with its prediction, one volume after the other whatever ``batch_size`` is.
 
         Raises
         ------
+        ConfigError
+            If more than label maps is asked for.
         NonFinitePredictionError
             If a logit is not finite.
         """
         del batch_size
+        if also:
+            raise ConfigError(f"networks of nnU-Net give label maps alone, got also {', '.join(also)}; leave these out")
         for case in cases:
             image = case[field]
             logits = self.logits(image.as_tensor())
