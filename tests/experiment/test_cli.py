@@ -23,6 +23,8 @@ VERBS = [
     "cross-validate",
     "validate",
     "predict",
+    "evaluate",
+    "compare",
     "verify",
     "quickstart",
     "data list",

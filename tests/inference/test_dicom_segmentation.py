@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 
 from volseg.data.cases import Task
 from volseg.data.readers import read_volume
@@ -223,10 +222,8 @@ def test_a_label_map_without_a_voxel_is_written_as_one(write_series, tmp_path):
 
 
 @pytest.mark.real_data
-def test_the_real_series(tmp_path):
-    folder = SHARED / "dicom" / "hippocampus_crop"
-    if not folder.exists():
-        pytest.skip(f"real data are not at {folder}")
+def test_the_real_series(dicom_series, tmp_path):
+    folder = dicom_series
     volume = read_volume(folder)
     labels = torch.where(volume.as_tensor() > volume.mean(), 2, 1).byte()
     labels[..., :3] = 0

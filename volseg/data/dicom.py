@@ -20,7 +20,7 @@ from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["find_series", "read_dicom_series"]
+__all__ = ["list_slices", "read_dicom_series"]
 
 SERIES_UID, POSITION, ORIENTATION = (0x0020, 0x000E), (0x0020, 0x0032), (0x0020, 0x0037)
 BITS = "0028|0100"
@@ -49,9 +49,12 @@ def read_dicom_series(path: Path) -> MetaTensor:
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
     folder = path if path.is_dir() else path.parent
-    files = find_series(path)
+    # ITK opens every file of a folder to look whether it is of the series.
+    files = sorted(file for file in path.iterdir() if not file.is_dir()) if path.is_dir() else list_slices(path)
+    syntaxes = {file.name: require_sound_elements(file) for file in files}
+    files = list_slices(path) if path.is_dir() else files
     series = simpleitk().ImageSeriesReader()
-    _require_room(files, {file.name: require_sound_elements(file) for file in files})
+    _require_room(files, syntaxes)
     series.SetFileNames([str(file) for file in files])
     series.MetaDataDictionaryArrayUpdateOn()
     try:
@@ -68,20 +71,15 @@ def read_dicom_series(path: Path) -> MetaTensor:
     return as_volume(voxels, affine, path, stored=voxels.dtype)
 
 
-def find_series(path: Path) -> list[Path]:
-    """Return the files of a series in the order of their places: the only series of a folder, or that of a file.
+def list_slices(path: Path) -> list[Path]:
+    """Return the sorted files of the only series in a folder, or of the series that a slice's file belongs to.
 
     Raises
     ------
     ReaderError
         No series, several of them, or a file that is no DICOM.
     """
-    if not path.is_dir():
-        return _find_series_of(path)
-    for file in sorted(path.iterdir()):
-        if not file.is_dir():  # ITK opens every file to look whether it is of the series
-            require_sound_elements(file)
-    return _find_only_series(path)
+    return _find_only_series(path) if path.is_dir() else _find_series_of(path)
 
 
 def _find_series_of(slice_file: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.scoring import build_scoring
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.monitoring.progress import progress
@@ -196,6 +197,7 @@ def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
         ignore=trained.task.ignore,
         values=trained.task.class_values,
         metrics=build_metrics(config, trained.task),
+        scoring=build_scoring(config, trained.task),
         folder=target,
         batch_size=config.inference.batch,
         show=partial(progress, title="validating", total=len(prepared)),

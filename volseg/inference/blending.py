@@ -18,7 +18,7 @@ from volseg.device.triton_tiles import takes
 from volseg.inference import triton_blending
 from volseg.inference.memory_plan import BlendPlan, Region
 from volseg.inference.window_step import WindowStep
-from volseg.inference.windows import Layer, compute_importance
+from volseg.inference.windows import Layer
 
 __all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
 
@@ -61,7 +61,7 @@ def blend_slabs(
     """
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
-    importance = compute_importance(plan.window, stitch_on)
+    importance = plan.windowing.importance(plan.window, stitch_on)
     blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
     weights = torch.empty(1, *sides, device=stitch_on)
     for layer in plan.layers:
@@ -127,7 +127,7 @@ def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> tuple[Te
     """Return logits and their link where one kernel does the rest, else probabilities."""
     if step.num_passes == 1 and windows.is_cuda and stitch_on == windows.device:
         ((logits, _),) = step.passes(windows)
-        return logits, "sigmoid" if step.regions else "softmax"
+        return logits, step.link
     return step(windows).to(stitch_on), ""
 
 

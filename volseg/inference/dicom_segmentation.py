@@ -19,7 +19,7 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import Task
-from volseg.data.dicom import find_series
+from volseg.data.dicom import list_slices
 from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import lps_to_ras
 from volseg.errors import ConfigError, DataError, GridError
@@ -159,7 +159,7 @@ def _read_slices(series: Path | Sequence[Path]) -> list["Dataset"]:
     """Return the slices without their voxels."""
     import pydicom  # of the extra; highdicom has been imported by now
 
-    files = find_series(series) if isinstance(series, Path) else list(series)
+    files = list_slices(series) if isinstance(series, Path) else list(series)
     slices = [pydicom.dcmread(file, stop_before_pixels=True) for file in files]
     needed = (
         "FrameOfReferenceUID",

@@ -23,6 +23,7 @@ from volseg.inference.decision import Also, LabelRule
 from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
+from volseg.inference.windows import MONAI, Windowing
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -115,6 +116,11 @@ class Predictor:
             before_pass=self.before_pass,
         )
 
+    @property
+    def windowing(self) -> Windowing:
+        """Where windows lie, and how much their voxels count."""
+        return MONAI
+
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
 
@@ -150,6 +156,7 @@ class Predictor:
                 if prediction is None:
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
                 yield case, prediction
+            del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
@@ -175,6 +182,7 @@ class Predictor:
                 device=device,
                 stitch_on=torch.device(self.stitch_on or device),
                 memory=self.memory,
+                windowing=self.windowing,
             )
 
     def _choose_device(self, images: Tensor) -> torch.device:
@@ -218,6 +226,7 @@ def _group_equal_sizes(
             yield waiting.pop(shape)
         elif sum(map(len, waiting.values())) >= 4 * batch_size:
             yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
+        del case
     yield from waiting.values()
 
 

@@ -21,8 +21,9 @@ from volseg.inference.original_grid import WayBack
 from volseg.inference.prediction import Prediction
 from volseg.inference.sampling import Box, Held
 from volseg.inference.window_step import WindowStep
+from volseg.inference.windows import MONAI, Windowing
 from volseg.memory import available_bytes
-from volseg.parallel import ModelParallel
+from volseg.parallel import FastKernels, ModelParallel
 
 __all__ = ["Streamer", "pad_shape"]
 
@@ -53,6 +54,8 @@ class Streamer:
         Where windows are computed, and where they are blended and decided.
     memory : int, optional
         Bytes that blending may take on ``stitch_on``. None: what is free.
+    windowing : Windowing
+        Where windows lie, and how much their voxels count.
     """
 
     step: WindowStep
@@ -63,6 +66,7 @@ class Streamer:
     device: torch.device
     stitch_on: torch.device
     memory: int | None = None
+    windowing: Windowing = MONAI
 
     def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None where a probability is not finite.
@@ -108,7 +112,10 @@ class Streamer:
         shape = pad_shape(images.shape[-3:], self.window)
         w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)
         everything = 2**63
-        plan = plan_blend(shape, self.window, self.overlap, self.step.num_classes, everything, most_whole=everything)
+        plan = plan_blend(
+            shape, self.window, self.overlap, self.step.num_classes, everything,
+            most_whole=everything, windowing=self.windowing,
+        )  # fmt: skip
         ((slab, _, _),) = self._blend(plan, pad(images, margins))
         return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
 
@@ -118,7 +125,7 @@ class Streamer:
         everything = range(depth), range(height), range(width)
         predictions = []
         for image, of_image in zip(images, probabilities, strict=True):
-            filling = _Filling(image, (0, 0, 0), self.rule, also)
+            filling = _Filling(image, (0, 0, 0), self.rule, also, self.step.link)
             filling.take(Held(of_image), everything, everything)
             predictions.append(filling.finish())
         return predictions
@@ -130,7 +137,7 @@ class Streamer:
         for image in images:
             w, _, h, _, d, _ = margins = _compute_margins(image.shape[-3:], plan.shape)
             padded.append(pad(image.as_tensor(), margins))
-            fillings.append(_Filling(image, (d, h, w), self.rule, also))
+            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
         for slab, finished, ready in self._blend(plan, torch.stack(padded)):
             for filling, of_image in zip(fillings, slab.blend, strict=True):
                 filling.take(Held(of_image, slab.origin), finished, ready)
@@ -157,9 +164,9 @@ class Streamer:
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None
         shape = pad_shape(image.shape[-3:], self.window)
-        plan = plan_blend(shape, self.window, self.overlap, self.step.num_classes, budget)
+        plan = self._plan_within(shape, budget)
         if max(plan.strips) > 1:
-            uncut = plan_blend(shape, self.window, self.overlap, self.step.num_classes, 2**63)
+            uncut = self._plan_within(shape, 2**63)
             logger.warning(
                 "a layer of windows of %d classes takes %s for %s voxels, and %s can be used on %s: the volume is "
                 "predicted in %d strips, which takes %.1f times as many windows",
@@ -167,6 +174,11 @@ class Streamer:
                 _say(budget), self.stitch_on, math.prod(plan.strips), plan.count_windows() / uncut.count_windows(),
             )  # fmt: skip
         return plan
+
+    def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
+        assert self.window is not None
+        classes = self.step.num_classes
+        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing)
 
     def _find_budget(self, image: Tensor) -> int:
         """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
@@ -194,7 +206,10 @@ class Streamer:
     def _may_start_again(self) -> bool:
         """Say whether no other process is in the middle of a pass that it shares with this one."""
         return all(
-            isinstance(model, nn.Module) and not any(isinstance(part, ModelParallel) for part in model.modules())
+            isinstance(model, nn.Module)
+            and not any(
+                isinstance(part, ModelParallel) and not isinstance(part, FastKernels) for part in model.modules()
+            )
             for model in self.step.models
         )
 
@@ -203,11 +218,11 @@ class _Filling:
     """The prediction of one image, while it is being filled, and whether it is finite so far."""
 
     def __init__(
-        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also]
+        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also], link: str
     ) -> None:
         self.back, self.margin = WayBack.of(image), margin
         self.decision = self.back.begin(rule, also=also)
-        self.classes = slice(None) if rule.regions else slice(1)  # a softmax is finite for all classes or for none
+        self.classes = slice(1) if link == "softmax" else slice(None)  # a softmax is finite for all classes or none
         self.finite: Tensor | None = None
 
     def take(self, held: Held, finished: Box, ready: Box) -> None:

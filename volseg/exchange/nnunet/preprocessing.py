@@ -18,12 +18,10 @@ from volseg.errors import DataError
 from volseg.exchange.nnunet.plans import NnunetPlan
 from volseg.exchange.nnunet.resampling import find_thick_axis, resample
 from volseg.fields import Case
+from volseg.inference.original_grid import NEAREST_AXIS
 from volseg.transforms.preprocessing import Preprocessing, RememberGrid, StoreVoxels, orientation
 
-__all__ = ["NEAREST_AXIS", "build_preprocessing"]
-
-NEAREST_AXIS = "nearest_axis"
-"""Key of ``meta``: along which axis logits take the nearest plane on their way back, and how many planes there were."""
+__all__ = ["build_preprocessing"]
 
 LEAST_DEVIATION = 1e-8
 
@@ -63,7 +61,7 @@ class _AsNnunet(MapTransform):
         made = MetaTensor(voxels).copy_meta_from(image)
         made.affine = affine @ _place([axis.start for axis in box], before, shape)
         thick = find_thick_axis(plan.of_logits, plan.spacing, sides) if plan.of_logits.order_thick == 0 else None
-        made.meta[NEAREST_AXIS] = None if thick is None else (thick, before[thick])
+        made.meta[NEAREST_AXIS] = thick
         return {**data, "image": made}
 
 
