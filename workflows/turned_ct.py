@@ -35,6 +35,7 @@ from volseg.experiment.building import build_predictor
 from volseg.experiment.sources import load_trained
 from volseg.experiment.trained import Trained
 from volseg.inference.original_grid import label_map_on, resample
+from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.monitoring.environment import environment
@@ -52,11 +53,14 @@ patch: {size: [48, 48, 24], batch: 2, foreground: 0.7}
 network: {name: UNet, channels: [8, 16, 32], strides: [2, 2], num_res_units: 1, norm: INSTANCE}
 optimizer: {name: AdamW, lr: 3.0e-3}
 schedule: {name: cosine, warmup: 0.05}
-training: {epochs: 1, iterations: 300, ema: 0.98}
+training: {epochs: 1, iterations: 1200, ema: 0.98}
 """
 
-STRUCTURES = {1: ("liver", (5,)), 2: ("spleen", (1,)), 3: ("back muscles", (86, 87))}
-"""Value, name, and the values in the CT's label file (TotalSegmentator's)."""
+STRUCTURES = {1: ("liver", (5,)), 2: ("spleen", (1,)), 3: ("back muscles", (86, 87)), 4: ("rest of the trunk", ())}
+"""Value, name, and the values in the CT's label file (TotalSegmentator's); the last one is what else is no air."""
+
+SKIN = -300
+"""HU above which a voxel is no air."""
 
 MARGIN_MM = 9.0
 """From the border of the CT: three voxels."""
@@ -80,7 +84,11 @@ def make_task(folder: Path, ct: Path) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "imagesTr" / "ct.nii.gz").symlink_to((ct / "slab_3mm.nii.gz").resolve())
     label = nibabel.load(ct / "slab_3mm_labels.nii.gz")
-    voxels, kept = np.asarray(label.dataobj), np.zeros(label.shape, np.uint8)
+    voxels = np.asarray(label.dataobj)
+    trunk = Step(operation="keep_largest", values=(4,)), Step(operation="fill_holes", values=(4,))
+    order = Postprocessing(labels=(0, 4), structures=((4,),), painted=(4,), steps=trunk)
+    hu = read_volume(ct / "slab_3mm.nii.gz")
+    kept = order(MetaTensor(4 * (hu.as_tensor() > SKIN).byte())).numpy()[0]
     for value, (_, theirs) in STRUCTURES.items():
         kept[np.isin(voxels, theirs)] = value
     nibabel.save(nibabel.Nifti1Image(kept, label.affine), folder / "labelsTr" / "ct.nii.gz")
