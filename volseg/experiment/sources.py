@@ -2,12 +2,16 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import is_archive
+from volseg.exchange.nnunet import is_nnunet_model
 from volseg.experiment.folds import was_trained_to_its_end
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.transforms.preprocessing import Preprocessing
@@ -105,12 +109,19 @@ def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> lis
         return [load_run(RunFolder(path), checkpoint, overrides)]
     if folds := find_folds(path):
         return [load_run(fold, checkpoint, overrides) for fold in folds]
+    if is_nnunet_model(path):
+        return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
+    if is_archive(path):
+        return load_archive(path, overrides)
     raise ConfigError(f"{path} {_describe(path)}")
 
 
 def _describe(path: Path) -> str:
     """Return what a source is that cannot be predicted with, and what could."""
-    needed = "name a run folder of volseg train, or the folder of a cross-validation"
+    needed = (
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, or a model "
+        "folder of nnU-Net 2"
+    )
     if not path.exists():
         return f"does not exist; {needed}"
     if not path.is_dir():
@@ -141,14 +152,8 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
                 "precision can be set for all by --set"
             )
     weights = blake2b("".join(member.weights for member in members).encode(), digest_size=16).hexdigest()
-    return Trained(
-        source=source,
-        config=first.config,
-        task=first.task,
-        preprocessing=first.preprocessing,
-        models=tuple(model for member in members for model in member.models),
-        weights=weights,
-    )
+    models = tuple(model for member in members for model in member.models)
+    return replace(first, source=source, models=models, weights=weights)
 
 
 def _list_shared(trained: Trained) -> list[tuple[str, object]]:
@@ -165,4 +170,6 @@ def _list_shared(trained: Trained) -> list[tuple[str, object]]:
         ("outputs of the network", config.network.outputs),
         ("inference", config.inference.model_dump()),
         ("precision", config.training.precision),
+        ("rules of prediction", trained.kind.__name__),
+        ("axes of mirroring", trained.mirror_axes),
     ]

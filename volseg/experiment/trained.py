@@ -11,10 +11,11 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.preprocessed import Preprocessing
 from volseg.errors import CheckpointError, ConfigError
-from volseg.experiment.building import build_model, choose_device, preprocessing_of
+from volseg.experiment.building import build_model, build_predictor, choose_device, preprocessing_of
 from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
+from volseg.inference.predictor import Predictor
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
@@ -48,6 +49,15 @@ class Trained:
     """In evaluation mode, on the device of the config; of several the probabilities are averaged."""
     weights: str
     """Digest of the files that the weights came from: equal weights, equal digest."""
+    mirror_axes: tuple[int, ...] = (0, 1, 2)
+    """Along which the networks are mirrored where the config wants them mirrored."""
+    kind: type[Predictor] = Predictor
+    """By whose rules the networks are applied to whole volumes."""
+
+    def build_predictor(self) -> Predictor:
+        """Return how the networks are applied to whole volumes."""
+        axes = self.mirror_axes if self.config.inference.mirror else ()
+        return build_predictor(self.config, self.task, self.models, mirror=axes, alone=True, kind=self.kind)
 
 
 def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Trained:
