@@ -49,14 +49,20 @@ preprocessing:
   - {name: Orientation, axcodes: RAS}
   - {name: Spacing, spacing: [3, 3, 3]}
   - {name: ClipZScore, lower: -200, upper: 300, mean: 0, std: 100}
-patch: {size: [48, 48, 24], batch: 2, foreground: 0.7}
-network: {name: UNet, channels: [8, 16, 32], strides: [2, 2], num_res_units: 1, norm: INSTANCE}
+patch: {size: [64, 64, 24], batch: 2, foreground: 0.7}
+augmentation:
+  margin: 0.2
+  mirror: {probability: 0}        # left is not right: of one CT that would be two tasks
+  rotation: {probability: 0.4, degrees: [10, 10, 20]}
+  gamma: {probability: 0}         # HU are HU
+  inverted_gamma: {probability: 0}
+network: {name: UNet, channels: [8, 16, 32, 64], strides: [2, 2, 2], num_res_units: 1, norm: INSTANCE}
 optimizer: {name: AdamW, lr: 3.0e-3}
 schedule: {name: cosine, warmup: 0.05}
-training: {epochs: 1, iterations: 1200, ema: 0.98}
+training: {epochs: 1, iterations: 500, ema: 0.98}
 """
 
-STRUCTURES = {1: ("liver", (5,)), 2: ("spleen", (1,)), 3: ("back muscles", (86, 87)), 4: ("rest of the trunk", ())}
+STRUCTURES = {1: ("liver", (5,)), 2: ("back muscles", (86, 87)), 3: ("rest of the trunk", ())}
 """Value, name, and the values in the CT's label file (TotalSegmentator's); the last one is what else is no air."""
 
 SKIN = -300
@@ -85,10 +91,10 @@ def make_task(folder: Path, ct: Path) -> Path:
     (folder / "imagesTr" / "ct.nii.gz").symlink_to((ct / "slab_3mm.nii.gz").resolve())
     label = nibabel.load(ct / "slab_3mm_labels.nii.gz")
     voxels = np.asarray(label.dataobj)
-    trunk = Step(operation="keep_largest", values=(4,)), Step(operation="fill_holes", values=(4,))
-    order = Postprocessing(labels=(0, 4), structures=((4,),), painted=(4,), steps=trunk)
+    trunk = Step(operation="keep_largest", values=(3,)), Step(operation="fill_holes", values=(3,))
+    order = Postprocessing(labels=(0, 3), structures=((3,),), painted=(3,), steps=trunk)
     hu = read_volume(ct / "slab_3mm.nii.gz")
-    kept = order(MetaTensor(4 * (hu.as_tensor() > SKIN).byte())).numpy()[0]
+    kept = order(MetaTensor(3 * (hu.as_tensor() > SKIN).byte())).numpy()[0]
     for value, (_, theirs) in STRUCTURES.items():
         kept[np.isin(voxels, theirs)] = value
     nibabel.save(nibabel.Nifti1Image(kept, label.affine), folder / "labelsTr" / "ct.nii.gz")
