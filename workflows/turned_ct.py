@@ -31,7 +31,6 @@ from volseg.data.preprocessed import prepare
 from volseg.data.readers import read_volume
 from volseg.evaluation.overlap import evaluate_case
 from volseg.experiment import load_config, train
-from volseg.experiment.building import build_predictor
 from volseg.experiment.sources import load_trained
 from volseg.experiment.trained import Trained
 from volseg.inference.original_grid import label_map_on, resample
@@ -188,7 +187,7 @@ def measure(folder: Path, ct: Path, num_orders: int, overrides: Sequence[str]) -
     root = make_task(folder / "Task01_CT", ct)
     run = train(load_config(config, [f"data.root={root}", f"output={folder / 'run'}", *overrides])).folder
     trained = load_trained(run)
-    predictor = build_predictor(trained.config, trained.task, trained.models, mirror=False)
+    predictor = trained.build_predictor()
     plain = folder / "ct.nii.gz"
     nibabel.save(nibabel.load(ct / "slab_3mm.nii.gz"), plain)
     image = read_volume(plain)
