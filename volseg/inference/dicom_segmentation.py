@@ -20,7 +20,7 @@ from torch import Tensor
 
 from volseg.data.cases import Task
 from volseg.data.dicom import list_slices
-from volseg.data.dicom_elements import read_elements
+from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import lps_to_ras
 from volseg.data.readers import Files, list_files, name_files
 from volseg.errors import ConfigError, DataError, GridError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["require_dicom_source", "write_dicom_segmentation"]
 
-SERIES_UID = (0x0020, 0x000E)
 SERIES_NUMBER = 9001
 """Far from those that scanners count."""
 
@@ -63,7 +62,7 @@ def require_dicom_source(image: Files, case: str) -> Path:
     """
     _import_highdicom()
     files = list_files(image)
-    if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and read_elements(files[0], [SERIES_UID]))):
+    if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and is_dicom(files[0]))):
         return files[0]
     raise DataError(
         f"case {case}: a DICOM segmentation refers to the DICOM slices that it was made from, and {name_files(image)} "
