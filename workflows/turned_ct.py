@@ -8,9 +8,9 @@ probabilities are interpolated there::
     python workflows/turned_ct.py ../shared/data/ct --output unet_cpu_turned_ct.json
 
 Near the border of the CT the network sees other things on another grid: on an oblique one, air beyond it. So voxels
-within 9 mm of the border are compared apart (``everywhere`` counts them). What resampling itself costs is told apart
-from the way through the grid: the CT resampled there *and back* goes through the network too (``back``). By default the CT
-is smoothed first: trilinear interpolation takes the noise of a CT away, and a network answers to noise.
+within 9 mm of the border are left out (``everywhere`` counts them). What resampling itself costs is told apart from the
+way through the grid: the CT resampled there *and back* goes through the network too (``back``). By default the CT is
+smoothed first: trilinear interpolation takes the noise of a CT away, and a network answers to noise.
 """
 
 import argparse
