@@ -178,6 +178,9 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the config"
     )
+    parser.add_argument(
+        "--smooth", type=float, default=3.0, metavar="MM", help="standard deviation, before anything else; 0: not"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         result = measure(Path(name), given.ct, given.orders, given.smooth, given.set)
