@@ -1,8 +1,8 @@
 """A mean of distances became infinite by one case, and what was not a number was dropped without a word.
 
-MONAI's HausdorffDistanceMetric gives inf where the reference lacks a label and NaN where the prediction does. A validation
-averaged over labels and cases without NaN: a network that missed the structure in half of the cases had the HD95 of the
-other half, and one that drew a single voxel too much had none at all. TensorBoard got that one number for all labels.
+MONAI's HausdorffDistanceMetric gives inf where the reference lacks a label and NaN where the prediction does. A
+validation averaged over labels and cases without NaN: a network that missed the structure in half of the cases had the
+HD95 of the other half, and one that drew a single voxel too much had none at all. TensorBoard got one number for all.
 """
 
 import math
