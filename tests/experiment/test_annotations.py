@@ -86,9 +86,9 @@ def test_train_validate_and_predict(annotation, tasks, config_file, tmp_path):
         values = set(np.unique(nibabel.load(judged["prediction_file"]).get_fdata()).astype(int).tolist())
         assert values <= WRITTEN[annotation]
 
-    repeated = validate(outcome.folder)
+    repeated = validate(outcome.folder, overwrite=True)
     assert json.dumps(repeated.summary["mean"]) == json.dumps(outcome.validated.summary["mean"])
-    written = predict(outcome.folder, [cases[summary_case(summary)]["image"]], tmp_path / "predictions")
+    written = predict(outcome.folder, [cases[summary_case(summary)]["image"]], tmp_path / "predictions").label_maps
     first = summary["metric_per_case"][0]["prediction_file"]
     assert [path.read_bytes() for path in written.values()] == [Path(first).read_bytes()]
 

@@ -240,6 +240,12 @@ class InferenceConfig(ConfigModel):
     """Average the predictions over the eight mirrorings, after the training and in `volseg predict`."""
     batch: Count = 1
     """Volumes of equal size that go through the network together."""
+    windows: Count | None = None
+    """Windows that go through the network together; null: as many as keep the GPU busy and fit its memory, one on a
+    CPU."""
+    record: bool = True
+    """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
+    with it ``training.kernels: auto`` takes the fast ones there too."""
 
 
 class EvaluationConfig(ConfigModel):
