@@ -13,7 +13,7 @@ from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
-from volseg.experiment.validating import validate
+from volseg.experiment.validating import validate, validate_words
 from volseg.experiment.verifying import verify
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes import leave_processes
@@ -46,5 +46,6 @@ __all__ = [
     "train",
     "train_on",
     "validate",
+    "validate_words",
     "verify",
 ]

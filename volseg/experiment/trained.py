@@ -57,7 +57,7 @@ class Trained:
     def build_predictor(self) -> Predictor:
         """Return how the networks are applied to whole volumes."""
         axes = self.mirror_axes if self.config.inference.mirror else ()
-        return build_predictor(self.config, self.task, self.models, mirror=axes, kind=self.kind)
+        return build_predictor(self.config, self.task, self.models, mirror=axes, alone=True, kind=self.kind)
 
 
 def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Trained:

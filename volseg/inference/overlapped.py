@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from volseg.fields import Case
 from volseg.inference.prediction import Prediction
@@ -74,7 +71,7 @@ def overlapped(
     cases : iterable of Case
         With paths; asked for the next one when there is room for it.
     prepare : callable
-        From a case with paths to a preprocessed one; runs in ``ahead`` threads, each of which computes by itself.
+        From a case with paths to a preprocessed one, as `volseg.data.preprocessed.prepare`; runs in ``ahead`` threads.
     predict : callable
         From preprocessed cases to pairs of a case, the same object, and its `Prediction`: `Predictor.stream`.
     write : callable
@@ -95,7 +92,7 @@ def overlapped(
             for work in _predict_each(_read_ahead(cases, prepare, readers, ahead, ends), predict, ends):
                 while pending and (len(pending) >= behind or pending[0].done()):
                     yield pending.popleft().result()
-                pending.append(writers.submit(_write, work, write, ends))
+                pending.append(writers.submit(_write, [work], write, ends))
                 del work  # or the volumes of a case that is written live on until the next one is computed
         except ends as fault:
             ending = fault
@@ -131,7 +128,7 @@ class _Underway:
 @contextmanager
 def _threads(name: str, count: int) -> Iterator[ThreadPoolExecutor]:
     """Give threads that are joined at the end, whatever it is; what they have not begun then is dropped."""
-    threads = ThreadPoolExecutor(count, name, initializer=partial(torch.set_num_threads, 1))
+    threads = ThreadPoolExecutor(count, name)
     try:
         yield threads
     finally:
@@ -261,10 +258,11 @@ def _predict_alone(work: _Underway, predict: Predict, ends: tuple[type[Exception
 
 
 def _write(
-    work: _Underway,
+    handed: list[_Underway],
     write: Callable[[Case, Prediction], Path],
     ends: tuple[type[Exception], ...],
 ) -> CaseOutcome:
+    work = handed.pop()  # the executor keeps arguments for a moment longer than it takes to say that it is done
     if work.prepared is None or work.prediction is None:
         return CaseOutcome(case=work.given, fault=work.fault, seconds=work.seconds)
     begin = time.perf_counter()

@@ -156,6 +156,7 @@ class Predictor:
                 if prediction is None:
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
                 yield case, prediction
+            del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
@@ -225,6 +226,7 @@ def _group_equal_sizes(
             yield waiting.pop(shape)
         elif sum(map(len, waiting.values())) >= 4 * batch_size:
             yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
+        del case
     yield from waiting.values()
 
 

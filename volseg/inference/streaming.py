@@ -23,7 +23,7 @@ from volseg.inference.sampling import Box, Held
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import MONAI, Windowing
 from volseg.memory import available_bytes
-from volseg.parallel import ModelParallel
+from volseg.parallel import FastKernels, ModelParallel
 
 __all__ = ["Streamer", "pad_shape"]
 
@@ -206,7 +206,10 @@ class Streamer:
     def _may_start_again(self) -> bool:
         """Say whether no other process is in the middle of a pass that it shares with this one."""
         return all(
-            isinstance(model, nn.Module) and not any(isinstance(part, ModelParallel) for part in model.modules())
+            isinstance(model, nn.Module)
+            and not any(
+                isinstance(part, ModelParallel) and not isinstance(part, FastKernels) for part in model.modules()
+            )
             for model in self.step.models
         )
 
