@@ -26,6 +26,7 @@ from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file
+from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
 
 __all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
@@ -151,8 +152,12 @@ def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Traine
             if where not in members:
                 raise CheckpointError(f"{file} has no {where}; copy it again")
             loaded.append(_load_member(file, run, unpack_tensors(members[where], f"{file}: {where}"), overrides))
+        order = None
+        if (content := members.get("postprocessing.json")) is not None:
+            (Path(folder) / "postprocessing.json").write_bytes(content)
+            order = Postprocessing.load(Path(folder) / "postprocessing.json")
     digests = [hashlib.sha256(members[f"{number}/{WEIGHTS}"]).hexdigest() for number in range(count)]
-    return [replace(one, weights=digest) for one, digest in zip(loaded, digests, strict=True)]
+    return [replace(one, weights=digest, postprocessing=order) for one, digest in zip(loaded, digests, strict=True)]
 
 
 def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], overrides: Sequence[str]) -> Trained:

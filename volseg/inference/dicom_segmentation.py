@@ -20,6 +20,7 @@ from torch import Tensor
 
 from volseg.data.cases import Task
 from volseg.data.dicom import list_slices
+from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import lps_to_ras
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.files import replacing
@@ -49,17 +50,17 @@ GOLDEN = 0.618034
 
 
 def require_dicom_source(image: Path | Sequence[Path], case: str) -> Path:
-    """Return the folder of the series that a case's image is; to be asked before anything is computed.
+    """Return the series that a case's image is, a folder or one of its files; to be asked before anything is computed.
 
     Raises
     ------
     ConfigError
         If highdicom is not installed.
     DataError
-        If the image is no DICOM folder.
+        If the image is no DICOM series.
     """
     _import_highdicom()
-    if isinstance(image, Path) and image.is_dir():
+    if isinstance(image, Path) and (image.is_dir() or (image.is_file() and is_dicom(image))):
         return image
     raise DataError(
         f"case {case}: a DICOM segmentation refers to the DICOM slices that it was made from, and {image} is no folder "
@@ -91,7 +92,7 @@ def write_dicom_segmentation(
     task : Task
         Whose structures become segments, in order; one that is not in the label map is described and has no voxel.
     series : Path or sequence of Path
-        The folder of the only series, or the files of the slices, in any order.
+        The folder of the only series, a file of one, or the files of the slices, in any order.
     weights : str
         Digest of the weights, which stands as serial number of the device.
 
