@@ -319,7 +319,7 @@ def compare(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = train_folder(spec, folder)
     names = write_images(spec, folder / "images")
     predict_by_nnunet(model, folder / "images", folder / "theirs", spec["folds"])
-    predict(model, [folder / "images"], folder / "ours")
+    predict(model, [folder / "images"], folder / "ours").require_all()
     rows = []
     for name in names:
         ours, theirs = (nib.load(folder / of / f"{name}.nii.gz") for of in ("ours", "theirs"))
