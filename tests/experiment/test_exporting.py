@@ -219,7 +219,8 @@ def test_onnx_gives_the_networks_logits_or_says_what_is_missing(run, tmp_path):
 def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_path):
     if network == "ours":  # which goes in as TorchScript
         spec = "network={name: ResEncUNet, strides: [1, 2], kernel_size: [3, 3], filters: [4, 8], blocks: [1, 1]}"
-        run = train(configured(spec, "training.epochs=1", "training.iterations=2")).folder.path
+        windows = "inference.window=[16,16,16]"
+        run = train(configured(spec, windows, "training.epochs=1", "training.iterations=2")).folder.path
     bundle = export(run, tmp_path / "bundle", to="monai-bundle")
     command = (
         "import sys; sys.modules['volseg'] = None; from monai.bundle import run; "
