@@ -1,0 +1,161 @@
+"""Windows blended layer by layer: of all classes, only the planes that a window may still reach are held.
+
+::
+
+    planes of the streamed axis ->
+    |  decided, forgotten  | last one | layer of windows being added        |  not yet begun
+                           |<------- held, as a ring: plane i at i % depth ->|
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from volseg.device.triton_tiles import takes
+from volseg.inference import triton_blending
+from volseg.inference.memory_plan import BlendPlan, Region
+from volseg.inference.window_step import WindowStep
+from volseg.inference.windows import Layer
+
+__all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """Planes of a blend that no window will touch any more, until the next slab is asked for."""
+
+    blend: Tensor
+    """Probabilities ``(B, K, d, h, w)`` float32, of which the ready planes and the one after them are finished."""
+    origin: tuple[int, int, int]
+    """Voxel i of an axis lies at index ``(i - origin) % side``."""
+    layer: Layer
+
+
+def blend_slabs(
+    step: WindowStep,
+    images: Tensor,
+    plan: BlendPlan,
+    region: Region,
+    *,
+    windows_per_step: int,
+    device: torch.device,
+    stitch_on: torch.device,
+) -> Iterator[Slab]:
+    """Yield a region of the probabilities of images slab by slab; the buffer is one and the same.
+
+    Parameters
+    ----------
+    step : WindowStep
+        What a batch of windows goes through.
+    images : Tensor
+        ``(B, C, D, H, W)`` of the plan's shape, anywhere.
+    plan, region
+        What is held, and which strip of the volume this is.
+    windows_per_step : int
+        Windows that go through the models at once.
+    device, stitch_on : torch.device
+        Where windows are computed, and where they are blended.
+    """
+    sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
+    d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
+    importance = plan.windowing.importance(plan.window, stitch_on)
+    blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
+    weights = torch.empty(1, *sides, device=stitch_on)
+    for layer in plan.layers:
+        for planes in locate_planes(layer.fresh, plan.depth):
+            _narrow(blend, plan.axis, planes).zero_()
+            _narrow(weights, plan.axis, planes).zero_()
+        corners = plan.corners(region.held, layer)
+        places = [(index, corner) for index in range(len(images)) for corner in corners]
+        for first in range(0, len(places), windows_per_step):
+            together = places[first : first + windows_per_step]
+            cut = [_cut(images[index], corner, plan.window) for index, corner in together]
+            outputs, link = _run(step, torch.stack(cut).to(device, torch.float32), stitch_on)
+            for (index, corner), output in zip(together, outputs, strict=True):
+                at = [place - start for place, start in zip(corner, (d, h, w), strict=True)]
+                add_window(blend[index], output, importance, at, plan.axis, link)
+                if index == 0:
+                    add_window(weights, torch.ones_like(importance)[None], importance, at, plan.axis)
+        for planes in locate_planes(layer.finished, plan.depth):
+            _narrow(blend, plan.axis, planes).div_(_narrow(weights, plan.axis, planes))
+        yield Slab(blend, (d, h, w), layer)
+
+
+def add_window(
+    blend: Tensor, window: Tensor, importance: Tensor, first: Sequence[int], axis: int, link: str = ""
+) -> None:
+    """Add a window, each voxel times its importance, to a blend.
+
+    Parameters
+    ----------
+    blend : Tensor
+        ``(K, D, H, W)``, a ring along ``axis``.
+    window : Tensor
+        Probabilities ``(K, d, h, w)``, which this may overwrite, or logits.
+    importance : Tensor
+        ``(d, h, w)``.
+    first : sequence of int
+        Where in the blend the window begins. What lies beside the blend is left out, except along the ring.
+    axis : int
+        The ring's.
+    link : str
+        ``softmax`` or ``sigmoid``, if the window holds logits.
+    """
+    if takes(blend):
+        triton_blending.add_window(blend, window, importance, first, axis, link)
+        return
+    window = LINKS[link](window).mul_(importance)
+    spans = [
+        _overlap(at, wide, side, ring=dim == axis)
+        for dim, (at, wide, side) in enumerate(zip(first, importance.shape, blend.shape[1:], strict=True))
+    ]
+    for d, h, w in product(*spans):
+        blend[:, d[0], h[0], w[0]].add_(window[:, d[1], h[1], w[1]])
+
+
+LINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda probabilities: probabilities,
+    "softmax": lambda logits: logits.float().softmax(0),
+    "sigmoid": lambda logits: logits.float().sigmoid(),
+}
+
+
+def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> tuple[Tensor, str]:
+    """Return logits and their link where one kernel does the rest, else probabilities."""
+    if step.num_passes == 1 and windows.is_cuda and stitch_on == windows.device:
+        ((logits, _),) = step.passes(windows)
+        return logits, step.link
+    return step(windows).to(stitch_on), ""
+
+
+def _cut(image: Tensor, corner: Sequence[int], sides: Sequence[int]) -> Tensor:
+    d, h, w = (slice(first, first + side) for first, side in zip(corner, sides, strict=True))
+    return image[:, d, h, w]
+
+
+def _overlap(first: int, wide: int, side: int, *, ring: bool) -> list[tuple[slice, slice]]:
+    """Return which indices of the blend are which of the window, in one piece or two."""
+    if not ring:
+        start, stop = max(0, first), min(side, first + wide)
+        return [(slice(start, stop), slice(start - first, stop - first))]
+    done, pieces = 0, []
+    for planes in locate_planes(range(first, first + wide), side):
+        pieces.append((planes, slice(done, done + planes.stop - planes.start)))
+        done += planes.stop - planes.start
+    return pieces
+
+
+def locate_planes(planes: range, depth: int) -> list[slice]:
+    """Return where planes lie in a ring of ``depth``: in one piece, or in two around its end."""
+    if not planes:
+        return []
+    start = planes.start % depth
+    stop = start + len(planes)
+    return [slice(start, stop)] if stop <= depth else [slice(start, depth), slice(0, stop - depth)]
+
+
+def _narrow(volumes: Tensor, axis: int, planes: slice) -> Tensor:
+    return volumes.narrow(volumes.ndim - 3 + axis, planes.start, planes.stop - planes.start)
