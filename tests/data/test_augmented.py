@@ -35,10 +35,10 @@ def assert_same(batches, expected):
 
 def one_by_one(batches: AugmentedBatches, epoch: int):
     """Return the epoch's batches, each made alone and waited for."""
-    cases, corners, names = batches.batches.places(epoch)
-    for position, ids in enumerate(names):
+    places = batches.batches.places(epoch)
+    for position, ids in enumerate(places.names):
         batches.generator.manual_seed(mix_seed(batches.seed, epoch, position))
-        batch = batches._cut_and_augment(cases[position], corners[position])
+        batch = batches._cut_and_augment(*places.at(position))
         torch.cuda.synchronize()
         yield {**batch, "case": ids}
 
