@@ -135,8 +135,7 @@ class AugmentedBatches:
             # One batch ahead, not more: the host is many steps ahead of the device.
             self._stream.wait_stream(torch.cuda.current_stream(self.batches.bank.device))
             with torch.cuda.stream(self._stream):
-                for box, values in zip(self._make_room(len(places.names[position])), fetched, strict=True):
-                    box[: len(values)].copy_(values, non_blocking=True)  # behind the batch before, which read them
+                self._bring(fetched, len(places.names[position]))
                 where = dict(zip(("begins", "shapes", "corners"), places.at(position), strict=True))
                 if self._recording is None:
                     # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
@@ -159,6 +158,11 @@ class AugmentedBatches:
                 for tensor in batch.values():
                     tensor.record_stream(consumer)
                 yield {**batch, "case": places.names[position]}
+
+    def _bring(self, fetched: Sequence[Tensor], count: int) -> None:
+        """Copy what was fetched of ``count`` patches to where it is read, behind the batch that reads there now."""
+        for box, values in zip(self._make_room(count), fetched, strict=True):
+            box[: len(values)].copy_(values, non_blocking=True)
 
     def _make_room(self, count: int) -> tuple[Tensor, Tensor]:
         """Return where fetched patches lie on the device, for the recording always at the same place."""
