@@ -93,4 +93,8 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
     assert "5 of 6" in said
     assert "removed 0 case(s)" in run("data", "cache", "clear", "--unused", "1")[1]
     assert "removed 5 case(s)" in run("data", "cache", "clear")[1]
+    with pytest.raises(ConfigError, match=r"tiny\.yaml is a file; name the folder of a cache"):
+        run("data", "cache", "clear", "--folder", str(config_file))
+    with pytest.raises(ConfigError, match="nowhere does not exist; name the folder of a cache"):
+        run("data", "cache", "list", "--folder", str(own_cache / "nowhere"))
     assert run("data", "cache", "list", "--folder", "none")[1] == "no cases are kept: the cache is none\n"

@@ -104,7 +104,7 @@ class CaseBank:
     cases : sequence of mapping
         Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
         cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
-        them from a disk.
+        them from a disk; and ``mapped``, a `StoredCase`.
     device : torch.device or str
         Where training happens.
     keep : {"auto", "device", "memory"}
@@ -185,6 +185,11 @@ class CaseBank:
             [None if lies_there else volume for volume, lies_there in zip(of, self.is_resident, strict=True)]
             for of in (images, labels)
         )
+        self._mapped = [
+            case["mapped"]
+            for case, there in zip(cases, self.is_resident, strict=True)
+            if "mapped" in case and not there
+        ]
         if self.device.type != "cpu" or self.num_on_device:
             kept = f"{int(sizes[self.is_resident].sum()) / 2**30:.2g} of {int(sizes.sum()) / 2**30:.2g} GiB"
             logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
@@ -196,6 +201,17 @@ class CaseBank:
     def on_device(self) -> bool:
         """Whether all cases lie on ``device``."""
         return self.num_on_device == len(self)
+
+    def require_files(self) -> None:
+        """Look whether the files that cases are mapped from are as long as they were.
+
+        Raises
+        ------
+        DataError
+            If one was cut off: reading behind its end would end the process without a word (SIGBUS).
+        """
+        for stored in self._mapped:
+            stored.require_size()
 
     def locate(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return where patches of ``size`` voxels are read: begins, shapes and corners, as `PatchSources` has them.

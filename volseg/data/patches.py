@@ -207,7 +207,14 @@ class PatchBatches:
         )
 
     def places(self, number: int, rows: Sequence[slice] = (slice(None),)) -> EpochPlaces:
-        """Return where the source patches of an epoch lie, or those of some rows of each batch."""
+        """Return where the source patches of an epoch lie, or those of some rows of each batch.
+
+        Raises
+        ------
+        DataError
+            If a file that a case is mapped from was cut off meanwhile.
+        """
+        self.bank.require_files()
         plan = self.plan(number)
         margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
         cases, corners = (torch.cat([of[:, part] for part in rows], 1) for of in (plan.cases, plan.corners))
