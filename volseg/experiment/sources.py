@@ -116,7 +116,7 @@ def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> lis
     if is_nnunet_model(path):
         return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
     if is_archive(path):
-        return load_archive(path, overrides)
+        return load_archive(path, overrides, checkpoint=checkpoint)
     raise ConfigError(f"{path} {_describe(path)}")
 
 

@@ -56,6 +56,8 @@ class Streamer:
         Bytes that blending may take on ``stitch_on``. None: what is free.
     windowing : Windowing
         Where windows lie, and how much their voxels count.
+    skip_background : bool
+        As for `Predictor`.
     """
 
     step: WindowStep
@@ -67,6 +69,7 @@ class Streamer:
     stitch_on: torch.device
     memory: int | None = None
     windowing: Windowing = MONAI
+    skip_background: bool = False
 
     def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None where a probability is not finite.
@@ -133,12 +136,11 @@ class Streamer:
     def _predict_by(
         self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also]
     ) -> list[Prediction | None]:
-        padded, fillings = [], []
+        fillings = []
         for image in images:
-            w, _, h, _, d, _ = margins = _compute_margins(image.shape[-3:], plan.shape)
-            padded.append(pad(image.as_tensor(), margins))
+            w, _, h, _, d, _ = _compute_margins(image.shape[-3:], plan.shape)
             fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
-        for slab, finished, ready in self._blend(plan, torch.stack(padded)):
+        for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
             for filling, of_image in zip(fillings, slab.blend, strict=True):
                 filling.take(Held(of_image, slab.origin), finished, ready)
         return [filling.finish() for filling in fillings]
@@ -146,16 +148,21 @@ class Streamer:
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
         """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
         images = images.to(self.device) if self._keeps_on_device(images) else images
+        windows = skipped = 0
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
                 windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                skips_background=self.skip_background,
             ):  # fmt: skip
+                windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 finished, ready = (
                     tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
                     for planes in (slab.layer.finished, slab.layer.ready)
                 )
                 yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+        if self.skip_background:
+            logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
     def _keeps_on_device(self, images: Tensor) -> bool:
         """Say whether windows are cut on the device: where the image takes a small part of what is free."""
@@ -265,6 +272,13 @@ def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, 
     return tuple(sides) if window is None else tuple(map(max, sides, window))
 
 
+def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
+    """Return images as a batch ``(B, C, D, H, W)``, padded; one that needs no padding is not copied."""
+    if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
+        return images[0].as_tensor()[None]
+    return torch.stack([pad(image.as_tensor(), _compute_margins(image.shape[-3:], shape)) for image in images])
+
+
 def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
@@ -289,4 +303,4 @@ def _count_free_bytes(device: torch.device) -> int:
 
 
 def _say(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
