@@ -89,6 +89,10 @@ def predict(
     strict: Annotated[
         bool, typer.Option("--strict", help="Read all images before the first is predicted; end at the first failure.")
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Predict in N processes, each on a GPU of its own, by cases."),
+    ] = None,
     postprocessing: Annotated[
         bool, typer.Option(help="Apply what `volseg postprocess SOURCE` measured to help, where it did.")
     ] = True,
@@ -123,6 +127,7 @@ def predict(
         skip_existing=skip_existing,
         overwrite=overwrite,
         strict=strict,
+        gpus=gpus,
         postprocessing=postprocessing,
         probabilities=probabilities,
         uncertainty=uncertainty,
@@ -131,3 +136,12 @@ def predict(
     typer.echo(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:
         raise typer.Exit(1)
+
+
+@prediction_app.command(hidden=True)
+def predict_cases(components: Components = None) -> None:
+    """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    experiment.serve_predictions()

@@ -323,6 +323,7 @@ def build_batches(
         cases,
         device=device,
         keep=config.data.keep,
+        budget_bytes=None if config.data.device_limit is None else int(config.data.device_limit * 2**30),
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
@@ -394,6 +395,7 @@ def build_predictor(
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
+        skip_background=settings.skip_background,
     )
 
 
