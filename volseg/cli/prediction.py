@@ -88,6 +88,10 @@ def predict(
     strict: Annotated[
         bool, typer.Option("--strict", help="Read all images before the first is predicted; end at the first failure.")
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Predict in N processes, each on a GPU of its own, by cases."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
     components: Components = None,
 ) -> None:
@@ -109,7 +113,17 @@ def predict(
         skip_existing=skip_existing,
         overwrite=overwrite,
         strict=strict,
+        gpus=gpus,
     )
     typer.echo(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:
         raise typer.Exit(1)
+
+
+@prediction_app.command(hidden=True)
+def predict_cases(components: Components = None) -> None:
+    """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    experiment.serve_predictions()

@@ -246,6 +246,9 @@ class InferenceConfig(ConfigModel):
     record: bool = True
     """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
     with it ``training.kernels: auto`` takes the fast ones there too."""
+    skip_background: bool = False
+    """Take windows in which the preprocessed image has one value, such as clipped air, for background unseen; not for
+    structures that look like that."""
 
 
 class EvaluationConfig(ConfigModel):

@@ -8,7 +8,7 @@ from volseg.experiment.exporting import export
 from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
-from volseg.experiment.predicting import predict
+from volseg.experiment.predicting import predict, serve_predictions
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
@@ -43,6 +43,7 @@ __all__ = [
     "predict",
     "quickstart",
     "register",
+    "serve_predictions",
     "train",
     "train_on",
     "validate",

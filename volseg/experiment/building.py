@@ -394,6 +394,7 @@ def build_predictor(
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
+        skip_background=settings.skip_background,
     )
 
 

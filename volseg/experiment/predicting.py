@@ -3,10 +3,11 @@
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +17,11 @@ from volseg.data.checks import Remark, inspect_cases, read_case, remark_on_same_
 from volseg.data.preprocessed import preprocess
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
+from volseg.experiment.fold_processes import choose_gpus
 from volseg.experiment.images import find_images, list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult, Predicted
+from volseg.experiment.prediction_processes import predict_in_processes, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import Source, load_trained
@@ -30,12 +33,15 @@ from volseg.inference.writing import write_prediction
 from volseg.monitoring.progress import count_up
 from volseg.workflow.interrupts import StopRequested
 
-__all__ = ["predict"]
+__all__ = ["predict", "serve_predictions"]
 
 logger = logging.getLogger(__name__)
 
 ENDS = (ConfigError, ParallelError, StopRequested, torch.AcceleratorError)
 """What is no case's own fault, and would keep the others from being predicted as well."""
+
+PREDICTING = ("predicts each case", "predict one case after another")
+"""What processes do and what is done without them, for messages."""
 
 
 def predict(
@@ -50,6 +56,7 @@ def predict(
     skip_existing: bool = False,
     overwrite: bool = False,
     strict: bool = False,
+    gpus: int | None = None,
 ) -> Predicted:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
@@ -77,6 +84,8 @@ def predict(
         Replace label maps that are there. One of these three is needed where there are any.
     strict : bool
         Read every image before the first is predicted, and raise for what cannot be used; then for the first failure.
+    gpus : int, optional
+        Predict in so many processes, each on a GPU of its own, or sharing the CPU where there is none.
 
     Raises
     ------
@@ -103,15 +112,34 @@ def predict(
         )
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
+    devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
     job = _Waiting(trained, folder, record, waiting, strict=strict)
     if strict:
         job.require_sound()
     record.begin()
     job.leave_out_unusable()
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
+    named = [source] if isinstance(source, Source) else list(source)
+    order = {
+        "source": [str(one.path if isinstance(one, RunFolder) else one) for one in named],
+        "output": str(folder),
+        "checkpoint": checkpoint,
+        "overrides": list(overrides),
+    }
     with count_up(len(cases), "predicting", done=len(done)) as count:
-        results |= job.run(count)
+        results |= job.run_in_processes(devices, order, count) if devices else job.run(count)
     return Predicted(folder=folder, cases=tuple(results[case["case"]] for case in cases))
+
+
+def serve_predictions() -> None:
+    """Predict the cases that the process which started this one names; see `prediction_processes`."""
+    serve_cases(_predict_ordered)
+
+
+def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterator[CaseResult]:
+    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])
+    record = PredictionRecord(Path(order["output"]), trained, order["checkpoint"])
+    return _Waiting(trained, Path(order["output"]), record, (), strict=False).predict_each(cases)
 
 
 class _Waiting:
@@ -166,18 +194,44 @@ class _Waiting:
 
     def run(self, count: Callable[[], object]) -> dict[str, CaseResult]:
         """Predict and write the cases; return what became of each."""
+        for _ in self._results:
+            count()
+        for _ in self.predict_each([case for name, case in self._cases.items() if name not in self._results]):
+            count()
+        return self._results
+
+    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
+        """Predict and write cases as they come; yield what became of each."""
         config = self._trained.config
-        predictor = self._trained.build_predictor()
+        stream = partial(self._trained.build_predictor().stream, batch_size=config.inference.batch)
+        for outcome in overlapped(self._noted(cases), self._prepare, stream, self._write, ends=ENDS):
+            self._note(outcome, config)
+            yield self._results[outcome.case["case"]]
+        for line in summarise_remarks([*self._remarks, *remark_on_same_images(self._digests)]):
+            logger.warning("look at %s", line)
+
+    def run_in_processes(
+        self, gpus: Sequence[str | None], order: Mapping[str, Any], count: Callable[[], object]
+    ) -> dict[str, CaseResult]:
+        """Have the cases predicted and written by processes; return what became of each."""
         for _ in self._results:
             count()
         waiting = [case for name, case in self._cases.items() if name not in self._results]
-        stream = partial(predictor.stream, batch_size=config.inference.batch)
-        for outcome in overlapped(waiting, self._prepare, stream, self._write, ends=ENDS):
-            self._note(outcome, config)
+        for result in predict_in_processes(waiting, gpus, order):
+            if result.state == "failed" and self._strict:
+                raise DataError(f"case {result.case}: {result.message}")
+            if result.state == "failed":
+                logger.error("%s: %s", result.case, result.message)
+                if result.error == "ParallelError":  # its process could not record that any more
+                    self._record.add_failure(self._cases[result.case], result.error, result.message)
+            self._results[result.case] = result
             count()
-        for line in summarise_remarks([*self._remarks, *remark_on_same_images(self._digests)]):
-            logger.warning("look at %s", line)
         return self._results
+
+    def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
+        for case in cases:
+            self._cases[case["case"]] = case
+            yield case
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""

@@ -32,6 +32,10 @@ class Slab:
     origin: tuple[int, int, int]
     """Voxel i of an axis lies at index ``(i - origin) % side``."""
     layer: Layer
+    num_windows: int
+    """That were blended since the slab before."""
+    num_skipped: int
+    """Of these, windows of background that went through no model."""
 
 
 def blend_slabs(
@@ -43,6 +47,7 @@ def blend_slabs(
     windows_per_step: int,
     device: torch.device,
     stitch_on: torch.device,
+    skips_background: bool = False,
 ) -> Iterator[Slab]:
     """Yield a region of the probabilities of images slab by slab; the buffer is one and the same.
 
@@ -58,6 +63,9 @@ def blend_slabs(
         Windows that go through the models at once.
     device, stitch_on : torch.device
         Where windows are computed, and where they are blended.
+    skips_background : bool
+        Whether a window in which the image has one value counts as background for certain: probability 1 of the first
+        class, or 0 of every region. Of probabilities only.
     """
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
@@ -73,8 +81,17 @@ def blend_slabs(
             _narrow(weights, plan.axis, planes).zero_()
         corners = plan.corners(region.held, layer)
         places = [(index, corner) for index in range(len(images)) for corner in corners]
-        for first in range(0, len(places), windows_per_step):
-            together = places[first : first + windows_per_step]
+        empty = _find_empty(images, places, plan.window) if skips_background else set()
+        for index, corner in sorted(empty):
+            at = [place - start for place, start in zip(corner, origin, strict=True)]
+            ones = torch.ones_like(importance)[None]
+            if not step.regions:
+                add_window(blend[index, :1], ones.clone(), importance, at, plan.axis)
+            if index == 0:
+                add_window(weights, ones, importance, at, plan.axis)
+        computed = [place for place in places if place not in empty]
+        for first in range(0, len(computed), windows_per_step):
+            together = computed[first : first + windows_per_step]
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
             ats = [[place - start for place, start in zip(corner, origin, strict=True)] for _, corner in together]
             for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), by_pass):
@@ -85,7 +102,7 @@ def blend_slabs(
                     add_window(weights, torch.ones_like(importance)[None], importance, at, plan.axis)
         for planes in locate_planes(layer.finished, plan.depth):
             _narrow(blend, plan.axis, planes).div_(_narrow(weights, plan.axis, planes))
-        yield Slab(blend, origin, layer)
+        yield Slab(blend, origin, layer, len(places), len(empty))
 
 
 def add_window(
@@ -146,6 +163,17 @@ def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Ten
             yield logits, step.link, flips
     else:
         yield step(windows), "", []
+
+
+def _find_empty(
+    images: Tensor, places: Sequence[tuple[int, tuple[int, ...]]], window: Sequence[int]
+) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the places of windows in which each channel has one value: once per layer a GPU is waited for."""
+    if not places:
+        return set()
+    cut = (_cut(images[index], corner, window).flatten(1) for index, corner in places)
+    flat = torch.stack([(voxels.amin(1) == voxels.amax(1)).all() for voxels in cut])
+    return {place for place, is_flat in zip(places, flat.tolist(), strict=True) if is_flat}
 
 
 def _cut(image: Tensor, corner: Sequence[int], sides: Sequence[int]) -> Tensor:

@@ -56,6 +56,8 @@ class Streamer:
         Bytes that blending may take on ``stitch_on``. None: what is free.
     windowing : Windowing
         Where windows lie, and how much their voxels count.
+    skip_background : bool
+        As for `Predictor`.
     """
 
     step: WindowStep
@@ -67,6 +69,7 @@ class Streamer:
     stitch_on: torch.device
     memory: int | None = None
     windowing: Windowing = MONAI
+    skip_background: bool = False
 
     def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None where a probability is not finite.
@@ -145,16 +148,21 @@ class Streamer:
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
         """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
         images = images.to(self.device) if self._keeps_on_device(images) else images
+        windows = skipped = 0
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
                 windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                skips_background=self.skip_background,
             ):  # fmt: skip
+                windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 finished, ready = (
                     tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
                     for planes in (slab.layer.finished, slab.layer.ready)
                 )
                 yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+        if self.skip_background:
+            logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
     def _keeps_on_device(self, images: Tensor) -> bool:
         """Say whether windows are cut on the device: where the image takes a small part of what is free."""

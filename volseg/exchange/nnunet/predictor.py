@@ -86,7 +86,8 @@ class MeanLogits(WindowStep):
         total: Tensor | None = None
         for logits, dims in self.passes(windows):
             one = logits.flip(dims) if dims else logits
-            total = one if total is None else total.add_(one)
+            # A copy: a recorded network's next pass overwrites what it has returned.
+            total = one.clone() if total is None else total.add_(one)
         assert total is not None
         return total.div_(self.num_passes)
 
