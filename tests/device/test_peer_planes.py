@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,8 @@ from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes import start_group
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, return_gradient, start_filling
+from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
+from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
@@ -33,8 +32,7 @@ def test_which_way_depends_on_what_all_shards_know() -> None:
     assert not small_enough(1, LIMIT // 2, torch.float32)
     assert small_enough(1, LIMIT // 8, torch.float64)
     assert not small_enough(2, LIMIT // 4, torch.float32)
-    group: Any = SimpleNamespace(rank=0)
-    assert Halo(group, ((1, 0), (0, 2))).width == 2  # another shard's counts
+    assert Halo(LocalDevices(["cpu"] * 2), ((1, 0), (0, 2))).width == 2  # another shard's counts
 
 
 def test_half_words_go_another_way() -> None:
@@ -259,13 +257,13 @@ class Rounds:
             slab = allocate_with_room(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
             buffer = extend(slab, 2, halo.own)
-            kept = start_filling(buffer, halo, keep=True)()
+            kept = start_filling([buffer], [halo], keep=True)()
             assert kept is not None
             restored = torch.full_like(buffer, 99)
             own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
-            kept_halo.put_back(restored, halo.own, kept)
+            kept_halo.put_back(restored, halo.own, *kept)
             results.append(restored)
-            results.append(return_gradient(buffer.clone(), halo)())
+            results += return_gradients([buffer.clone()], [halo])()
         return results
 
     def check(self, results: Sequence[Tensor], rank: int, shards: int, repeat: int) -> None:

@@ -60,7 +60,7 @@ def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, c
 
 def test_runs_of_either_kind_are_the_same_and_go_on_as_the_other(configured, task, tmp_path, fast_on_the_cpu):
     def labels(folder, name):
-        (path,) = predict(folder, [task / "imagesTs"], tmp_path / name).values()
+        (path,) = predict(folder, [task / "imagesTs"], tmp_path / name).label_maps.values()
         return np.asarray(nibabel.load(path).dataobj)
 
     plain = train(configured("training.kernels=torch", f"output={tmp_path / 'plain'}"))
@@ -75,7 +75,7 @@ def test_runs_of_either_kind_are_the_same_and_go_on_as_the_other(configured, tas
     other = train(configured("training.kernels=fast", "training.epochs=3", f"output={tmp_path / 'plain'}"), resume=True)
     torch.testing.assert_close(latest(longer).model, latest(other).model, **TOLERANCE)
     # Dice counts voxels: a handful of ties may fall to the other side.
-    assert validate(other.folder).score == pytest.approx(longer.validated.score, abs=2e-3)
+    assert validate(other.folder, overwrite=True).score == pytest.approx(longer.validated.score, abs=2e-3)
 
 
 def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
@@ -101,10 +101,26 @@ def test_auto_says_why_it_takes_torchs(chosen, caplog, overrides, reason):
     assert reason in told
 
 
-def test_nothing_is_recorded_of_predictions(chosen, caplog):
+def test_auto_takes_the_fast_kernels_for_predictions_whose_windows_are_recorded(chosen):
+    window = "inference.window=[16,16,16]"
+    assert type(chosen(window, "training.accumulate=2", trains=False)) is FastKernels
+    assert type(chosen("training.kernels=fast", trains=False)) is FastKernels
+    assert chosen(window, "training.kernels=torch", trains=False) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["inference.window=null"], "each of another shape, are not recorded (inference.window: null)"),
+        (["inference.window=[16,16,16]", "inference.record=false"], "with inference.record: false"),
+        (["inference.window=[16,16,16]", "training.precision=fp32"], "pay in bfloat16"),
+    ],
+)
+def test_auto_says_why_it_predicts_with_torchs(chosen, caplog, overrides, reason):
     caplog.set_level(logging.INFO)
-    assert chosen(trains=False) is None
-    assert not caplog.records
+    assert chosen(*overrides, trains=False) is None
+    (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+    assert reason in told
 
 
 def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen, caplog, monkeypatch):

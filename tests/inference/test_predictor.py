@@ -29,7 +29,7 @@ def pointwise(seed: int = 0) -> nn.Module:
 def test_a_model_without_neighbourhood_is_applied_voxel_by_voxel(window, mirror):
     image = case_of(11, 13, 9)["image"]
     predictor = Predictor(model=two_classes, num_classes=2, window=window, mirror=mirror)
-    ((probabilities),) = predictor._predict_together([image])
+    (probabilities,) = predictor.probabilities(image[None].as_tensor())
     # Averages over up to 8 passes and 8 windows in float32.
     torch.testing.assert_close(probabilities[1], image[0].as_tensor().sigmoid(), atol=2e-6, rtol=0)
     torch.testing.assert_close(probabilities.sum(0), torch.ones(11, 13, 9), atol=2e-6, rtol=0)

@@ -223,6 +223,10 @@ class Recorder:
     state : State, optional
         What else the function depends on. Where it changes, recordings are freed and made anew; it must change in all
         processes alike.
+    name : str
+        What the function is, for messages.
+    advice : str
+        How to skip the attempt to record it.
     """
 
     def __init__(
@@ -234,8 +238,11 @@ class Recorder:
         warm_up: int,
         limit: int,
         state: State | None = None,
+        name: str = "the training step",
+        advice: str = "set training.record to false, or call the step without RecordedStep",
     ) -> None:
         self._state: State = Stateless() if state is None else state
+        self._name, self._advice = name, advice
         self._run, self._record, self._agree = run, record, agree
         self._recordings: Recordings[Kind[Recording]] = Recordings(Kind, warm_up=warm_up, limit=limit)
         self._changes = 0
@@ -284,9 +291,9 @@ class Recorder:
         self._changes += 1
         if self._changes > MOST_CHANGES:
             self._recordings.refuse(f"{changed} changes again and again")
-            logger.warning("the training step runs kernel by kernel from now on: %s", self.refused)
+            logger.warning("%s runs kernel by kernel from now on: %s", self._name, self.refused)
         else:
-            logger.info("%s has changed since the training step was recorded as a CUDA graph: recording anew", changed)
+            logger.info("%s has changed since %s was recorded as a CUDA graph: recording anew", changed, self._name)
 
     def _try_to_record(self, kind: Kind[Recording], inputs: tuple[Any, ...]) -> None:
         recording, reason, kept = None, "in another process", False
@@ -307,7 +314,6 @@ class Recorder:
         self._state.put_back()
         self._recordings.refuse(reason)
         logger.warning(
-            "the training step cannot be recorded as a CUDA graph and runs kernel by kernel (%s); to skip the attempt, "
-            "set training.record to false, or call the step without RecordedStep",
-            reason,
+            "%s cannot be recorded as a CUDA graph and runs kernel by kernel (%s); to skip the attempt, %s",
+            *(self._name, reason, self._advice),
         )

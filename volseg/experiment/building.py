@@ -20,6 +20,7 @@ from volseg.experiment.kernels import with_fast_kernels
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
+from volseg.inference.recorded_model import choose_windows_per_step, record_models
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
 from volseg.models.networks import NETWORKS
@@ -349,21 +350,52 @@ def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
     ]
 
 
-def build_predictor(config: ExperimentConfig, task: Task, models: Sequence[nn.Module], *, mirror: bool) -> Predictor:
-    """Return how the model, or the average of several, is applied to whole volumes."""
-    device, outputs = next(models[0].parameters()).device, config.network.outputs
+def build_predictor(
+    config: ExperimentConfig,
+    task: Task,
+    models: Sequence[nn.Module],
+    *,
+    mirror: bool | Sequence[int],
+    alone: bool = False,
+    kind: type[Predictor] = Predictor,
+) -> Predictor:
+    """Return how the model, or the average of several, is applied to whole volumes.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Window, overlap and precision.
+    task : Task
+        Of the models.
+    models : sequence of nn.Module
+        As `build_model` made them.
+    mirror : bool or sequence of int
+        Whether to average over mirrorings, or the axes along which.
+    alone : bool
+        Whether nothing is trained beside it: the device's memory is then for recordings and batches of windows.
+    kind : type
+        By whose rules windows lie and are averaged.
+    """
+    device, outputs, settings = next(models[0].parameters()).device, config.network.outputs, config.inference
     dtype = Precision.choose(config.training.precision, device).dtype
-    return Predictor(
-        model=models if len(outputs) == 1 else [OneOutput(model, outputs.index("logits")) for model in models],
+    if len(outputs) > 1:
+        models = [OneOutput(model, outputs.index("logits")) for model in models]
+    windows = settings.windows or 1
+    if alone and settings.windows is None and settings.window is not None:
+        windows = choose_windows_per_step(settings.window, task.num_outputs, device)
+    return kind(
+        model=record_models(models) if alone and settings.record and settings.window is not None else models,
         num_classes=task.num_outputs,
         values=task.output_values,
         regions=bool(task.regions),
         window=config.inference.window,
         overlap=config.inference.overlap,
         mirror=mirror,
+        windows_per_step=windows,
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
+        skip_background=settings.skip_background,
     )
 
 

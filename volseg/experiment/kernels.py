@@ -17,6 +17,9 @@ __all__ = ["with_fast_kernels"]
 
 logger = logging.getLogger(__name__)
 
+PAY_IN_BFLOAT16 = "the fast kernels pay in bfloat16, and training.precision is another"
+LAUNCHED = "launched one by one they take longer than torch's"
+
 
 def with_fast_kernels(
     network: FitGrid, config: ExperimentConfig, num_channels: int, device: torch.device, *, trains: bool
@@ -34,7 +37,7 @@ def with_fast_kernels(
     device : torch.device
         Where the network will run.
     trains : bool
-        Whether it will be trained. Otherwise nothing is recorded, and ``auto`` takes torch's.
+        Whether it will be trained. Otherwise windows of ``inference.window`` are what may be recorded.
 
     Raises
     ------
@@ -43,11 +46,13 @@ def with_fast_kernels(
     """
     wanted = config.training.kernels
     is_open = wanted == "auto"
-    if wanted == "torch" or (is_open and (device.type == "cpu" or not trains)):
+    if wanted == "torch" or (is_open and device.type == "cpu"):
         return None
-    reason = explain_absence(device) or (_explain_slowness(config, device) if is_open else None)
+    explain_slowness = _explain_slowness if trains else _explain_slow_predictions
+    reason = explain_absence(device) or (explain_slowness(config, device) if is_open else None)
     if reason is None:
-        shape = (config.patch.batch, num_channels, *network.rule.sides(config.patch.size))
+        batch, size = (config.patch.batch, config.patch.size) if trains else (1, config.inference.window)
+        shape = (batch, num_channels, *network.rule.sides(size or config.patch.size))
         try:
             return _rehearse(network, shape, config, device)
         except ParallelError as fault:
@@ -70,12 +75,23 @@ def _explain_slowness(config: ExperimentConfig, device: torch.device) -> str | N
     """Return why the fast kernels would not pay in this training; None where they do."""
     settings = config.training
     if Precision.choose(settings.precision, device).dtype is not torch.bfloat16:
-        return "the fast kernels pay in bfloat16, and training.precision is another"
-    launched = "launched one by one they take longer than torch's, and no step is recorded"
+        return PAY_IN_BFLOAT16
+    launched = f"{LAUNCHED}, and no step is recorded"
     if not settings.record:
         return f"{launched} with training.record: false"
     if settings.accumulate > 1:
         return f"{launched} with training.accumulate: {settings.accumulate}"
     if not is_fused_on_gpu(config.optimizer.spec()):
         return f"{launched} with optimizer {config.optimizer.name}, which is not fused"
+    return None
+
+
+def _explain_slow_predictions(config: ExperimentConfig, device: torch.device) -> str | None:
+    """Return why the fast kernels would not pay in predictions; None where they do."""
+    if Precision.choose(config.training.precision, device).dtype is not torch.bfloat16:
+        return PAY_IN_BFLOAT16
+    if not config.inference.record:
+        return f"{LAUNCHED}, and no window is recorded with inference.record: false"
+    if config.inference.window is None:
+        return f"{LAUNCHED}, and whole volumes, each of another shape, are not recorded (inference.window: null)"
     return None

@@ -13,3 +13,7 @@ class Prediction:
 
     labels: MetaTensor
     """``(1, D, H, W)``, the values of label files; with the grid, file name and header codes of the image."""
+    entropy: MetaTensor | None = None
+    """``(1, D, H, W)`` float32, how unsure the model is: nats over the logarithm of K, thus from 0 to 1."""
+    probabilities: MetaTensor | None = None
+    """``(K, D, H, W)`` float32 on the CPU."""

@@ -4,30 +4,28 @@
 
     image (C, D, H, W) -> windows -> model, mirrored or not -> softmax -> mean over mirrors and models
         -> windows blended by a Gaussian -> probabilities (K, D, H, W) -> original grid -> argmax -> labels
+
+All but the last is done slab by slab: see `streaming`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from volseg.errors import ConfigError, GridError, NonFinitePredictionError
-from volseg.inference.original_grid import original_label_map
+from volseg.errors import ConfigError, NonFinitePredictionError
+from volseg.inference.decision import Also, LabelRule
 from volseg.inference.prediction import Prediction
-from volseg.parallel.progress import report_progress
+from volseg.inference.streaming import Streamer, pad_shape
+from volseg.inference.window_step import Model, WindowStep, full_logits
+from volseg.inference.windows import MONAI, Windowing
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
-
-Model = Callable[[Tensor], Any]
-"""``(B, C, D, H, W)`` to logits ``(B, K, D, H, W)``; see `full_logits` for what else may come back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,11 +56,16 @@ class Predictor:
     device : torch.device, optional
         Where to compute. None: where the model's parameters lie, else where the image lies.
     stitch_on : torch.device, optional
-        Where windows are blended and resampled; the CPU, if probabilities of the whole volume do not fit the device.
+        Where windows are blended and resampled, if not where they are computed.
+    memory : int, optional
+        Bytes that blending may take there. None: what is free.
     autocast : torch.dtype, optional
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
     before_pass : callable, optional
         Called before each pass through a model, thus between the windows of one volume; it may raise to leave.
+    skip_background : bool
+        Whether windows in which the image has one value, such as air that was clipped, count as background for certain
+        instead of going through the model. The log says how many there were.
     """
 
     model: Model | Sequence[Model]
@@ -75,8 +78,10 @@ class Predictor:
     windows_per_step: int = 1
     device: torch.device | str | None = None
     stitch_on: torch.device | str | None = None
+    memory: int | None = None
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
+    skip_background: bool = False
 
     def __post_init__(self) -> None:
         if (self.values is None and self.regions) or (self.values is not None and len(self.values) != self.num_classes):
@@ -90,6 +95,9 @@ class Predictor:
             raise ConfigError(f"overlap must lie in [0, 1), got {self.overlap}")
         if not {0, 1, 2}.issuperset(self.mirror_axes):
             raise ConfigError(f"mirror must be true, false or axes among 0, 1, 2, got {self.mirror}")
+        if self.skip_background and (self.window is None or not self.window_step.link):
+            which = "whole volumes" if self.window is None else "a network whose logits are averaged, as nnU-Net's are"
+            raise ConfigError(f"skip_background leaves out windows of probabilities, got {which}; leave it off")
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -103,6 +111,23 @@ class Predictor:
             return (0, 1, 2) if self.mirror else ()
         return tuple(self.mirror)
 
+    @property
+    def window_step(self) -> WindowStep:
+        """How a batch of windows goes through the models."""
+        return WindowStep(
+            models=self.models,
+            num_classes=self.num_classes,
+            regions=self.regions,
+            mirror_axes=self.mirror_axes,
+            autocast=self.autocast,
+            before_pass=self.before_pass,
+        )
+
+    @property
+    def windowing(self) -> Windowing:
+        """Where windows lie, and how much their voxels count."""
+        return MONAI
+
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
 
@@ -110,94 +135,69 @@ class Predictor:
         ------
         NonFinitePredictionError
             If a probability is not finite.
+        OutOfMemoryError
+            If not even what one window takes fits.
         """
         ((_, prediction),) = self.stream([case])
         return prediction.labels
 
     def stream(
-        self, cases: Iterable[Mapping[str, Any]], *, batch_size: int = 1, field: str = "image"
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 1,
+        field: str = "image",
+        also: Collection[Also] = (),
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
-        """Yield each case with its prediction; volumes of equal size go through the model together.
+        """Yield each case with its prediction, on the CPU; volumes of equal size go through the model together.
 
         A prediction does not depend on its companions. Volumes smaller than the window count as equal to it. Cases
-        come back in the order in which their groups fill, which need not be the order in which they came.
+        come back in the order in which their groups fill, which need not be the order in which they came. ``also``
+        asks for ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
-        for group in _group_equal_sizes(cases, lambda case: self._pad_shape(case[field]), batch_size):
+        for group in _group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
             images = [case[field] for case in group]
-            for case, image, probabilities in zip(group, images, self._predict_together(images), strict=True):
-                if not probabilities.isfinite().all():
+            with self._applied(images[0]) as streamer:
+                predictions = streamer.predict(images, also)
+            for case, image, prediction in zip(group, images, predictions, strict=True):
+                if prediction is None:
                     raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
-                labels = original_label_map(probabilities, image, values=self.values, regions=self.regions)
-                yield case, Prediction(labels=labels)
+                yield case, prediction
+            del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``."""
+        """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
+
+        They are held whole: `stream` needs far less memory for label maps.
+        """
+        with self._applied(images) as streamer:
+            return streamer.probabilities(images)
+
+    @contextmanager
+    def _applied(self, images: Tensor) -> Iterator[Streamer]:
+        """Let the models evaluate, without gradients."""
         device = self._choose_device(images)
+        rule = LabelRule.of(self.num_classes, self.values, self.regions)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
-            if self.window is None:
-                return self._average_probabilities(images.to(device)).to(self.stitch_on or device)
-            blended = sliding_window_inference(
-                images.float(),
-                roi_size=tuple(self.window),
-                sw_batch_size=self.windows_per_step,
-                predictor=self._average_probabilities,
+            yield Streamer(
+                step=self.window_step,
+                rule=rule,
+                window=self.window,
                 overlap=self.overlap,
-                mode="gaussian",
-                sw_device=device,
-                device=self.stitch_on or device,
+                windows_per_step=self.windows_per_step,
+                device=device,
+                stitch_on=torch.device(self.stitch_on or device),
+                memory=self.memory,
+                windowing=self.windowing,
+                skip_background=self.skip_background,
             )
-        assert isinstance(blended, Tensor)
-        return blended
-
-    def _predict_together(self, images: Sequence[MetaTensor]) -> Iterator[Tensor]:
-        """Predict images of one padded shape as one batch; yield each one's probabilities ``(K, D, H, W)``."""
-        shape = self._pad_shape(images[0])
-        margins = [_compute_margins(image.shape[-3:], shape) for image in images]
-        batch = torch.stack([pad(image.as_tensor(), margin) for image, margin in zip(images, margins, strict=True)])
-        for probabilities, image, margin in zip(self.probabilities(batch), images, margins, strict=True):
-            w, _, h, _, d, _ = margin
-            depth, height, width = image.shape[-3:]
-            yield probabilities[:, d : d + depth, h : h + height, w : w + width]
-
-    def _pad_shape(self, image: Tensor) -> tuple[int, ...]:
-        sides = tuple(image.shape[-3:])
-        return sides if self.window is None else tuple(map(max, sides, self.window))
 
     def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
             return torch.device(self.device)
         parameters = (p for model in self.models if isinstance(model, nn.Module) for p in model.parameters())
         return next((parameter.device for parameter in parameters), images.device)
-
-    def _average_probabilities(self, windows: Tensor) -> Tensor:
-        """Return the mean over models and mirrorings of the softmax, or of the sigmoids, float32."""
-        axes = self.mirror_axes
-        mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
-        total: Tensor | None = None
-        for model in self.models:
-            for flips in mirrorings:
-                report_progress("predict")
-                if self.before_pass is not None:
-                    self.before_pass()
-                dims = [axis - 3 for axis in flips]
-                mirrored = windows.flip(dims) if dims else windows
-                with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                    logits = full_logits(model(mirrored))
-                self._check(logits, windows)
-                one = logits.float().sigmoid() if self.regions else logits.float().softmax(1)
-                one = one.flip(dims) if dims else one
-                total = one if total is None else total.add_(one)
-        assert total is not None
-        return total.div_(len(self.models) * len(mirrorings))
-
-    def _check(self, logits: Tensor, windows: Tensor) -> None:
-        wanted = (windows.shape[0], self.num_classes, *windows.shape[2:])
-        if tuple(logits.shape) != wanted:
-            raise GridError(
-                f"the model must return logits (B, K, D, H, W) = {wanted} with one channel per "
-                f"{'region' if self.regions else 'class, background included'}, got {tuple(logits.shape)}"
-            )
 
 
 def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **settings: Any) -> MetaTensor:
@@ -206,21 +206,6 @@ def predict_case(model: Model | Sequence[Model], case: Mapping[str, Any], **sett
     The settings are the fields of `Predictor`, which serves many cases and batches them.
     """
     return Predictor(model=model, **settings)(case)
-
-
-def full_logits(output: Any) -> Tensor:
-    """Return the logits at full resolution and in one piece.
-
-    A list or tuple is deep supervision, full resolution first; a volume sharded over devices is gathered by its
-    ``full_tensor`` (a collective: every process of the group must predict).
-    """
-    if isinstance(output, list | tuple):
-        output = output[0]
-    if hasattr(output, "full_tensor"):
-        output = output.full_tensor()
-    if not isinstance(output, Tensor):
-        raise GridError(f"the model must return logits as a tensor, got {type(output).__name__}")
-    return output
 
 
 @contextmanager
@@ -249,13 +234,8 @@ def _group_equal_sizes(
             yield waiting.pop(shape)
         elif sum(map(len, waiting.values())) >= 4 * batch_size:
             yield waiting.pop(next(iter(waiting)))  # the shape that has waited longest
+        del case
     yield from waiting.values()
-
-
-def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
-    missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
-    return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
 
 
 def _explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:

@@ -2,9 +2,7 @@
 
 import gzip
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -13,15 +11,12 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import LARGEST_VALUE
-from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
+from volseg.inference.nifti_header import place
 from volseg.transforms.grid import Grid
 
 __all__ = ["write_prediction"]
-
-STRIPPED_SHEAR = 1e-3
-"""A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
 
 
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
@@ -57,7 +52,9 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
             "bring it there with volseg.inference.original_grid.resample"
         )
-    image = _to_nifti(_to_integers(voxels.reshape(grid.shape), path), grid, reference.meta)
+    image = place(
+        nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
+    )
     content = image.to_bytes()
     if path.name.lower().endswith(".gz"):
         content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
@@ -74,16 +71,3 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
             f"{path} takes whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
         )
     return voxels.numpy().astype(np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
-
-
-def _to_nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
-    """Return the image with the sform and qform of the reference's header."""
-    affine = grid.affine.numpy()
-    image = nib.Nifti1Image(voxels, affine)
-    sform, qform = (int(meta.get(key, SCANNER_ANATOMICAL)) for key in ("sform_code", "qform_code"))
-    image.set_sform(affine, code=sform)
-    image.set_qform(np.asarray(meta.get("qform_affine", affine)), code=qform, strip_shears=True)
-    if sform and "qform_affine" not in meta and not np.allclose(image.get_qform(), affine, atol=STRIPPED_SHEAR):
-        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): rather none than a wrong place
-    image.header.set_xyzt_units("mm")
-    return image

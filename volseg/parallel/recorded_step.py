@@ -49,6 +49,11 @@ class RecordedStep:
     optimizer
         Whose step is part of ``step``, fused. Its learning rates move to the device, where the recording reads them:
         change them in place (``group["lr"].fill_(rate)``).
+    shares
+        A step whose recordings and these may take the same memory: what either returns holds until the next call of
+        either.
+    messages
+        ``name`` and ``advice`` of `Recorder`: what the step is, if no training's.
     """
 
     def __init__(
@@ -58,15 +63,20 @@ class RecordedStep:
         warm_up: int = 3,
         limit: int = 2,
         optimizer: Optimizer | None = None,
+        shares: "RecordedStep | None" = None,
+        **messages: str,
     ) -> None:
         self.device = _find_gpu(model)
         self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = torch.cuda.Stream(self.device)
         self._first: RecordedFunction | None = None
+        self._shares = shares
         network = model.module if isinstance(model, ModelParallel) else model
         # Where the attempt fails, the rates of all processes go back: a tensor rounds to float32, a number does not.
         state = RecordedState(network, optimizer, partial(_move_rates, optimizer, self.device))
-        self._recorder = Recorder(self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state)
+        self._recorder = Recorder(
+            self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run or replay the step; results of a replay are overwritten by the next one."""
@@ -107,7 +117,8 @@ class RecordedStep:
         _find_gpu(self.model)  # strategy='auto' may have taken a pipeline since
         if not self._recorder.is_replaying:  # they were freed to be made anew, with the memory that they shared
             self._first = None
-        recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=self._first)
+        shares = self._first or (None if self._shares is None else self._shares._first)
+        recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=shares)
         self._first = self._first or recorded.function
         return recorded
 

@@ -10,8 +10,11 @@ from monai.transforms import MapTransform, NormalizeIntensity
 
 from volseg.errors import DataError
 from volseg.fields import LABEL_FIELDS, Case
+from volseg.transforms.slabs import run_over_slabs
 
 __all__ = ["ClipZScore", "ZScore"]
+
+SLAB_PLANES = 8
 
 
 def _choose_channels(volume: MetaTensor, channels: Sequence[int] | None, field: str) -> list[int]:
@@ -94,19 +97,23 @@ class ClipZScore(MapTransform):
         case = dict(data)
         for field in self.key_iterator(case):
             chosen = _choose_channels(case[field], self.channels, field)
-            channels = [
-                self._normalise(channel) if number in chosen else channel
-                for number, channel in enumerate(case[field].as_tensor().float())
-            ]
-            case[field] = MetaTensor(torch.stack(channels)).copy_meta_from(case[field])
+            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # as it lies: a sum's order follows
+            for number in chosen:
+                self._normalise(voxels[number])
+            case[field] = MetaTensor(voxels.contiguous()).copy_meta_from(case[field])
         return case
 
-    def _normalise(self, channel: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, channel: torch.Tensor) -> None:
+        """Write into a channel: a CT is large, and a copy for each step takes longer than the step."""
         lower, upper = self.lower, self.upper
         if self.percentiles is not None:  # numpy: torch.quantile takes 2**24 voxels at most
             lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
-        channel = channel.clamp(lower, upper)
         if self.mean is not None and self.std is not None:
-            return (channel - self.mean) / self.std
+            mean, deviation = self.mean, self.std
+            run_over_slabs(
+                lambda slab: channel[slab].clamp_(lower, upper).sub_(mean).div_(deviation), channel.shape, SLAB_PLANES
+            )
+            return
+        channel.clamp_(lower, upper)
         std = channel.std(correction=0)
-        return (channel - channel.mean()) / torch.where(std > 0, std, 1.0)
+        channel.sub_(channel.mean()).div_(torch.where(std > 0, std, 1.0))

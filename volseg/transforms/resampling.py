@@ -18,6 +18,8 @@ from monai.transforms import SpatialResample
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
+from volseg.transforms.slabs import run_over_slabs
+
 __all__ = ["SlabResample"]
 
 SLAB_VOXELS = 1 << 17
@@ -80,21 +82,23 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
     """Return the values of ``volume`` at the new voxels, whose indices ``moved`` maps to old ones."""
-    depth, height, width = shape
+    _, height, width = shape
     theta = to_norm_affine(moved[None], volume.shape[1:], shape, align_corners=False)[0]
     theta = theta[[2, 1, 0]][:, [2, 1, 0, 3]].contiguous()  # from (d, h, w, 1) to grid_sample's (w, h, d)
     places = [_place_voxels(side) for side in shape]
     resampled = torch.empty(len(volume), *shape)
-    step = max(1, SLAB_VOXELS // (height * width))
-    for begin in range(0, depth, step):
-        planes = places[0][begin : begin + step]
+
+    def fill(planes_of: slice) -> None:
+        planes = places[0][planes_of]
         homogeneous = torch.ones(len(planes), height, width, 4, dtype=torch.float64)
         homogeneous[..., 0] = places[2]
         homogeneous[..., 1] = places[1][:, None]
         homogeneous[..., 2] = planes[:, None, None]
         grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
         slab = grid_sample(volume[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
-        resampled[:, begin : begin + step] = slab[0]
+        resampled[:, planes_of] = slab[0]
+
+    run_over_slabs(fill, shape, max(1, SLAB_VOXELS // (height * width)))
     return resampled
 
 

@@ -59,7 +59,7 @@ class Spatial:
         Whether activations of a megabyte and more wait in host memory for the backward pass.
     fixed_order : bool
         Whether sums over shards have one order: the same bits with the shards on one device, on several, or on several
-        processes. It costs some speed.
+        processes.
 
     Raises
     ------
@@ -248,6 +248,8 @@ class SpatialStrategy:
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
+        if isinstance(self.communicator, ProcessGroupShards):
+            self.communicator.look()
         with self.same_randomness():
             for generator, index in zip(generators, self.communicator.indices, strict=bool(generators)):
                 generator.manual_seed(mix(torch.initial_seed(), 1 + index))

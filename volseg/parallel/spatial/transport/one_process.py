@@ -1,6 +1,7 @@
 """Shards on devices of this process: plain tensor copies, so autograd's own threads run the backward pass."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
+from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
+from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
+from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
@@ -36,13 +40,19 @@ class LocalDevices(Communicator):
         grid: Sequence[int] | None = None,
         fixed_order: bool = False,
     ) -> None:
-        self.fixed_order = fixed_order
+        self.fixed_order = fixed_order and len(devices) > 1
         self.devices = [torch.device(device) for device in devices]
         self.grid = tuple(grid) if grid is not None else (len(self.devices),)
         if prod(self.grid) != len(self.devices) or not self.devices:
             raise ParallelError(f"a grid of {self.grid} needs {prod(self.grid)} devices, got {len(self.devices)}")
         self.coordinates = list(product(*map(range, self.grid)))
         self.home = self.devices[0]
+
+    @cached_property
+    def values(self) -> ValueExchange | None:  # type: ignore[override]
+        """How kernels exchange a few values in a fixed order: as those of processes do; made at the first use."""
+        run = self.fixed_order and takes(torch.empty(0, device=self.home))
+        return ValuesOfSlabs(len(self.devices), self.home) if run else None
 
     def fetch(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
@@ -51,14 +61,25 @@ class LocalDevices(Communicator):
         owned = spans(size, self.grid[axis], unit)
         if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
             return list(slabs)
-        if self.fixed_order:
+        if not self.fixed_order:
+            return self.move(slabs, axis, dim, size, wanted, unit)
+        if any(move.source != move.target for move in transfers(size, wanted, unit)):
             return list(_FetchLocally.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
-        return self.move(slabs, axis, dim, size, wanted, unit)
+        found = []
+        for coordinates, slab in zip(self.coordinates, slabs, strict=True):
+            own, (start, stop) = owned[coordinates[axis]], wanted[coordinates[axis]]
+            view = slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)
+            found.append(slab if (start, stop) == own else view)
+        return found
 
     def move(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> list[Tensor]:
-        """Copy planes between devices, whatever comes; arguments as those of ``fetch``."""
+        """Copy planes between devices, whatever comes; arguments as those of ``fetch``.
+
+        Where sums have a fixed order, what is assembled lies in memory as processes assemble it, from messages: a
+        library may add in another order in another layout.
+        """
         owned = spans(size, self.grid[axis], unit)
         moves = transfers(size, wanted, unit)
         held = dict(zip(self.coordinates, slabs, strict=True))
@@ -69,11 +90,18 @@ class LocalDevices(Communicator):
             for move in (move for move in moves if move.target == here):
                 source = held[(*coordinates[:axis], move.source, *coordinates[axis + 1 :])]
                 planes = source.narrow(dim, move.start - owned[move.source][0], move.stop - move.start)
-                pieces.append(planes.to(device, non_blocking=True))
+                pieces.append(planes if move.source == here else self._send(planes, device))
             if not pieces:
                 pieces = [slab.narrow(dim, 0, 0)]
-            fetched.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
+            # A process copies what it wants even where that is one piece of its own.
+            alone = len(pieces) == 1 and not self.fixed_order
+            fetched.append(pieces[0] if alone else torch.cat(pieces, dim))
         return fetched
+
+    def _send(self, planes: Tensor, device: torch.device) -> Tensor:
+        if not self.fixed_order:
+            return planes.to(device, non_blocking=True)
+        return planes.new_empty(planes.shape, device=device).copy_(planes, non_blocking=True)
 
     def give_back(
         self, gradients: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
@@ -116,24 +144,30 @@ class LocalDevices(Communicator):
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Assemble the volume on the home device."""
         del sizes
-        parts = [slab.to(self.home, non_blocking=True) for slab in slabs]
+        parts = list(slabs)
         for dim, count in zip(reversed(dims), reversed(self.grid), strict=True):
-            parts = [torch.cat(parts[start : start + count], dim) for start in range(0, len(parts), count)]
+            rows = [parts[start : start + count] for start in range(0, len(parts), count)]
+            parts = [
+                torch.cat(
+                    [first.to(self.home, non_blocking=True), *(self._send(part, self.home) for part in rest)], dim
+                )
+                for first, *rest in rows
+            ]
         return parts[0]
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Copy a whole value to each device."""
         if self.fixed_order:
-            return list(_ShareLocally.apply(self, whole))
+            return list(_SpreadLocally.apply(self, whole))
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Copy each slab to its device."""
+        """Copy each slab to its device; where sums have a fixed order it lies in memory as that of a process does."""
         owned = self.owned([whole.shape[dim] for dim in dims])
-        return [
-            narrow_to(whole, dims, spans_).to(device, non_blocking=True)
-            for spans_, device in zip(owned, self.devices, strict=True)
-        ]
+        slabs = [narrow_to(whole, dims, spans_) for spans_ in owned]
+        if self.fixed_order:
+            slabs = [slab.clone() for slab in slabs]
+        return [slab.to(device, non_blocking=True) for slab, device in zip(slabs, self.devices, strict=True)]
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Copy each parameter once to each device; where sums have a fixed order, each shard gets one of its own."""
@@ -151,9 +185,7 @@ class _FetchLocally(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: LocalDevices, plan: tuple[Any, ...], *slabs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = communicator, plan
-        # Copies: views of several outputs of a function may not be changed in place.
-        moved = communicator.move(slabs, *plan)
-        return tuple(new.clone() if _is_part(new, slabs) else new for new in moved)
+        return tuple(communicator.move(slabs, *plan))
 
     @staticmethod
     @first_order
@@ -162,34 +194,48 @@ class _FetchLocally(torch.autograd.Function):
         return None, None, *communicator.give_back(gradients, *plan)
 
 
-def _is_part(tensor: Tensor, slabs: Sequence[Tensor]) -> bool:
-    return any(tensor.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr() for slab in slabs)
+class _SpreadLocally(torch.autograd.Function):
+    """Hands a value to every shard; the gradients are added by the tree over the shards, as processes add them."""
+
+    @staticmethod
+    def forward(ctx: Any, communicator: LocalDevices, value: Tensor) -> tuple[Tensor, ...]:
+        ctx.home = value.device
+        return tuple(_copy_to(value, device) for device in communicator.devices)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        arrived = [gradient.to(ctx.home, non_blocking=True).contiguous() for gradient in gradients]
+        return None, fold(arrived, torch.add)
 
 
 class _ShareLocally(torch.autograd.Function):
-    """Hands each value to every shard; the gradients are added by the tree over the shards, as processes add them."""
+    """Hands parameters to every shard; their gradients are added likewise, in one piece of memory as processes do.
+
+    Where a gradient begins in memory decides in which order a library takes its norm.
+    """
 
     @staticmethod
-    def forward(ctx: Any, communicator: LocalDevices, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.count = len(communicator.devices)
+    def forward(ctx: Any, communicator: LocalDevices, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.count, ctx.parameters = len(communicator.devices), [parameter.detach() for parameter in parameters]
         ctx.set_materialize_grads(False)
-        ctx.homes = [value.device for value in values]
-        return tuple(
-            value.view_as(value) if value.device == device else value.to(device, non_blocking=True)
-            for value in values
-            for device in communicator.devices
-        )
+        return tuple(_copy_to(parameter, device) for parameter in parameters for device in communicator.devices)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        totals: list[Tensor | None] = []
-        for number, home in enumerate(ctx.homes):
-            own = gradients[number * ctx.count : (number + 1) * ctx.count]
-            like = next((gradient for gradient in own if gradient is not None), None)
-            if like is None:  # no shard has used it
-                totals.append(None)
-                continue
-            filled = [torch.zeros_like(like) if gradient is None else gradient for gradient in own]
-            totals.append(fold([gradient.to(home, non_blocking=True) for gradient in filled], torch.add))
-        return None, *totals
+        by_parameter = [gradients[first : first + ctx.count] for first in range(0, len(gradients), ctx.count)]
+        used = [any(gradient is not None for gradient in own) for own in by_parameter]
+        if not any(used):
+            return None, *([None] * len(used))
+        home = ctx.parameters[0].device
+        pieces = [
+            flatten([None if g is None else g.to(home, non_blocking=True) for g in of_shard], ctx.parameters)
+            for of_shard in zip(*by_parameter, strict=True)
+        ]
+        summed = split_like(fold(pieces, torch.add), ctx.parameters)
+        return None, *(total if known else None for total, known in zip(summed, used, strict=True))
+
+
+def _copy_to(value: Tensor, device: torch.device) -> Tensor:
+    return value.view_as(value) if value.device == device else value.to(device, non_blocking=True)

@@ -1,0 +1,256 @@
+"""Cases that are read, predicted and written at the same time come to what the plain loop comes to."""
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from monai.data import MetaTensor
+from torch import nn
+
+from volseg.errors import NonFinitePredictionError, ReaderError
+from volseg.inference.overlapped import overlapped
+from volseg.inference.prediction import Prediction
+from volseg.inference.predictor import Predictor
+from volseg.inference.writing import write_prediction
+
+PATIENCE = 60
+"""Seconds after which a thread that nobody lets go on says so; no test waits for them."""
+
+
+def paths(count: int) -> list[dict]:
+    return [{"case": f"case_{number}", "number": number} for number in range(count)]
+
+
+def prepare(case: dict) -> dict:
+    image = torch.randn(1, 6, 5, 7, generator=torch.Generator().manual_seed(case["number"]))
+    return {**case, "image": MetaTensor(image, affine=torch.eye(4, dtype=torch.float64))}
+
+
+def predictor(**settings) -> Predictor:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1))
+    return Predictor(model=network, num_classes=3, **settings)
+
+
+def write_into(folder, case: dict, prediction: Prediction):
+    return write_prediction(prediction.labels, case["image"], folder / f"{case['case']}.nii.gz")
+
+
+def names(outcomes) -> list[str]:
+    return [outcome.case["case"] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("ahead", "behind"), [(1, 1), (3, 2)])
+def test_files_are_those_of_the_plain_loop(tmp_path, batch, ahead, behind):
+    cases, model = paths(7), predictor()
+    for case in cases:
+        prepared = prepare(case)
+        write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
+    predict = partial(model.stream, batch_size=batch)
+    write = partial(write_into, tmp_path / "overlapped")
+    outcomes = list(overlapped(iter(cases), prepare, predict, write, ahead=ahead, behind=behind))
+    assert [outcome.case for outcome in outcomes] == cases  # the cases as they were given, in their order
+    for outcome in outcomes:
+        assert outcome.fault is None
+        assert outcome.file.read_bytes() == (tmp_path / "plain" / outcome.file.name).read_bytes()
+        assert outcome.seconds.keys() == {"read", "compute", "write"}
+
+
+def test_nothing_is_an_empty_sequence_of_outcomes(tmp_path):
+    assert list(overlapped([], prepare, predictor().stream, partial(write_into, tmp_path))) == []
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_the_fault_of_a_case_is_its_outcome_and_the_others_go_on(tmp_path, batch):
+    def read(case):
+        if case["number"] in (1, 2):
+            raise ReaderError(f"{case['case']} is damaged")
+        prepared = prepare(case)
+        if case["number"] == 4:
+            prepared["image"][0, 0, 0, 0] = torch.nan
+        return prepared
+
+    def write(case, prediction):
+        if case["number"] == 6:
+            raise OSError(28, "No space left on device")
+        return write_into(tmp_path, case, prediction)
+
+    stream = partial(predictor().stream, batch_size=batch)
+    outcomes = {outcome.case["number"]: outcome for outcome in overlapped(paths(9), read, stream, write)}
+    assert sorted(outcomes) == list(range(9))
+    faults = {number: outcome.fault for number, outcome in outcomes.items() if outcome.fault}
+    assert {number: type(fault) for number, fault in faults.items()} == {
+        1: ReaderError,
+        2: ReaderError,
+        4: NonFinitePredictionError,
+        6: OSError,
+    }
+    assert "case_4" in str(faults[4])
+    for number in set(outcomes) - set(faults):
+        plain = write_into(tmp_path / "plain", case := prepare(paths(9)[number]), Prediction(labels=predictor()(case)))
+        assert outcomes[number].file.read_bytes() == plain.read_bytes()
+
+
+def test_outcomes_keep_the_order_of_the_cases_where_some_fail(tmp_path):
+    def read(case):
+        if case["number"] % 3 != 1:
+            raise ReaderError("damaged")
+        return prepare(case)
+
+    outcomes = overlapped(paths(10), read, predictor().stream, partial(write_into, tmp_path), ahead=2, behind=2)
+    assert names(outcomes) == [case["case"] for case in paths(10)]
+
+
+def test_the_next_case_is_read_and_the_last_one_written_while_one_is_computed(tmp_path):
+    """Computing the second case waits until the third is being read, and the first is being written waits for both."""
+    is_reading, is_writing = threading.Event(), threading.Event()
+    computed = threading.Event()
+
+    def read(case):
+        if case["number"] == 2:
+            is_reading.set()
+        return prepare(case)
+
+    def predict(cases):
+        for case, prediction in predictor().stream(cases):
+            if case["number"] == 1:
+                assert is_reading.wait(PATIENCE)
+                assert is_writing.wait(PATIENCE)
+                computed.set()
+            yield case, prediction
+
+    def write(case, prediction):
+        if case["number"] == 0:
+            is_writing.set()
+            assert computed.wait(PATIENCE)
+        return write_into(tmp_path, case, prediction)
+
+    assert [outcome.fault for outcome in overlapped(paths(3), read, predict, write)] == [None] * 3
+
+
+@pytest.mark.parametrize(("ahead", "behind"), [(1, 1), (2, 1), (1, 3)])
+def test_no_more_cases_are_in_memory_than_was_said(tmp_path, ahead, behind):
+    alive, most, lock = 0, 0, threading.Lock()
+
+    def died():
+        nonlocal alive
+        with lock:
+            alive -= 1
+
+    class Volume(dict):
+        """A case whose end can be seen."""
+
+    def read(case):
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        prepared = Volume(prepare(case))
+        weakref.finalize(prepared, died)
+        return prepared
+
+    write = partial(write_into, tmp_path)
+    for _ in overlapped(paths(12), read, predictor().stream, write, ahead=ahead, behind=behind):
+        pass
+    assert 2 <= most <= ahead + behind + 1
+    assert alive == 0
+
+
+def test_a_fault_that_is_kept_holds_no_volume(tmp_path):
+    seen = []
+
+    def read(case):
+        prepared = prepare(case)
+        seen.append(weakref.ref(prepared["image"]))
+        return prepared
+
+    def predict(cases):
+        for case in cases:
+            probabilities = case["image"] * 2
+            seen.append(weakref.ref(probabilities))
+            raise RuntimeError("CUDA out of memory")
+            yield
+
+    outcomes = list(overlapped(paths(3), read, predict, partial(write_into, tmp_path)))
+    assert [str(outcome.fault) for outcome in outcomes] == ["CUDA out of memory"] * 3
+    gc.collect()
+    assert len(seen) == 6
+    assert not [volume for volume in seen if volume() is not None]
+
+
+class StopError(Exception):
+    """A request to stop, as a signal makes one."""
+
+
+def count_threads() -> int:
+    return sum(thread.name.startswith(("reading", "writing")) for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("where", ["read", "compute", "write"])
+def test_what_ends_everything_comes_after_what_was_predicted_before(tmp_path, where):
+    def stop_at(place, case):
+        if place == where and case["number"] == 3:
+            raise StopError
+
+    def read(case):
+        stop_at("read", case)
+        return prepare(case)
+
+    def predict(cases):
+        for case, prediction in predictor().stream(cases):
+            stop_at("compute", case)
+            yield case, prediction
+
+    def write(case, prediction):
+        stop_at("write", case)
+        return write_into(tmp_path, case, prediction)
+
+    done = []
+    with pytest.raises(StopError):
+        done.extend(outcome for outcome in overlapped(paths(9), read, predict, write, ends=(StopError,)))
+    # extend() keeps what came before the error
+    assert names(done)[:3] == ["case_0", "case_1", "case_2"]
+    assert all(outcome.file.exists() for outcome in done)
+    assert count_threads() == 0
+
+
+def test_ctrl_c_ends_the_threads_and_leaves_whole_files(tmp_path):
+    def predict(cases):
+        for case, prediction in predictor().stream(cases):
+            if case["number"] == 2:
+                raise KeyboardInterrupt
+            yield case, prediction
+
+    with pytest.raises(KeyboardInterrupt):
+        list(overlapped(paths(9), prepare, predict, partial(write_into, tmp_path)))
+    assert count_threads() == 0
+    assert {file.name for file in tmp_path.iterdir()} <= {"case_0.nii.gz", "case_1.nii.gz"}  # and no partial one
+
+
+def test_who_takes_only_the_first_outcome_leaves_no_thread(tmp_path):
+    outcomes = overlapped(paths(9), prepare, predictor().stream, partial(write_into, tmp_path))
+    assert next(outcomes).case["case"] == "case_0"
+    outcomes.close()
+    assert count_threads() == 0
+
+
+def test_cases_that_cannot_be_listed_are_no_cases_fault(tmp_path):
+    def listed():
+        yield from paths(2)
+        raise ValueError("the table ends in the middle of a row")
+
+    with pytest.raises(ValueError, match="middle of a row"):
+        list(overlapped(listed(), prepare, predictor().stream, partial(write_into, tmp_path)))
+    assert count_threads() == 0
+
+
+@pytest.mark.parametrize(("ahead", "behind"), [(0, 1), (1, 0)])
+def test_there_is_at_least_one_thread_of_each_kind(tmp_path, ahead, behind):
+    with pytest.raises(ValueError, match=f"got {ahead} and {behind}"):
+        list(
+            overlapped(paths(1), prepare, predictor().stream, partial(write_into, tmp_path), ahead=ahead, behind=behind)
+        )

@@ -1,0 +1,77 @@
+"""The benchmark of predictions: its rows run, and one that is cut or fails loses no other."""
+
+import json
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
+
+import prediction
+
+TINY = ["--device", "cpu", "--window", "8", "8", "8", "--filters", "2", "2", "2"]
+CASE = "12x9x10x3"
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["prediction.py", *TINY, *map(str, arguments)])
+    prediction.main()
+
+
+@pytest.mark.parametrize("row", ["ours", "ours_torch", "monai"])
+@pytest.mark.parametrize("spacing", ["network", "file"])
+def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, spacing):
+    run(monkeypatch, "--only", row, CASE, "--scratch", tmp_path, "--spacing", spacing)
+    measured = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert measured["seconds"].keys() == {"read", "compute", "resample", "write", "all"}
+    assert all(seconds > 0 for seconds in measured["seconds"].values())
+    assert measured["host_above_image_gib"] <= measured["host_peak_gib"]
+    [written] = [path for path in tmp_path.iterdir() if path.name.startswith(row)]
+    assert nibabel.load(written).shape == (12, 9, 10)
+
+
+def test_a_profile_says_where_the_time_goes(monkeypatch, tmp_path):
+    result = tmp_path / "profile.json"
+    run(monkeypatch, "--profile", CASE, "--result", result)
+    found = json.loads(result.read_text(encoding="utf-8"))
+    assert len(found["pass_ms"]) == 12
+    assert found["host_ms"]
+    assert found["seconds"] > 0
+
+
+def test_the_image_is_a_ct_in_air(tmp_path):
+    image = nibabel.load(prediction.make_image(tmp_path, (20, 24, 16)))
+    voxels = np.asarray(image.dataobj)
+    assert image.header.get_zooms() == pytest.approx(prediction.FILE_SPACING)
+    assert voxels[0, 0, 0] == voxels[-1, -1, -1] == -1000
+    assert np.unique(voxels).size > 100
+
+
+def test_a_row_that_is_cut_says_so_and_the_next_is_measured(monkeypatch, tmp_path):
+    result = tmp_path / "prediction.json"
+    run(monkeypatch, "--cases", CASE, "--rows", "monai", "--seconds", "0.01", "--result", result)
+    run(monkeypatch, "--cases", CASE, "--rows", "ours_torch", "--seconds", "300", "--result", result)
+    found = {row["row"]: row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
+    assert found["monai"]["failed"] == "cut after 0 s"
+    assert found["ours_torch"]["seconds"]["all"] > 0
+    run(monkeypatch, "--cases", CASE, "--rows", "ours_torch", "--total", "-1", "--result", result)
+    found = {row["row"]: row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
+    assert found["ours_torch"]["failed"].startswith("not begun")
+    assert "monai" in found
+
+
+def test_ours_is_compared_with_each_row_that_came_to_its_end(monkeypatch, tmp_path):
+    seconds = {"ours": 2.0, "monai": 10.0, "nnunet": 30.0}
+
+    def measure(row, case, chosen):
+        found = {"seconds": {"compute": seconds[row] / 2, "all": seconds[row]}}
+        return found | ({"failed": "cut"} if row == "nnunet" else {})
+
+    monkeypatch.setattr(prediction, "measure_apart", measure)  # the processes, which the test above is about
+    result = tmp_path / "prediction.json"
+    run(monkeypatch, "--cases", CASE, "--rows", "ours", "monai", "nnunet", "--result", result)
+    faster = json.loads(result.read_text(encoding="utf-8"))["ours_is_faster_by"]
+    assert faster == {f"{CASE}, network": {"monai": {"compute": 5.0, "all": 5.0}}}

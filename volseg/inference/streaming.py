@@ -1,0 +1,306 @@
+"""Whole volumes to label maps, slab by slab: blended, taken back to the image's grid, decided and forgotten.
+
+What is held of all classes does not grow with the volume along one axis, and is cut along the others until it fits.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from monai.data import MetaTensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from volseg.errors import OutOfMemoryError
+from volseg.inference.blending import Slab, blend_slabs, locate_planes
+from volseg.inference.decision import Also, LabelRule
+from volseg.inference.memory_plan import HELD_WHOLE_BYTES, BlendPlan, plan_blend
+from volseg.inference.original_grid import WayBack
+from volseg.inference.prediction import Prediction
+from volseg.inference.sampling import Box, Held
+from volseg.inference.window_step import WindowStep
+from volseg.inference.windows import MONAI, Windowing
+from volseg.memory import available_bytes
+from volseg.parallel import FastKernels, ModelParallel
+
+__all__ = ["Streamer", "pad_shape"]
+
+logger = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
+
+FEATURES = 256
+"""What a network takes for each voxel of a window, in channels of float32: a guess. One that was too small costs
+another attempt, with less for the blend."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Streamer:
+    """How volumes of one shape become label maps within the memory that there is.
+
+    Parameters
+    ----------
+    step : WindowStep
+        What a batch of windows goes through; its models are in evaluation mode.
+    rule : LabelRule
+        What label maps hold.
+    window : sequence of int, optional
+        Sides of the sliding window (voxels). None: the whole volume at once.
+    overlap, windows_per_step
+        As for `Predictor`.
+    device, stitch_on : torch.device
+        Where windows are computed, and where they are blended and decided.
+    memory : int, optional
+        Bytes that blending may take on ``stitch_on``. None: what is free.
+    windowing : Windowing
+        Where windows lie, and how much their voxels count.
+    skip_background : bool
+        As for `Predictor`.
+    """
+
+    step: WindowStep
+    rule: LabelRule
+    window: Sequence[int] | None
+    overlap: float
+    windows_per_step: int
+    device: torch.device
+    stitch_on: torch.device
+    memory: int | None = None
+    windowing: Windowing = MONAI
+    skip_background: bool = False
+
+    def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
+        """Return a prediction for each image, on the CPU; None where a probability is not finite.
+
+        Images have one shape, or all of them are padded to it by their windows.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If what a single window takes does not fit.
+        """
+        if self.window is None:
+            return self._predict_unwindowed(images, also)
+        predictions: list[Prediction | None] = []
+        budget = self._find_budget(images[0])
+        while len(predictions) < len(images):
+            plan = self._plan(images[0], budget)
+            taken = plan.held_bytes(self.step.num_classes)
+            most = max(1, min(HELD_WHOLE_BYTES, budget) // taken) if plan.whole else 1
+            together = images[len(predictions) : len(predictions) + most]
+            try:
+                predictions += self._predict_by(plan, together, also)
+                continue
+            except torch.OutOfMemoryError as fault:
+                if not self._may_start_again():
+                    raise
+                if taken <= self._count_window_bytes(self.step.num_classes):
+                    raise OutOfMemoryError(self._explain(fault)) from fault
+                reason = str(fault).partition("\n")[0]
+            # Outside of the block above, whose fault keeps alive what did not fit.
+            torch.cuda.empty_cache()
+            budget = taken // 2
+            logger.warning(
+                "%s Trying again with a blend of at most %s instead of %s.", reason, _say(budget), _say(taken)
+            )
+        return predictions
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return the probabilities ``(B, K, D, H, W)`` float32 of images ``(B, C, D, H, W)``, held whole."""
+        if self.window is None:
+            return self.step(images.to(self.device)).to(self.stitch_on)
+        depth, height, width = images.shape[-3:]
+        shape = pad_shape(images.shape[-3:], self.window)
+        w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)
+        everything = 2**63
+        plan = plan_blend(
+            shape, self.window, self.overlap, self.step.num_classes, everything,
+            most_whole=everything, windowing=self.windowing,
+        )  # fmt: skip
+        ((slab, _, _),) = self._blend(plan, pad(images, margins))
+        return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
+
+    def _predict_unwindowed(self, images: Sequence[MetaTensor], also: Collection[Also]) -> list[Prediction | None]:
+        probabilities = self.probabilities(torch.stack([image.as_tensor() for image in images]))
+        depth, height, width = images[0].shape[-3:]
+        everything = range(depth), range(height), range(width)
+        predictions = []
+        for image, of_image in zip(images, probabilities, strict=True):
+            filling = _Filling(image, (0, 0, 0), self.rule, also, self.step.link)
+            filling.take(Held(of_image), everything, everything)
+            predictions.append(filling.finish())
+        return predictions
+
+    def _predict_by(
+        self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also]
+    ) -> list[Prediction | None]:
+        fillings = []
+        for image in images:
+            w, _, h, _, d, _ = _compute_margins(image.shape[-3:], plan.shape)
+            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
+        for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
+            for filling, of_image in zip(fillings, slab.blend, strict=True):
+                filling.take(Held(of_image, slab.origin), finished, ready)
+        return [filling.finish() for filling in fillings]
+
+    def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
+        """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
+        images = images.to(self.device) if self._keeps_on_device(images) else images
+        windows = skipped = 0
+        for region in plan.regions():
+            for slab in blend_slabs(
+                self.step, images, plan, region,
+                windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                skips_background=self.skip_background,
+            ):  # fmt: skip
+                windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
+                finished, ready = (
+                    tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
+                    for planes in (slab.layer.finished, slab.layer.ready)
+                )
+                yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+        if self.skip_background:
+            logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
+
+    def _keeps_on_device(self, images: Tensor) -> bool:
+        """Say whether windows are cut on the device: where the image takes a small part of what is free."""
+        return self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= _count_free_bytes(self.device) // 8
+
+    def _plan(self, image: Tensor, budget: int) -> BlendPlan:
+        assert self.window is not None
+        shape = pad_shape(image.shape[-3:], self.window)
+        plan = self._plan_within(shape, budget)
+        if max(plan.strips) > 1:
+            uncut = self._plan_within(shape, 2**63)
+            logger.warning(
+                "a layer of windows of %d classes takes %s for %s voxels, and %s can be used on %s: the volume is "
+                "predicted in %d strips, which takes %.1f times as many windows",
+                self.step.num_classes, _say(uncut.held_bytes(self.step.num_classes)), " x ".join(map(str, shape)),
+                _say(budget), self.stitch_on, math.prod(plan.strips), plan.count_windows() / uncut.count_windows(),
+            )  # fmt: skip
+        return plan
+
+    def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
+        assert self.window is not None
+        classes = self.step.num_classes
+        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing)
+
+    def _find_budget(self, image: Tensor) -> int:
+        """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
+        if self.memory is not None:
+            return self.memory
+        free = _count_free_bytes(self.stitch_on)
+        beside = image.numel() * FLOAT_BYTES
+        if self.stitch_on == self.device:
+            beside += self._count_window_bytes(3 * self.step.num_classes + FEATURES)
+        return max(free - beside, free // 4)
+
+    def _explain(self, fault: BaseException) -> str:
+        assert self.window is not None
+        reason = str(fault).partition("\n")[0].rstrip(".")
+        return (
+            f"{self.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
+            f"{self.device}, with {_say(_count_free_bytes(self.device))} free and next to nothing held beside them "
+            f"({reason}); take a smaller window, fewer windows per step, or a device with more memory"
+        )
+
+    def _count_window_bytes(self, channels: int) -> int:
+        assert self.window is not None
+        return self.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
+
+    def _may_start_again(self) -> bool:
+        """Say whether no other process is in the middle of a pass that it shares with this one."""
+        return all(
+            isinstance(model, nn.Module)
+            and not any(
+                isinstance(part, ModelParallel) and not isinstance(part, FastKernels) for part in model.modules()
+            )
+            for model in self.step.models
+        )
+
+
+class _Filling:
+    """The prediction of one image, while it is being filled, and whether it is finite so far."""
+
+    def __init__(
+        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also], link: str
+    ) -> None:
+        self.back, self.margin = WayBack.of(image), margin
+        self.decision = self.back.begin(rule, also=also)
+        self.classes = slice(1) if link == "softmax" else slice(None)  # a softmax is finite for all classes or none
+        self.finite: Tensor | None = None
+
+    def take(self, held: Held, finished: Box, ready: Box) -> None:
+        """Look at finished voxels of the padded volume, and decide those of the image that are ready."""
+        seen = _move(finished, self.margin, self.back.image.shape[-3:])
+        if all(seen):
+            self._watch(held, _move(seen, [-margin for margin in self.margin], (2**62,) * 3))
+        shift = [margin + start for margin, start in zip(self.margin, self.back.start, strict=True)]
+        cells = _move(ready, shift, self.back.source.shape)
+        if all(cells):
+            d, h, w = (origin - by for origin, by in zip(held.origin, shift, strict=True))
+            self.decision.take(Held(held.values, (d, h, w)), cells)
+
+    def finish(self) -> Prediction | None:
+        """Return the prediction, or None if a probability was not finite: the one time that the GPU is waited for."""
+        decision, label = self.decision, self.back.label
+        decision.finish()
+        if self.finite is not None and not bool(self.finite):
+            return None
+        return Prediction(
+            labels=label(decision.labels[None]),
+            entropy=None if decision.entropy is None else label(decision.entropy[None]),
+            probabilities=None if decision.probabilities is None else label(decision.probabilities),
+        )
+
+    def _watch(self, held: Held, seen: Box) -> None:
+        pieces = [
+            locate_planes(range(part.start - origin, part.stop - origin), side)
+            for part, origin, side in zip(seen, held.origin, held.values.shape[1:], strict=True)
+        ]
+        for d in pieces[0]:
+            for h in pieces[1]:
+                for w in pieces[2]:
+                    finite = held.values[self.classes, d, h, w].isfinite().all()
+                    self.finite = finite if self.finite is None else self.finite & finite
+
+
+def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the sides of a volume that is padded to a window at least."""
+    return tuple(sides) if window is None else tuple(map(max, sides, window))
+
+
+def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
+    """Return images as a batch ``(B, C, D, H, W)``, padded; one that needs no padding is not copied."""
+    if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
+        return images[0].as_tensor()[None]
+    return torch.stack([pad(image.as_tensor(), _compute_margins(image.shape[-3:], shape)) for image in images])
+
+
+def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
+    missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
+    return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
+
+
+def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
+    """Return a box counted from ``shift`` on, clipped to ``sides``."""
+    d, h, w = (
+        range(max(0, part.start - by), max(0, min(part.stop - by, side)))
+        for part, by, side in zip(box, shift, sides, strict=True)
+    )
+    return d, h, w
+
+
+def _count_free_bytes(device: torch.device) -> int:
+    """Return what can still be taken on a device, with what torch keeps for itself there."""
+    if device.type != "cuda":
+        return available_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _say(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,36 @@
+"""Work on a large volume slab by slab, in threads; for what computes each voxel by itself, to the same bits."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+__all__ = ["run_over_slabs"]
+
+ALONE_VOXELS = 2**22
+"""Volumes up to this size take little time, and are mostly one of many that are prepared at once."""
+
+MOST_THREADS = 8
+
+
+def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int) -> None:
+    """Call ``function`` with slices of ``planes`` planes that cover the first axis of ``shape`` (D, H, W).
+
+    In threads, of which each computes by itself, where the volume is large; an error of any of them is raised.
+    """
+    depth, height, width = shape
+    slabs = [slice(begin, min(begin + planes, depth)) for begin in range(0, depth, planes)]
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    if depth * height * width <= ALONE_VOXELS or threads == 1:
+        for slab in slabs:
+            function(slab)
+        return
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, "slabs", initializer=partial(torch.set_num_threads, 1)) as pool:
+            for future in [pool.submit(function, slab) for slab in slabs]:
+                future.result()
+    finally:
+        torch.set_num_threads(before)  # it is also what threads begin with that are started later
