@@ -2,6 +2,12 @@
 
 python workflows/benchmarks/prediction.py --result workflows/benchmarks/results/prediction.json
 
+In four minutes of one H200, rows of further calls are added to the same file:
+
+    prediction.py --rows ours --total 200 --result FILE
+    prediction.py --rows ours_torch monai nnunet --cases 512x512x600x3 --total 150 --result FILE
+    prediction.py --rows ours --spacing file --cases 512x512x600x3 512x512x600x117 --total 150 --result FILE
+
 Every row of every case is a process of its own, with a limit: one that is cut or fails keeps the parts that it ended,
 and says so. All rows predict by one network with the same random weights (DynUNet, 32 to 320 channels, bfloat16 or
 float16), windows of 128^3 that overlap by half, on a synthetic CT from a ``.nii.gz``, resampled from 0.8 x 0.8 x 1 mm
