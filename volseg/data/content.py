@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from isal import isal_zlib
+from isal import igzip_lib, isal_zlib
 
 from volseg.errors import DamagedFileError, LargeVolumeError, ReaderError
 from volseg.memory import available_bytes
@@ -132,7 +132,7 @@ class Content:
     def _next(self) -> bytes:
         try:
             return next(self._pieces, b"")
-        except (OSError, EOFError, isal_zlib.error) as fault:
+        except (OSError, EOFError, igzip_lib.IsalError) as fault:
             reason = "CRC check failed" if "Incorrect checksum" in str(fault) else str(fault)
             raise DamagedFileError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
 
