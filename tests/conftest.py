@@ -132,6 +132,12 @@ def dicom_series() -> Path:
     return _shared("dicom/hippocampus_crop")
 
 
+@pytest.fixture(scope="session")
+def shared_ct() -> Path:
+    """Return the folder of one real CT and its labels, 3 mm."""
+    return _shared("ct")
+
+
 def pytest_collection_modifyitems(items):
     """Skip tests that need devices this machine lacks."""
     devices = torch.cuda.device_count()

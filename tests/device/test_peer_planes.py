@@ -22,7 +22,7 @@ from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes import start_group
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, return_gradient, start_filling
+from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
@@ -259,13 +259,13 @@ class Rounds:
             slab = allocate_with_room(like, 2)
             slab.copy_((self.base + number).expand_as(slab))
             buffer = extend(slab, 2, halo.own)
-            kept = start_filling(buffer, halo, keep=True)()
+            kept = start_filling([buffer], [halo], keep=True)()
             assert kept is not None
             restored = torch.full_like(buffer, 99)
             own_planes(restored, halo.own).copy_(own_planes(buffer, halo.own))
-            kept_halo.put_back(restored, halo.own, kept)
+            kept_halo.put_back(restored, halo.own, *kept)
             results.append(restored)
-            results.append(return_gradient(buffer.clone(), halo)())
+            results += return_gradients([buffer.clone()], [halo])()
         return results
 
     def check(self, results: Sequence[Tensor], rank: int, shards: int, repeat: int) -> None:

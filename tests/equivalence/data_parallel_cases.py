@@ -56,10 +56,12 @@ def build_dynunet() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A network and the shape of a sample."""
+    """A network, the shape of a sample, what the spatial split is told, and the precision."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...] = (1, 8, 6, 6)
+    checkpoint: str | int | None = None
+    autocast: bool = False
 
 
 def build_vnet() -> nn.Module:
@@ -99,16 +101,19 @@ def compute_loss(outputs: Any) -> Tensor:
     return (outputs * outputs.sigmoid()).mean()
 
 
-def wrap(net: nn.Module, data: int, spatial: int, replicas: int, kernels: str, fixed: bool) -> DataParallel:
+def wrap(
+    net: nn.Module, data: int, spatial: int, replicas: int, kernels: str, fixed: bool, checkpoint: Any = None
+) -> DataParallel:
     """Return the network for a mesh of processes."""
     mesh = join_mesh(data, spatial)
+    cut = Spatial(fixed_order=fixed, checkpoint=checkpoint)
     model: nn.Module = net
     if kernels == "fast":
         model = FastKernels(net, "cpu")
     elif spatial > 1:
-        model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), mesh=mesh.spatial_group)
+        model = ModelParallel(net, strategy=cut, mesh=mesh.spatial_group)
     elif kernels.startswith("slabs"):
-        model = ModelParallel(net, strategy=Spatial(fixed_order=fixed), devices=["cpu"] * int(kernels[-1]))
+        model = ModelParallel(net, strategy=cut, devices=["cpu"] * int(kernels[-1]))
     elif kernels.startswith("pipeline"):
         model = ModelParallel(
             net, strategy=Pipeline(split_size=1, record="recorded" in kernels), devices=["cpu", "cpu:1"]
@@ -219,26 +224,131 @@ BITS = {
 }
 
 
+class Supervised(nn.Module):
+    """A U-Net whose coarser levels have heads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from volseg.models import DynUNet
+
+        kernels, strides = [3, 3, 3, 3], [1, 2, 2, 2]
+        filters = [4, 6, 8, 8]
+        self.net = DynUNet(
+            3, 1, 2, kernels, strides, strides[1:], filters=filters, deep_supervision=True, deep_supr_num=2
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+class Convolutions(nn.Module):
+    """Kernels, strides, dilations, paddings and groups, joins of joins, and inputs that several operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv3d(1, 4, 5, padding=2)
+        self.norms = nn.ModuleList(nn.InstanceNorm3d(4, affine=True) for _ in range(3))
+        self.dilated = nn.Conv3d(4, 4, 3, padding=2, dilation=2)
+        self.grouped = nn.Conv3d(4, 4, (3, 1, 3), padding=(1, 0, 1), groups=2, bias=False)
+        self.joined = nn.Conv3d(12, 4, 3, padding=1)
+        self.nested = nn.Conv3d(16, 4, 1)
+        self.shrinking = nn.Conv3d(4, 4, 3)
+        self.even = nn.Conv3d(4, 4, 2, stride=2)
+        self.third = nn.Conv3d(4, 4, 3, stride=3, padding=1)
+        self.up = nn.ConvTranspose3d(4, 3, 3, stride=2, padding=1, output_padding=1)
+        self.last = nn.Conv3d(3, 2, 3, padding=1, padding_mode="zeros")
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = F.leaky_relu(self.norms[0](self.wide(x)))
+        y = self.norms[1](self.dilated(x))
+        z = F.relu(self.norms[2](self.grouped(x) + x))
+        joined = torch.cat([x, F.elu(y), z], 1)
+        deep = self.joined(joined) * self.nested(torch.cat([y, joined], 1)) + y
+        deep = self.shrinking(deep + joined[:, 4:8])
+        return [self.last(self.up(self.even(deep))), self.third(deep)]
+
+
+def build_thin() -> nn.Module:
+    """Return layers down to slabs of one voxel, whose layout in memory is anybody's guess, and wide kernels there."""
+    downs = [nn.Conv3d(channels, 2 * channels, 2, stride=2) for channels in (8, 16, 32)]
+    wide = nn.Conv3d(64, 64, 5, padding=2)
+    return nn.Sequential(
+        nn.Conv3d(1, 8, 1), *downs, wide, nn.BatchNorm3d(64), nn.PReLU(64), nn.Conv3d(64, 2, 3, padding=1)
+    )
+
+
+def build_norms() -> nn.Module:
+    """Return norms with weights and without, of pairs and of groups, in front of convolutions."""
+    norms = nn.InstanceNorm3d(4, affine=True), nn.InstanceNorm3d(4), nn.BatchNorm3d(4), nn.GroupNorm(2, 4)
+    layers = [nn.Sequential(norm, nn.LeakyReLU(0.1), nn.Conv3d(4, 4, 3, padding=1)) for norm in norms]
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), *layers)
+
+
+PASSAGE = {
+    "deep supervision": Case(Supervised, (1, 24, 8, 8)),
+    "vnet": Case(build_vnet, (1, 32, 16, 16)),
+    "norms": Case(build_norms, (1, 9, 4, 3)),
+    "thin": Case(build_thin, (1, 16, 8, 8)),
+    "batch norm": Case(build_normed(nn.BatchNorm3d), (1, 13, 7, 6)),
+    "group norm": Case(build_normed(lambda n: nn.GroupNorm(2, n)), (1, 13, 7, 6)),
+    "convolutions": Case(Convolutions, (1, 17, 9, 8)),
+    "recomputed": Case(build_dynunet, (1, 20, 8, 8), checkpoint="all"),
+    "finest recomputed, dropping": Case(Dropping, (1, 12, 8, 8), checkpoint=1),
+    "half precision": Case(build_dynunet, (1, 20, 8, 8), autocast=True),
+    "half precision, recomputed": Case(build_dynunet, (1, 20, 8, 8), checkpoint="all", autocast=True),
+}
+"""What slabs of one process and of several pass through alike."""
+
+
 def train_bits(
-    name: str, data: int, spatial: int, replicas: int, shards: int, steps: int = 3, fixed: bool = True
+    name: str,
+    data: int,
+    spatial: int,
+    replicas: int,
+    shards: int,
+    steps: int = 3,
+    fixed: bool = True,
+    state: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Return what a training in float32 comes to: weights, gradients, losses."""
-    case = BITS[name]
+    """Return what a training in float32 comes to: weights, gradients, losses; ``state`` is that of another to go on."""
+    case = (BITS | PASSAGE)[name]
     torch.manual_seed(7)
     net = case.build()
     kernels = f"slabs {shards}" if spatial == 1 and shards > 1 else "torch"
-    model = wrap(net, data, spatial, replicas, kernels, fixed=fixed)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = wrap(net, data, spatial, replicas, kernels, fixed=fixed, checkpoint=case.checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01) if name in PASSAGE else None
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    first = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
     numbers = torch.Generator().manual_seed(3)
     found: dict[str, Tensor] = {}
-    for step in range(steps):
+    for step in range(first + steps):
         whole = torch.randn(max(replicas, 2) + 1, *case.shape, generator=numbers)
-        _, loss = take_step(model, whole)
+        if step < first:
+            continue
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            _, loss = take_step(model, whole)
         found[f"loss {step}"] = loss
         found |= {f"gradient {step} {key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
+    if state is not None:
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": first + steps}
     return found | {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def go_on(name: str, spatial: int, shards: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Train some steps more; return the state, from which any number of processes goes on."""
+    if state is None:
+        torch.manual_seed(7)
+        net = (BITS | PASSAGE)[name].build()
+        state = {"model": net.state_dict(), "optimizer": torch.optim.AdamW(net.parameters(), 0.01).state_dict()}
+        state["step"] = 0
+    train_bits(name, 1, spatial, 1, shards, steps, state=state)
+    return state
 
 
 def list_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:

@@ -1,24 +1,45 @@
 """The same bits on any number of processes: float32, with dropout, norms and levels that are too coarse to cut."""
 
 import runpy
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from in_group import in_group
-from torch import Tensor
+from kernels import INTERPRETED
+from torch import Tensor, nn
+
+from volseg.device.norm import choice
+from volseg.parallel import ModelParallel, Spatial
+from volseg.parallel.spatial.transport import one_process, process_group
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_parallel_cases.py"))))
 NAMES = sorted(cases.BITS)
 
 
-def train(name: str, data: int, spatial: int, replicas: int, shards: int) -> dict[str, Tensor]:
-    return cases.train_bits(name, data, spatial, replicas, shards)
+def train(name: str, data: int, spatial: int, replicas: int, shards: int, steps: int) -> dict[str, Tensor]:
+    return cases.train_bits(name, data, spatial, replicas, shards, steps)
 
 
-def check(name: str, replicas: int, shards: int, data: int, spatial: int) -> None:
-    alone = train(name, 1, 1, replicas, shards)
-    for found in in_group(data * spatial, train, name, data, spatial, replicas, shards):
+def go_on(name: str, spatial: int, shards: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    return cases.go_on(name, spatial, shards, steps, state)
+
+
+def train_interpreted(name: str, spatial: int) -> dict[str, Tensor]:
+    """Train with the norms' kernels, which Triton interprets on a CPU: between slabs, or between processes."""
+    with ExitStack() as stack:
+        for module in (choice, one_process, process_group):
+            stack.enter_context(patch.object(module, "takes", lambda tensor: tensor.dtype == torch.float32))
+        return cases.train_bits(name, 1, spatial, 1, 2, 1)
+
+
+def check(name: str, replicas: int, shards: int, data: int, spatial: int, steps: int = 3) -> None:
+    alone = train(name, 1, 1, replicas, shards, steps)
+    for found in in_group(data * spatial, train, name, data, spatial, replicas, shards, steps):
         assert not cases.list_differences(found, alone)
 
 
@@ -30,10 +51,51 @@ def test_two_processes_give_the_bits_of_one(name: str, replicas: int, shards: in
     check(name, replicas, shards, data, spatial)
 
 
+@pytest.mark.parametrize("name", sorted(cases.PASSAGE))
+def test_slabs_of_one_process_give_the_bits_of_one_each(name: str) -> None:
+    check(name, 1, 2, 1, 2, steps=1 if name == "vnet" else 2)
+
+
+@pytest.mark.parametrize("name", ["deep supervision", "recomputed"])
+def test_a_training_moved_to_one_process_and_back_ends_alike(name: str) -> None:
+    alone = cases.train_bits(name, 1, 1, 1, 2, steps=3)
+    state = in_group(2, go_on, name, 2, 2, 1, None)[0]
+    state = go_on(name, 1, 2, 1, state)
+    for other in in_group(2, go_on, name, 2, 2, 1, state):
+        assert other["step"] == 3
+        assert not [key for key, value in other["model"].items() if not torch.equal(value, alone[key])]
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="processes without GPUs, whose kernels are interpreted")
+def test_kernels_exchange_alike_in_one_process_and_by_messages() -> None:
+    alone = train_interpreted("norms", 1)
+    plain = cases.train_bits("norms", 1, 1, 1, 2, 1)
+    assert cases.list_differences(alone, plain)  # Triton's norms add in another order than torch's
+    for found in in_group(2, train_interpreted, "norms", 2):
+        assert not cases.list_differences(found, alone)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("replicas", "shards", "data", "spatial"), [(4, 1, 4, 1), (1, 4, 1, 4), (2, 2, 2, 2)])
 def test_four_processes_give_the_bits_of_one(name: str, replicas: int, shards: int, data: int, spatial: int) -> None:
     check(name, replicas, shards, data, spatial)
+
+
+@pytest.mark.parametrize("name", ["batch norm", "convolutions", "deep supervision", "recomputed"])
+def test_four_slabs_of_one_process_give_the_bits_of_one_each(name: str) -> None:
+    check(name, 1, 4, 1, 4, steps=2)
+
+
+@pytest.mark.parametrize("checkpoint", [None, "all"])
+def test_slabs_in_fixed_order_take_their_halos_in_place(checkpoint: str | None) -> None:
+    """Both convolutions are one node each for both slabs, and neither the norm between them nor its input is kept."""
+    net = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1))
+    for fixed in (True, False):
+        model = ModelParallel(net, strategy=Spatial(fixed_order=fixed, checkpoint=checkpoint), devices=["cpu"] * 2)
+        first, second = (slab.grad_fn for slab in model(torch.randn(1, 1, 8, 6, 6)).slabs)
+        assert (first is second) == fixed
+        assert (first.name() == "_ConvolveBackward") == fixed
 
 
 def test_the_comparison_sees_another_order() -> None:

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from volseg.data.synthetic import make_task
-from volseg.experiment import load_config
+from volseg.experiment import cross_validate, load_config
 
 CONFIG = {
     "name": "tiny",
@@ -23,13 +23,27 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=6, num_test=1)
 
 
-@pytest.fixture
-def config_file(task, tmp_path):
-    path = tmp_path / "tiny.yaml"
+def write_config(task, folder):
+    """Write the config of runs in ``folder``."""
+    path = folder / "tiny.yaml"
     path.write_text(
-        yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}), encoding="utf-8"
+        yaml.safe_dump({**CONFIG, "data": {"root": str(task)}, "output": str(folder / "run")}), encoding="utf-8"
     )
     return path
+
+
+@pytest.fixture
+def config_file(task, tmp_path):
+    return write_config(task, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def cross_validated(task, tmp_path_factory):
+    """Return the folder of a cross-validation of three folds, which nobody may change: copy it."""
+    config = load_config(write_config(task, tmp_path_factory.mktemp("cross_validated")))
+    short = config.training.model_copy(update={"epochs": 1, "iterations": 1})
+    cross_validate(config.model_copy(update={"training": short}))
+    return config.folder
 
 
 @pytest.fixture

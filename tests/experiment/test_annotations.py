@@ -18,6 +18,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import evaluate_files, read_structure, read_summary
 from volseg.experiment import load_config, predict, train, validate
 from volseg.experiment.building import build_batches, preprocessing_of
+from volseg.experiment.scoring import build_scoring
 
 HEADS = {"regions": 2, "sparse": 3, "partial": 3, "gaps": 3}
 KEYS = {"regions": ["(1, 4)", "4"], "sparse": ["1", "2"], "partial": ["1", "2"], "gaps": ["7", "500"]}
@@ -59,7 +60,10 @@ def test_train_validate_and_predict(annotation, tasks, config_file, tmp_path):
     assert task.num_outputs == HEADS[annotation]
     names = NAMES.get(annotation, ["Anterior", "Posterior"])
     assert outcome.validated is not None
-    assert list(outcome.validated.scores) == [*(f"dice/{name}" for name in names), "further"]
+    measured = [f"{kind}/{name}" for kind in ("dice", "hd95", "assd", "volume_diff_ml", "undefined") for name in names]
+    further = ["further", *(f"further/{name}" for name in names)]
+    scores = [key for key in outcome.validated.scores if not key.startswith("undefined/further")]
+    assert scores == [*measured, *further]
     report = (outcome.folder.path / "report.md").read_text(encoding="utf-8")
     assert all(f"| {name} " in report for name in names)
 
@@ -75,15 +79,16 @@ def test_train_validate_and_predict(annotation, tasks, config_file, tmp_path):
             ignore=task.ignore,
             values=task.class_values,
             labelled=case.get("labelled"),
+            scoring=build_scoring(config, task),
         )
         for key, metrics in judged["metrics"].items():
             torch.testing.assert_close(metrics, again.metrics[read_structure(key)], equal_nan=True, rtol=0, atol=0)
         values = set(np.unique(nibabel.load(judged["prediction_file"]).get_fdata()).astype(int).tolist())
         assert values <= WRITTEN[annotation]
 
-    repeated = validate(outcome.folder)
+    repeated = validate(outcome.folder, overwrite=True)
     assert json.dumps(repeated.summary["mean"]) == json.dumps(outcome.validated.summary["mean"])
-    written = predict(outcome.folder, [cases[summary_case(summary)]["image"]], tmp_path / "predictions")
+    written = predict(outcome.folder, [cases[summary_case(summary)]["image"]], tmp_path / "predictions").label_maps
     first = summary["metric_per_case"][0]["prediction_file"]
     assert [path.read_bytes() for path in written.values()] == [Path(first).read_bytes()]
 

@@ -23,6 +23,8 @@ VERBS = [
     "cross-validate",
     "validate",
     "predict",
+    "evaluate",
+    "compare",
     "verify",
     "quickstart",
     "data list",
@@ -49,7 +51,7 @@ def test_train_then_validate_then_predict(config_file, task, tmp_path):
     assert result.exit_code == 0
     assert "| mean " in result.output
     assert f"volseg predict {run} IMAGES..." in result.output
-    assert CliRunner().invoke(app, ["validate", str(run)], catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(app, ["validate", str(run), "--overwrite"], catch_exceptions=False).exit_code == 0
     arguments = ["predict", str(run), str(task / "imagesTs"), "-o", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert str(tmp_path / "out" / "synthetic_007.nii.gz") in result.output

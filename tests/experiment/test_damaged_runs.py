@@ -30,9 +30,9 @@ DAMAGED = {
 def test_a_damaged_task_or_split_is_named_by_every_verb(outcome, task, configured):
     images = [task / "imagesTs"]
     verbs = {
-        "task.json": [lambda: predict(outcome.folder, images), lambda: validate(outcome.folder)],
+        "task.json": [lambda: predict(outcome.folder, images), lambda: validate(outcome.folder, overwrite=True)],
         "split.json": [
-            lambda: validate(outcome.folder),
+            lambda: validate(outcome.folder, overwrite=True),
             lambda: train(configured("training.epochs=2", "training.iterations=1"), resume=True),
         ],
     }
@@ -49,4 +49,4 @@ def test_a_damaged_task_or_split_is_named_by_every_verb(outcome, task, configure
             with pytest.raises(DataError, match=name):
                 call()
         file.write_bytes(sound)
-    assert validate(outcome.folder).score >= 0
+    assert validate(outcome.folder, overwrite=True).score >= 0

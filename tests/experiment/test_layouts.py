@@ -16,7 +16,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases, prepare_chosen
 from volseg.experiment.folds import plan_folds
-from volseg.experiment.predicting import find_images
+from volseg.experiment.images import find_images
 from volseg.experiment.run_folder import RunFolder
 
 LABELS = ["background", "Anterior", "Posterior"]

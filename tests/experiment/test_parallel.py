@@ -49,8 +49,8 @@ def plain(configured, tmp_path):
 def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     outcome = train(configured(f"parallel={parallel}"))
     assert_same_run(latest(outcome.folder.path), plain)
-    (written,) = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").values()
-    (expected,) = predict(RunFolder(tmp_path / "plain"), [task / "imagesTs"], tmp_path / "expected").values()
+    (written,) = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").label_maps.values()
+    (expected,) = predict(RunFolder(tmp_path / "plain"), [task / "imagesTs"], tmp_path / "expected").label_maps.values()
     labels = [np.asarray(nibabel.load(path).dataobj) for path in (written, expected)]
     assert (labels[0] != labels[1]).mean() < 1e-3
 
@@ -75,7 +75,7 @@ def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp
     # Where it ran is not part of what was trained, and a single process validates and predicts.
     again = load_config(config_file, mesh).located()
     assert load_config(tmp_path / "run" / "config.yaml") == again
-    validated = validate(RunFolder(tmp_path / "run"))
+    validated = validate(RunFolder(tmp_path / "run"), overwrite=True)
     assert validated.summary["foreground_mean"]["Dice"] == pytest.approx(summary["foreground_mean"]["Dice"], abs=2e-3)
 
 

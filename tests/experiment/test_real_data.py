@@ -49,7 +49,7 @@ def test_a_small_network_learns_the_hippocampus(outcome):
 
 
 def test_a_dicom_series_is_predicted_on_its_own_geometry(outcome, dicom_series, tmp_path):
-    ((name, path),) = predict(outcome.folder, [dicom_series], tmp_path / "out").items()
+    ((name, path),) = predict(outcome.folder, [dicom_series], tmp_path / "out").label_maps.items()
     assert path == tmp_path / "out" / f"{name}.nii.gz"
     written, series = nibabel.load(path), read_volume(dicom_series)
     assert written.shape == tuple(series.shape[1:])

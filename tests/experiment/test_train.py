@@ -22,7 +22,7 @@ from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import read_summary
 from volseg.experiment import RunFolder, closing_words, load_config, predict, train, validate
-from volseg.experiment.predicting import find_images
+from volseg.experiment.images import find_images
 from volseg.workflow import load_checkpoint
 
 
@@ -296,11 +296,11 @@ def test_deterministic_runs_on_a_gpu_agree_bit_for_bit(config_file, tmp_path):
 
 
 def test_validate_and_predict_work_from_the_run_folder(outcome, task, tmp_path):
-    again = validate(outcome.folder)
+    again = validate(outcome.folder, overwrite=True)
     assert again.summary["mean"] == outcome.validated.summary["mean"]
     assert validate(outcome.folder, checkpoint="best").score > 0
     assert (outcome.folder.path / "validation_best" / "summary.json").exists()
-    written = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out")
+    written = predict(outcome.folder, [task / "imagesTs"], tmp_path / "out").label_maps
     (name, path), *rest = written.items()
     assert not rest
     image = nibabel.load(task / "imagesTs" / f"{name}.nii.gz")
@@ -315,7 +315,7 @@ def test_all_cases_train_when_none_validates(configured, task):
     assert len(outcome.folder.split().training) == 6
     with pytest.raises(DataError, match="was trained on every case"):
         validate(outcome.folder)
-    assert predict(outcome.folder, [task / "imagesTs"])
+    assert predict(outcome.folder, [task / "imagesTs"]).require_all()
 
 
 def test_a_split_file_of_ones_own(configured, tmp_path, task):
@@ -432,11 +432,11 @@ def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_p
     outcome = train(configured(f"data.root={task.name}"))
     monkeypatch.chdir(tmp_path)
     moved = outcome.folder.path.rename(tmp_path / "moved run é")
-    assert validate(RunFolder(moved)).summary["mean"] == outcome.validated.summary["mean"]
+    assert validate(RunFolder(moved), overwrite=True).summary["mean"] == outcome.validated.summary["mean"]
     config = RunFolder(moved).config_file
     config.write_text(config.read_text(encoding="utf-8").replace(str(task), str(tmp_path / "gone")), encoding="utf-8")
     with pytest.raises(DataError, match=r"gone, the task of .*moved run é, does not exist; .* data\.root into"):
-        validate(RunFolder(moved))
+        validate(RunFolder(moved), overwrite=True)
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configured):
@@ -519,7 +519,9 @@ def test_a_network_of_one_size_needs_a_window_of_it(configured):
 def test_a_bad_image_to_predict_has_a_remedy_of_its_own(outcome, tmp_path):
     (tmp_path / "bad.nii.gz").write_bytes(b"x")
     with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nmend them, or leave them out$"):
-        predict(outcome.folder, [tmp_path / "bad.nii.gz"])
+        predict(outcome.folder, [tmp_path / "bad.nii.gz"], strict=True)
+    with pytest.raises(DataError, match=r"  bad: .*bad\.nii\.gz is truncated or damaged"):
+        predict(outcome.folder, [tmp_path / "bad.nii.gz"]).require_all()
 
 
 def test_the_commands_to_type_next_can_be_typed(outcome):

@@ -78,7 +78,7 @@ def test_a_recorded_network_predicts_as_it_does_kernel_by_kernel(fast, mirror, n
     models = [network(seed).to(GPU) for seed in range(num_models)]
     if fast:
         models = [FastKernels(model, GPU) for model in models]
-    image = torch.randn(1, 1, 70, 50, 40)
+    image = torch.randn(1, 1, 86, 50, 40)
     # 5 x 3 x 2 windows, 4 at a time: full batches, and a last one of 2
     settings = {"num_classes": 3, "window": (32, 32, 32), "windows_per_step": 4, "autocast": autocast, "mirror": mirror}
     plain = Predictor(model=models, **settings).probabilities(image)

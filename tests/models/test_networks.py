@@ -146,7 +146,7 @@ def test_a_patch_too_small_for_a_u_is_refused():
 OFFERED = (
     *("AHNet", "AttentionUnet", "BasicUNet", "BasicUNetPlusPlus", "DynUNet", "FlexibleUNet", "HighResNet"),
     *("MedNeXt", "MedNeXtB", "MedNeXtL", "MedNeXtM", "MedNeXtS"),
-    *("ResEncUNet", "SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet", "VNet"),
+    *("PlainConvUNet", "ResEncUNet", "SegResNet", "SegResNetDS", "SwinUNETR", "UNETR", "UNet", "VNet"),
 )
 
 

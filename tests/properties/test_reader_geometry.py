@@ -1,26 +1,19 @@
 """One volume, written in every format and orientation, lies at the same place in the patient."""
 
-from itertools import permutations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import nibabel
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nibabel.orientations import axcodes2ornt, inv_ornt_aff, io_orientation
 from scipy.spatial.transform import Rotation
+from volume_files import CODES, FORMATS
 
 from volseg.data.readers import read_volume
 
-SimpleITK = pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
-
-CODES = [
-    "".join(pair[side] for pair, side in zip(order, sides, strict=True))
-    for order in permutations(("LR", "PA", "IS"))
-    for sides in product((0, 1), repeat=3)
-]
+pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
 
 # NIfTI keeps float32 in its sform, NRRD and MHA about 12 digits, DICOM 16 characters: 1e-4 mm bounds them all here.
 TOLERANCE_MM = 1e-4
@@ -39,48 +32,6 @@ def volumes(draw):
     affine[:3, :3] = tilt.as_matrix() @ to_ras[:3, :3] * spacing
     affine[:3, 3] = draw(st.lists(st.floats(-200, 200), min_size=3, max_size=3))
     return voxels.astype(np.int16), affine
-
-
-def write_nifti(path: Path, voxels, affine):
-    nibabel.save(nibabel.Nifti1Image(voxels, affine), path)
-
-
-def write_itk(path: Path, voxels, affine):
-    SimpleITK.WriteImage(itk_image(voxels, affine), str(path))
-
-
-def write_dicom(path: Path, voxels, affine):
-    path.mkdir()
-    image = itk_image(voxels, affine)
-    writer = SimpleITK.ImageFileWriter()
-    writer.KeepOriginalImageUIDOn()
-    for index in range(image.GetDepth()):
-        piece = image[:, :, index : index + 1]
-        uid = "1.2.826.0.1.3680043.2.1125.7"
-        for tag, value in (("0008|0060", "MR"), ("0020|000e", uid), ("0008|0018", f"{uid}.{index + 1}")):
-            piece.SetMetaData(tag, value)
-        # Names against the order of the slices: the reader has to sort by position.
-        writer.SetFileName(str(path / f"{image.GetDepth() - index:03d}.dcm"))
-        writer.Execute(piece)
-
-
-def itk_image(voxels, affine):
-    lps = np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
-    spacing = np.linalg.norm(lps[:3, :3], axis=0)
-    image = SimpleITK.GetImageFromArray(voxels.T)
-    image.SetSpacing(spacing.tolist())
-    image.SetDirection((lps[:3, :3] / spacing).ravel().tolist())
-    image.SetOrigin(lps[:3, 3].tolist())
-    return image
-
-
-FORMATS = {
-    "a.nii": write_nifti,
-    "a.nii.gz": write_nifti,
-    "a.mha": write_itk,
-    "a.nrrd": write_itk,
-    "a_dicom": write_dicom,
-}
 
 
 def test_there_are_48_orientations():

@@ -11,8 +11,9 @@ from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
+from volseg.inference.decision import measure_entropy
 from volseg.inference.memory_plan import plan_blend
-from volseg.inference.original_grid import original_label_map
+from volseg.inference.original_grid import WayBack, original_label_map, resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.windows import find_starts
 from volseg.transforms.preprocessing import build_preprocessing
@@ -74,10 +75,24 @@ def test_streaming_gives_the_labels_of_the_plain_way(
         windows_per_step=windows_per_step, memory=budget,
     )  # fmt: skip
     (plain,) = predictor.probabilities(image.as_tensor()[None])
-    labels = predictor({"case": "x", "image": image})
+    ((_, streamed),) = predictor.stream([{"case": "x", "image": image}], also=["probabilities", "entropy"])
+    labels = streamed.labels
     expected = original_label_map(plain, image, values=values, regions=regions)
     assert labels.affine.equal(expected.affine)
     assert labels.as_tensor().equal(expected.as_tensor())
+    back = WayBack.of(image)
+    box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
+    resampled = resample(back.original, plain[:, *box], back.source)
+    inside = resampled.any(0)
+    assert streamed.probabilities.affine.equal(expected.affine)
+    # To the last bit, so that no label hangs on how much was held. But exponentials on a CPU round by where in a
+    # batch a number stands, and strips put other windows together.
+    rounding = 0 if windows_per_step == 1 else 1e-6
+    found, unsure = streamed.probabilities.as_tensor()[:, inside], streamed.entropy.as_tensor()[0, inside]
+    torch.testing.assert_close(found, resampled[:, inside], atol=rounding, rtol=0)
+    torch.testing.assert_close(unsure, measure_entropy(resampled, regions)[inside], atol=20 * rounding + 1e-6, rtol=0)
+    assert not streamed.entropy.as_tensor()[0, ~inside].any()
+    assert (streamed.probabilities.as_tensor()[0, ~inside] == (not regions)).all()
 
 
 @settings(max_examples=12, deadline=None)

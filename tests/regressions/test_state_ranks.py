@@ -4,6 +4,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,6 +237,41 @@ def copies_alone() -> str | None:
     return None if torch.equal(twin.module.weight, model.module.weight) else "not a copy"
 
 
+def expect_refusal_in_step(model: nn.Module, wrong: int, change: Callable[[], Any], words: str) -> str | None:
+    for step in range(wrong + 1):
+        if step == wrong and dist.get_rank() == 1:
+            change()
+        try:
+            model(volume().float()).square().mean().backward()
+        except ParallelError as refused:
+            return None if step == wrong and words in str(refused) else f"step {step}: {refused}"
+    return "not refused"
+
+
+def relaid_in_one_process() -> str | None:
+    """The first pass compares the networks; then one process's weights were laid out anew, and sums went astray."""
+    model = spatial(nn.Sequential(convolution(1, 2), convolution(2, 3)))
+    relay = partial(model.module.to, memory_format=torch.channels_last_3d)
+    return expect_refusal_in_step(model, 2, relay, "a parameter of shape (3, 2, 3, 3, 3)")
+
+
+def used_in_one_process() -> str | None:
+    """A parameter that one shard alone used was added to another one's gradient, or was waited for for ever."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = layers["a"](x)
+        return layers["b"](x) if uses else x * 2
+
+    uses = True
+    model = spatial(WithLayers(forward, a=convolution(), b=nn.PReLU(1)))
+
+    def leave_out() -> None:
+        nonlocal uses
+        uses = False
+
+    return expect_refusal_in_step(model, 1, leave_out, "a parameter of shape (1,)")
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -245,6 +281,8 @@ CASES = {
         dropped_in_evaluation,
         weights_that_differ,
         changed_in_one_process,
+        relaid_in_one_process,
+        used_in_one_process,
         other_networks,
         input_in_place,
         replicas,

@@ -33,7 +33,8 @@ def validate(case, values, labels, columns, **settings):
 def test_values_with_gaps_are_shown_by_name_and_in_colours_of_their_own():
     case = make_case([0, 7, 7, 500], [0, 1, 2, 2])
     validated, example = validate(case, (0, 7, 500), {7: "left", 500: "right"}, [(0,), (7,), (500,)])
-    assert validated.scores == pytest.approx({"dice/left": 2 / 3, "dice/right": 2 / 3, "further": 2 / 3})
+    further = {"further": 2 / 3, "further/left": 2 / 3, "further/right": 2 / 3}
+    assert validated.scores == pytest.approx({"dice/left": 2 / 3, "dice/right": 2 / 3, **further})
     assert list(validated.summary["mean"]) == ["7", "500"]
     assert example.prediction.flatten().tolist() == [0, 1, 2, 2]
     assert example.label.flatten().tolist() == [0, 1, 1, 2]
@@ -42,7 +43,7 @@ def test_values_with_gaps_are_shown_by_name_and_in_colours_of_their_own():
 def test_nothing_is_scored_where_nobody_annotated():
     case = make_case([0, 1, 3, 3, 2], [1, 1, 2, 1, 2])
     validated, example = validate(case, (0, 1, 2), {1: "a", 2: "b"}, [(0,), (1,), (2,)], ignore=3)
-    expected = {"dice/a": 2 / 3, "dice/b": 1.0, "further": 5 / 6}
+    expected = {"dice/a": 2 / 3, "dice/b": 1.0, "further": 5 / 6, "further/a": 2 / 3, "further/b": 1.0}
     assert validated.scores == pytest.approx(expected)
     assert example.label.flatten().tolist() == [0, 1, 0, 0, 2]
 
@@ -50,7 +51,8 @@ def test_nothing_is_scored_where_nobody_annotated():
 def test_what_was_not_looked_for_is_in_no_score():
     case = make_case([0, 1, 0], [2, 1, 1], labelled=(1,))
     validated, _ = validate(case, (0, 1, 2), {1: "a", 2: "b"}, [(0,), (1,), (2,)])
-    assert validated.scores == pytest.approx({"dice/a": 2 / 3, "dice/b": math.nan, "further": 2 / 3}, nan_ok=True)
+    further = {"further": 2 / 3, "further/a": 2 / 3, "further/b": math.nan}
+    assert validated.scores == pytest.approx({"dice/a": 2 / 3, "dice/b": math.nan, **further}, nan_ok=True)
     assert validated.score == pytest.approx(2 / 3)
 
 
@@ -58,7 +60,8 @@ def test_regions_are_judged_on_what_was_painted():
     case = make_case([0, 1, 4, 4], [0, 1, 1, 2])
     labels = {(1, 4): "whole", 4: "core"}
     validated, _ = validate(case, (0, 1, 4), labels, [(1, 4), (4,)])
-    assert validated.scores == pytest.approx({"dice/whole": 1.0, "dice/core": 2 / 3, "further": 5 / 6})
+    further = {"further": 5 / 6, "further/whole": 1.0, "further/core": 2 / 3}
+    assert validated.scores == pytest.approx({"dice/whole": 1.0, "dice/core": 2 / 3, **further})
     case["labelled"] = (4,)
     validated, _ = validate(case, (0, 1, 4), labels, [(1, 4), (4,)])
     assert math.isnan(validated.scores["dice/whole"])

@@ -82,7 +82,7 @@ def run_all_verbs(task, tmp_path, *overrides, num_cases=2):
     root = make_twin(tmp_path / task, task, num_cases=num_cases, num_test=1, scale=0.05)
     config = config_of(task, *small(task, root, tmp_path / "run"), *overrides)
     outcome = experiment.train(config)
-    written = experiment.predict(RunFolder(config.folder), [root / "imagesTs"])
+    written = experiment.predict(RunFolder(config.folder), [root / "imagesTs"]).require_all()
     return load_task(root), outcome, written
 
 

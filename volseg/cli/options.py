@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Checkpoint", "Components", "NoCache", "Overrides", "RunArgument"]
+__all__ = ["Checkpoint", "Components", "NoCache", "Overrides"]
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
@@ -17,7 +17,6 @@ Components = Annotated[
         "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
     ),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `volseg train` made.")]
 Checkpoint = Annotated[
     str,
     typer.Option(

@@ -5,6 +5,10 @@ from typing import Annotated
 import typer
 
 from volseg.cli.data import data_app
+from volseg.cli.evaluation import evaluation_app
+from volseg.cli.exchange import exchange_app
+from volseg.cli.postprocessing import postprocessing_app
+from volseg.cli.prediction import prediction_app
 from volseg.cli.tools import tools_app
 from volseg.cli.training import training_app
 from volseg.version import __version__
@@ -19,7 +23,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(training_app)  # without a name: its verbs are the program's own
+app.add_typer(evaluation_app)
+app.add_typer(prediction_app)
+app.add_typer(postprocessing_app)
 app.add_typer(tools_app)
+app.add_typer(exchange_app)
 app.add_typer(data_app)
 
 

@@ -1,11 +1,11 @@
-"""The verbs from a data set to its label maps: configure, train, cross-validate, validate and predict."""
+"""The verbs from a data set to a trained network: configure, train and cross-validate."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Checkpoint, Components, NoCache, Overrides, RunArgument
+from volseg.cli.options import Components, NoCache, Overrides
 
 __all__ = ["training_app"]
 
@@ -142,43 +142,3 @@ def cross_validate(
     typer.echo(experiment.cross_validation_words(crossed))
     if crossed.failures:
         raise typer.Exit(1)
-
-
-@training_app.command(epilog="Example: volseg validate runs/task04_unet --checkpoint best")
-def validate(run: RunArgument, checkpoint: Checkpoint = "latest", components: Components = None) -> None:
-    """Predict the run's validation cases and write their summary.json."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
-    folder = experiment.RunFolder(run)
-    validated = experiment.validate(folder, checkpoint=checkpoint)
-    typer.echo(experiment.dice_table(validated.summary, folder.task()))
-
-
-@training_app.command(
-    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions"
-)
-def predict(
-    run: RunArgument,
-    images: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, DICOM folders, folders of files, or tables (CSV)."
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default RUN/predictions.")
-    ] = None,
-    checkpoint: Checkpoint = "latest",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
-    ] = False,
-    components: Components = None,
-) -> None:
-    """Write a label map for each image, as NIfTI on the image's own grid."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
-    folder = experiment.RunFolder(run)
-    for path in experiment.predict(folder, images, output, checkpoint=checkpoint, resume=resume).values():
-        typer.echo(path)

@@ -22,6 +22,7 @@ __all__ = [
     "AugmentationConfig",
     "ComponentConfig",
     "DataConfig",
+    "EvaluationConfig",
     "ExperimentConfig",
     "InferenceConfig",
     "LossConfig",
@@ -38,6 +39,7 @@ __all__ = [
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
+Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 Sides = tuple[Count, Count, Count]
@@ -244,6 +246,22 @@ class InferenceConfig(ConfigModel):
     record: bool = True
     """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
     with it ``training.kernels: auto`` takes the fast ones there too."""
+    skip_background: bool = False
+    """Take windows in which the preprocessed image has one value, such as clipped air, for background unseen; not for
+    structures that look like that."""
+
+
+class EvaluationConfig(ConfigModel):
+    """What a validation measures of each case and label beside Dice, IoU, counts and volumes."""
+
+    distances: bool = True
+    """HD95, HD and ASSD in mm, and NSD where there is a tolerance."""
+    tolerance: Tolerance | dict[str, Tolerance] | None = None
+    """Of NSD in mm, or that of each label by name; null takes what the task's manifest says, if it has one."""
+    lesions: tuple[str, ...] = ()
+    """Labels that are lesions, of which is asked how many were found."""
+    lesion_overlap: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Intersection over union from which on a predicted lesion is a true one."""
 
 
 KERNELS_OF = {
@@ -282,6 +300,7 @@ class ExperimentConfig(ConfigModel):
     hooks: tuple[ComponentConfig, ...] = ()
     """Of the user's own, called after the framework's."""
     inference: InferenceConfig = InferenceConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from isal import igzip_lib, isal_zlib
 
@@ -28,6 +28,9 @@ ALWAYS_FITS = 1 << 26
 
 PIECE = 1 << 18
 """Bytes read or decompressed at a time."""
+
+DAMAGED: tuple[Any, ...] = (OSError, EOFError, igzip_lib.IsalError)
+"""What reading raises; the library's types take its error's class for an error."""
 
 Packing = Literal["plain", "gzip", "zlib"]
 WINDOW_BITS = {"gzip": 31, "zlib": 15}
@@ -132,7 +135,7 @@ class Content:
     def _next(self) -> bytes:
         try:
             return next(self._pieces, b"")
-        except (OSError, EOFError, igzip_lib.IsalError) as fault:
+        except DAMAGED as fault:
             reason = "CRC check failed" if "Incorrect checksum" in str(fault) else str(fault)
             raise DamagedFileError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
 

@@ -1,4 +1,4 @@
-"""Read a folder that holds one DICOM series.
+"""Read a DICOM series: the only one of a folder, or the one that a file belongs to.
 
 SimpleITK (GDCM) reads and sorts the slices. Their place is taken from each slice's own ``ImagePositionPatient``: ITK
 takes an even stack for granted, so that a missing slice would stretch the patient, and it straightens the slices of a
@@ -6,6 +6,7 @@ tilted gantry.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_held, require_memory, require_regular
-from volseg.data.dicom_elements import require_sound_elements
+from volseg.data.dicom_elements import Tag, read_elements, require_sound_elements
 from volseg.data.itk import image_affine, image_voxels, lps_to_ras, simpleitk
 from volseg.data.volume import as_volume
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_dicom_series"]
+__all__ = ["list_slices", "read_dicom_series"]
 
-POSITION, ORIENTATION = "0020|0032", "0020|0037"
+SERIES_UID, POSITION, ORIENTATION = (0x0020, 0x000E), (0x0020, 0x0032), (0x0020, 0x0037)
 BITS = "0028|0100"
 
 UNCOMPRESSED = ("1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.2")
@@ -34,20 +35,27 @@ A missing slice moves another one by at least half that distance; positions roun
 """
 
 
-def read_dicom_series(folder: Path) -> MetaTensor:
-    """Read the only series of ``folder`` as ``(1, D, H, W)`` float32 with its RAS+ affine; W counts the slices.
+def read_dicom_series(path: Path) -> MetaTensor:
+    """Read a series as ``(1, D, H, W)`` float32 with its RAS+ affine; W counts the slices.
+
+    Parameters
+    ----------
+    path : Path
+        A folder that holds one series, or a file, which stands for all files of its series in its folder.
 
     Raises
     ------
     ReaderError
         No series, several of them, a file that is no DICOM, or slices that do not form an even stack.
     """
-    # ITK opens every file to look whether it is of the series.
-    syntaxes = {path.name: require_sound_elements(path) for path in sorted(folder.iterdir()) if not path.is_dir()}
+    folder = path if path.is_dir() else path.parent
+    # ITK opens every file of a folder to look whether it is of the series.
+    files = sorted(file for file in path.iterdir() if not file.is_dir()) if path.is_dir() else list_slices(path)
+    syntaxes = {file.name: require_sound_elements(file) for file in files}
+    files = list_slices(path) if path.is_dir() else files
     series = simpleitk().ImageSeriesReader()
-    files = _find_only_series(folder)
-    _require_room([Path(file) for file in files], syntaxes)
-    series.SetFileNames(files)
+    _require_room(files, syntaxes)
+    series.SetFileNames([str(file) for file in files])
     series.MetaDataDictionaryArrayUpdateOn()
     try:
         image = series.Execute()
@@ -59,11 +67,52 @@ def read_dicom_series(folder: Path) -> MetaTensor:
     voxels = image_voxels(image, folder)
     affine = image_affine(image)
     if len(files) > 1:
-        affine[:, 2] = lps_to_ras(_measure_step(series, [Path(file) for file in files], folder))
-    return as_volume(voxels, affine, folder, stored=voxels.dtype)
+        affine[:, 2] = lps_to_ras(_measure_step(series, files, folder))
+    return as_volume(voxels, affine, path, stored=voxels.dtype)
 
 
-def _find_only_series(folder: Path) -> tuple[str, ...]:
+def list_slices(path: Path) -> list[Path]:
+    """Return the sorted files of the only series in a folder, or of the series that a slice's file belongs to.
+
+    Raises
+    ------
+    ReaderError
+        No series, several of them, or a file that is no DICOM.
+    """
+    return _find_only_series(path) if path.is_dir() else _find_series_of(path)
+
+
+def _find_series_of(slice_file: Path) -> list[Path]:
+    """Return the files of the series that a file belongs to, in the order in which GDCM sorts a folder's."""
+    headers = {}
+    for file in sorted(slice_file.parent.iterdir()):
+        if file.is_dir() or file.name.startswith("."):
+            continue
+        found = read_elements(file, [SERIES_UID, POSITION, ORIENTATION])
+        if found is not None:
+            headers[file] = found
+        elif file.suffix.lower() == ".dcm":  # it may be of this series, which would be a smaller one without a word
+            raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
+    uid = headers.get(slice_file, {}).get(SERIES_UID)
+    if uid is None:
+        raise ReaderError(f"{slice_file} names no DICOM series; name the folder that holds the slices themselves")
+    of_series = {file: found for file, found in headers.items() if found.get(SERIES_UID) == uid}
+    places = {file: _measure_place(found) for file, found in of_series.items()}
+    # Who has no place is told by name when the slices have been read.
+    return sorted(of_series) if None in places.values() else sorted(of_series, key=lambda file: (places[file], file))
+
+
+def _measure_place(header: Mapping[Tag, bytes]) -> float | None:
+    """Return how far a slice lies along the normal of its plane, in mm; None where its header does not say it."""
+    position, orientation = (
+        [float(part) for part in re.findall(rb"[-+.\deE]+", header.get(tag, b""))] for tag in (POSITION, ORIENTATION)
+    )
+    if (len(position), len(orientation)) != (3, 6):
+        return None
+    return float(np.cross(orientation[:3], orientation[3:]) @ position)
+
+
+def _find_only_series(folder: Path) -> list[Path]:
     """Return the sorted files of the only series in ``folder``."""
     reader = simpleitk().ImageSeriesReader
     try:
@@ -79,8 +128,9 @@ def _find_only_series(folder: Path) -> tuple[str, ...]:
             f"{uid} ({len(files)} files, {Path(files[0]).name} ...)" for uid, files in sorted(by_id.items())
         )
         raise ReaderError(f"{folder} holds {len(by_id)} DICOM series: {found}; put each into a folder of its own")
-    [files] = by_id.values()
-    readable = {Path(file).name for file in files}
+    [names] = by_id.values()
+    files = [Path(name) for name in names]
+    readable = {file.name for file in files}
     damaged = sorted(
         path.name
         for path in folder.iterdir()
@@ -146,15 +196,16 @@ def _measure_step(series: Any, files: list[Path], folder: Path) -> np.ndarray:
     return np.append(step, 0.0)
 
 
-def _read_numbers(series: Any, index: int, tag: str, count: int, files: list[Path]) -> list[float]:
-    text = series.GetMetaData(index, tag) if series.HasMetaDataKey(index, tag) else ""
+def _read_numbers(series: Any, index: int, tag: Tag, count: int, files: list[Path]) -> list[float]:
+    key = f"{tag[0]:04x}|{tag[1]:04x}"
+    text = series.GetMetaData(index, key) if series.HasMetaDataKey(index, key) else ""
     try:
         numbers = [float(part) for part in text.split("\\")]
     except ValueError:
         numbers = []
     if len(numbers) != count:
         raise ReaderError(
-            f"{files[index]} needs {count} numbers in DICOM tag ({tag.replace('|', ',')}), but has {text!r}; "
+            f"{files[index]} needs {count} numbers in DICOM tag ({tag[0]:04x},{tag[1]:04x}), but has {text!r}; "
             "without them a slice has no place in the patient"
         )
     return numbers

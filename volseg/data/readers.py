@@ -1,8 +1,8 @@
 """Readers: from the path in a field of a case to voxels and their place in the patient.
 
-The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD. Voxels keep the order of the
-file; turning them to RAS+ axes is a transform, so that it can be inverted. Where a field has several paths, each is one
-channel, and all lie on one grid: nothing is resampled here.
+The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD, and a file of DICOM stands
+for its whole series. Voxels keep the order of the file; turning them to RAS+ axes is a transform, so that it can be
+inverted. Where a field has several paths, each is one channel, and all lie on one grid: nothing is resampled here.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,24 @@ from monai.data import MetaTensor
 from volseg.config.registry import Registry
 from volseg.data.cases import Case
 from volseg.data.dicom import read_dicom_series
+from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import read_itk
 from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti
 from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.transforms.grid import Grid
 
-__all__ = ["SUFFIXES", "Files", "Read", "find_suffix", "list_files", "name_files", "read_volume", "stem"]
+__all__ = [
+    "SUFFIXES",
+    "Files",
+    "Read",
+    "choose_reader",
+    "find_suffix",
+    "list_files",
+    "name_files",
+    "read_volume",
+    "stem",
+]
 
 Files = str | Path | Sequence[str | Path]
 """What a field of a case says of its voxels: a path, or one per channel."""
@@ -155,7 +166,7 @@ def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
 
 def _read_file(path: Path) -> MetaTensor:
     try:
-        return _require_volume(_choose_reader(path)(path), path)
+        return _require_volume(choose_reader(path)(path), path)
     except ReaderError:
         raise
     except MemoryError as fault:
@@ -165,13 +176,22 @@ def _read_file(path: Path) -> MetaTensor:
         raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
 
 
-def _choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
+def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
+    """Return what reads a path.
+
+    Raises
+    ------
+    ReaderError
+        The path does not exist, or nothing reads files of its kind.
+    """
     if not path.exists():
         raise ReaderError(f"{path} does not exist; check the path")
     if path.is_dir():
         return read_dicom_series
     if (suffix := find_suffix(path)) is not None:
         return SUFFIXES[suffix]
+    if path.is_file() and is_dicom(path):
+        return read_dicom_series
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
         f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"

@@ -1,19 +1,24 @@
-"""Voxel counts and overlap of a prediction with its reference, per label, with nnU-Net's names.
+"""Voxel counts and overlap of a prediction with its reference, per label, with nnU-Net's names; and more if asked.
 
-One joint histogram of the two label maps gives every count of every label, exactly, in one pass over the voxels.
+One joint histogram of the two label maps gives every count of every label, exactly, in one pass over the voxels. What
+is measured in mm is measured in the box around each structure, several structures at a time.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 from monai.data import MetaTensor
+from numpy.typing import NDArray
+from scipy.ndimage import find_objects
 from torch import Tensor
 
 from volseg.data.cases import Structure
 from volseg.errors import DataError, GridError
+from volseg.evaluation.scoring import VOLUMES, Scoring, read_spacing
 from volseg.transforms.grid import Grid
 
 __all__ = ["METRICS", "LabelMap", "Metrics", "evaluate_case"]
@@ -23,6 +28,10 @@ METRICS = ("Dice", "IoU", "FN", "FP", "TN", "TP", "n_pred", "n_ref")
 
 LabelMap = Tensor | np.ndarray
 Metrics = dict[str, float]
+Places = NDArray[np.uint8] | NDArray[np.uint16]
+"""The place of each voxel's value among those that are known, ``(D, H, W)``."""
+
+MOST_THREADS = 8
 
 OF_UINT16 = 65_535
 """An unknown value beyond it, or below 0, means that the file is an image, not a label map."""
@@ -36,6 +45,7 @@ def evaluate_case(
     ignore: int | None = None,
     values: Collection[int] = (),
     labelled: Collection[int] | None = None,
+    scoring: Scoring | None = None,
 ) -> dict[Any, Metrics]:
     """Compare a prediction with its reference on the reference's own grid.
 
@@ -53,27 +63,30 @@ def evaluate_case(
     labelled : collection of int, optional
         The values that were looked for in the reference, where these are not all. What has others has no score, NaN:
         it may be hidden in the background.
+    scoring : Scoring, optional
+        What else is measured, in mm; the label has to be a MetaTensor then. Counts and overlap alone by default.
 
     Returns
     -------
     dict
         The keys of ``labels`` to `METRICS`. ``Dice = 2 TP / (2 TP + FP + FN)``, ``IoU = TP / (TP + FP + FN)``: 0 where
         only one of the two has the label, NaN where neither has it, as in nnU-Net: there is nothing to find, and
-        finding nothing is no merit that should raise a mean.
+        finding nothing is no merit that should raise a mean. Then what ``scoring`` names, by the rules that its module
+        states.
 
     Raises
     ------
     GridError
         For different shapes or affines.
     DataError
-        For values that are not whole numbers or not among those known.
+        For values that are not whole numbers or not among those known, or a label without affine where one is needed.
 
     Examples
     --------
-    >>> case = evaluate_case(torch.tensor([[[1, 1, 0]]]), torch.tensor([[[1, 0, 0]]]), {1: "anterior"})
+    >>> case = evaluate_case(np.array([[[1, 1, 0]]]), np.array([[[1, 0, 0]]]), {1: "anterior"})
     >>> round(case[1]["Dice"], 4), case[1]["FP"]
     (0.6667, 1)
-    >>> case = evaluate_case(torch.tensor([[[1, 2, 0]]]), torch.tensor([[[1, 1, 0]]]), {(1, 2): "whole", 2: "core"})
+    >>> case = evaluate_case(np.array([[[1, 2, 0]]]), np.array([[[1, 1, 0]]]), {(1, 2): "whole", 2: "core"})
     >>> case[1, 2]["Dice"], case[2]["Dice"]
     (1.0, 0.0)
     """
@@ -83,16 +96,59 @@ def evaluate_case(
     structures = {key: _list_values(key) for key in keys if key != 0}
     known = sorted({0, *values, *(value for of in structures.values() for value in of)})
     of_label = known if ignore is None else [*known, ignore]
-    joint = _count_pairs(
-        _index_values(prediction, "prediction", known), _index_values(label, "label", of_label), len(of_label)
-    )
-    joint = joint[: len(known), : len(known)]  # without the rows of what is ignored
-    result = {}
-    for key, of in structures.items():
-        judged = labelled is None or set(of) <= set(labelled)
-        places = [known.index(value) for value in of]
-        result[key] = _compute_metrics(joint, places) if judged else dict.fromkeys(METRICS, math.nan)
-    return result
+    places = (_index_values(prediction, "prediction", known), _index_values(label, "label", of_label))
+    joint = _count_pairs(*places, len(of_label))[: len(known), : len(known)]  # without the rows of what is ignored
+    members = {key: [known.index(value) for value in of] for key, of in structures.items()}
+    judged = {key: labelled is None or set(of) <= set(labelled) for key, of in structures.items()}
+    result = {
+        key: _compute_metrics(joint, members[key]) if judged[key] else dict.fromkeys(METRICS, math.nan)
+        for key in structures
+    }
+    if scoring is None:
+        return result
+    if not isinstance(label, MetaTensor):
+        raise DataError("distances and volumes are in mm, but the label has no affine; give a MetaTensor")
+    spacing, voxel_ml = read_spacing(label.affine)
+    asked = {key: of for key, of in members.items() if judged[key]}
+    further = _measure_structures(scoring, places, spacing, asked, None if ignore is None else len(known))
+    nothing: Metrics = dict.fromkeys(scoring.names, math.nan)
+    return {
+        key: metrics | nothing | further.get(key, {}) | _compute_volumes(metrics, voxel_ml)
+        for key, metrics in result.items()
+    }
+
+
+def _measure_structures(
+    scoring: Scoring,
+    places: tuple[Places, Places],
+    spacing: Sequence[float] | None,
+    members: Mapping[Any, list[int]],
+    ignored: int | None,
+) -> dict[Any, Metrics]:
+    """Return what is measured of each structure in its box, by threads: NumPy and SciPy give Python's lock away."""
+    boxes = [find_objects(volume) for volume in places]  # of every value but the first, which is the background
+
+    def measure(key: Any) -> Metrics:
+        found = [of[place - 1] for of in boxes for place in members[key] if place <= len(of)]
+        box = _join_boxes([each for each in found if each is not None])
+        prediction, reference = (np.isin(volume[box], members[key]) for volume in places)
+        unknown = None if ignored is None else places[1][box] == ignored
+        return scoring.measure(key, prediction, reference, spacing, unknown)
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip(members, threads.map(measure, members), strict=True))
+
+
+def _join_boxes(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
+    """Return the box around several; an empty one around none."""
+    if not boxes:
+        return (slice(0, 0),) * 3
+    return tuple(slice(min(of.start for of in axis), max(of.stop for of in axis)) for axis in zip(*boxes, strict=True))
+
+
+def _compute_volumes(metrics: Metrics, voxel_ml: float) -> Metrics:
+    predicted, reference = metrics["n_pred"] * voxel_ml, metrics["n_ref"] * voxel_ml
+    return dict(zip(VOLUMES, (predicted, reference, predicted - reference), strict=True))
 
 
 def _list_values(structure: Structure) -> tuple[int, ...]:
@@ -105,35 +161,45 @@ def _check_grids(prediction: LabelMap, label: LabelMap) -> None:
             f"prediction and label must have the same shape, got {tuple(prediction.shape)} and {tuple(label.shape)}; "
             "evaluate on the image's original grid"
         )
+    if math.prod(label.shape) != math.prod(label.shape[-3:]):
+        raise GridError(f"a label map has one channel, got {label.shape[0]}; judge them one by one")
     if isinstance(prediction, MetaTensor) and isinstance(label, MetaTensor):
         Grid.of(label).require_same(Grid.of(prediction), "label", "prediction")
 
 
-def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Tensor:
-    """Return the place of each voxel's value in ``known``, a flat int64 tensor."""
-    values = (label_map.as_tensor() if isinstance(label_map, MetaTensor) else torch.as_tensor(label_map)).flatten()
-    whole = values.long()
-    if values.is_floating_point() and not torch.equal(whole.to(values.dtype), values):
-        raise DataError(f"{name} must hold whole numbers, got {values[whole != values][0].item():g}")
-    ordered, order = torch.tensor(known, device=whole.device).sort()
-    place = torch.searchsorted(ordered, whole).clamp_(max=len(known) - 1)
-    is_strange = ordered[place] != whole
-    if (strange := whole[is_strange].unique()).numel():
-        if strange[0] < 0 or strange[-1] > OF_UINT16:
-            raise DataError(f"{name} holds {whole.min().item()} to {whole.max().item()}: an image, not a label map")
+def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Places:
+    """Return the place of each voxel's value in ``known``."""
+    voxels = label_map.numpy(force=True) if isinstance(label_map, Tensor) else label_map
+    voxels = voxels.reshape(voxels.shape[-3:])
+    strange = len(known)
+    # From one less than the values: what is below or above them all is clipped to an end, and is strange.
+    table = np.full(max(known) + 3, strange, dtype=np.uint8 if strange <= 255 else np.uint16)
+    table[np.add(known, 1)] = np.arange(strange)
+    places = np.empty(voxels.shape, dtype=table.dtype)
+    for plane, found in zip(voxels, places, strict=True):  # by planes: int64 of a whole volume takes gigabytes
+        with np.errstate(invalid="ignore"):  # what is not finite is no whole number
+            whole = plane.astype(np.int64)
+        if (whole != plane).any():
+            raise DataError(f"{name} must hold whole numbers, got {plane[whole != plane].flat[0]:g}")
+        table.take(whole + 1, mode="clip", out=found)
+    if (values := np.unique(voxels[places == strange]).astype(np.int64)).size:
+        if values[0] < 0 or values[-1] > OF_UINT16:
+            raise DataError(f"{name} holds {voxels.min():.0f} to {voxels.max():.0f}: an image, not a label map")
         raise DataError(
-            f"{name} has the label values {strange[:5].tolist()}, declared are {known}; mend the dataset.json"
+            f"{name} has the label values {values[:5].tolist()}, declared are {known}; mend the dataset.json"
         )
-    return order[place]
+    return places
 
 
-def _count_pairs(prediction: Tensor, label: Tensor, size: int) -> Tensor:
+def _count_pairs(prediction: Places, label: Places, size: int) -> NDArray[np.int64]:
     """Return the number of voxels for each pair (label, predicted label)."""
-    pairs = label * size + prediction.to(label.device)
-    return torch.bincount(pairs, minlength=size * size).reshape(size, size).cpu()
+    joint = np.zeros(size * size, dtype=np.int64)
+    for predicted, true in zip(prediction, label, strict=True):
+        joint += np.bincount((true.astype(np.intp) * size + predicted).ravel(), minlength=size * size)
+    return joint.reshape(size, size)
 
 
-def _compute_metrics(joint: Tensor, places: list[int]) -> Metrics:
+def _compute_metrics(joint: NDArray[np.int64], places: list[int]) -> Metrics:
     both = int(joint[places][:, places].sum())
     num_predicted, num_reference = int(joint[:, places].sum()), int(joint[places].sum())
     only_predicted, only_reference = num_predicted - both, num_reference - both

@@ -3,6 +3,9 @@
 Where nnU-Net writes the token ``NaN``, which is no JSON, this writes ``null``. Where nnU-Net's foreground mean is NaN
 because one label occurs in no case and no prediction, this is the mean over the labels that have a value. All other
 numbers are nnU-Net's.
+
+A distance is infinite where only one of the two label maps has the structure. It is left out of the means, is counted
+in ``undefined`` beside them, and is ``null`` in the file too: ``n_pred`` and ``n_ref`` tell it from what is no number.
 """
 
 import json
@@ -13,13 +16,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from volseg.data.cases import Structure
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
+from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_intervals
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
+from volseg.evaluation.scoring import Scoring
+from volseg.evaluation.surfaces import DISTANCES
 from volseg.files import replacing
 
-__all__ = ["EvaluatedCase", "Summary", "evaluate_files", "read_structure", "read_summary", "summarise", "write_summary"]
+__all__ = [
+    "JUDGED",
+    "EvaluatedCase",
+    "Summary",
+    "collect_scores",
+    "complete_summary",
+    "count_undefined",
+    "evaluate_files",
+    "read_names",
+    "read_structure",
+    "read_summary",
+    "summarise",
+    "write_summary",
+]
+
+JUDGED = ("Dice", "IoU", "NSD", "HD95", "ASSD", "lesion_F1")
+"""Scores by which methods are compared, whose means get intervals."""
 
 Summary = dict[str, Any]
 """``{"foreground_mean": Metrics, "mean": {"1": Metrics}, "metric_per_case": [...]}``; NaN where nothing was there.
@@ -55,7 +79,7 @@ def evaluate_files(
 def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     """Return the means per label over cases, their mean over the foreground labels, and every case.
 
-    A case that neither has nor predicts a label (NaN) does not count in that label's mean.
+    A case that neither has nor predicts a label (NaN) does not count in that label's mean; nor do infinite distances.
 
     Raises
     ------
@@ -83,10 +107,68 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     }
 
 
+def collect_scores(summary: Summary, label: str, metric: str) -> np.ndarray:
+    """Return a metric of a label in every case; infinite where a distance is undefined, NaN where nothing was there."""
+    return np.array([case["metrics"][label][metric] for case in summary["metric_per_case"]], dtype=np.float64)
+
+
+def count_undefined(summary: Summary) -> dict[str, dict[str, int]]:
+    """Return for each label and distance the cases that are not in its mean, as only one label map has the label."""
+    return {
+        label: {name: int(np.isinf(collect_scores(summary, label, name)).sum()) for name in DISTANCES if name in mean}
+        for label, mean in summary["mean"].items()
+    }
+
+
+def complete_summary(
+    summary: Summary, scoring: Scoring | None = None, names: Mapping[Any, str] | None = None
+) -> Summary:
+    """Return a summary with what its means hide, per label: median, undefined cases, and interval of each mean.
+
+    ``median`` counts an infinite distance as the largest. ``intervals`` holds ``[low, high]`` of the means of `JUDGED`,
+    by `mean_intervals` over the cases that are in the mean. ``settings`` says by which rules ``scoring`` measured,
+    ``labels`` what the keys are called.
+    """
+    means = summary["mean"]
+    measured = [name for name in next(iter(means.values()), ()) if name not in METRICS or name in JUDGED]
+    scores = {name: np.stack([collect_scores(summary, label, name) for label in means], axis=1) for name in measured}
+    intervals = {name: _find_intervals(scores[name]) for name in measured if name in JUDGED}
+    return {
+        **summary,
+        "median": {
+            label: {name: _find_median(scores[name][:, column]) for name in measured}
+            for column, label in enumerate(means)
+        },
+        "undefined": count_undefined(summary),
+        "intervals": {
+            "kind": "percentile bootstrap over cases",
+            "confidence": CONFIDENCE,
+            "resamples": NUM_RESAMPLES,
+            "mean": {label: {name: of[column] for name, of in intervals.items()} for column, label in enumerate(means)},
+        },
+        **({} if scoring is None else {"settings": scoring.describe()}),
+        **({} if names is None else {"labels": {str(key): name for key, name in names.items()}}),
+    }
+
+
+def _find_median(scores: np.ndarray) -> float:
+    known = np.sort(scores[~np.isnan(scores)])
+    if not known.size:
+        return math.nan
+    # Not numpy's: between an infinite and a finite value, and between two infinite ones, it warns of NaN.
+    low, high = known[(known.size - 1) // 2], known[known.size // 2]
+    return float(low) if low == high else float((low + high) / 2)
+
+
+def _find_intervals(scores: np.ndarray) -> list[list[float]]:
+    labels, _ = mean_intervals(np.where(np.isfinite(scores), scores, math.nan))
+    return [[label.low, label.high] for label in labels]
+
+
 def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
-    """Write ``summary`` as JSON, in one step or not at all; NaN becomes null. Return the path."""
+    """Write ``summary`` as JSON, in one step or not at all; what is no finite number becomes null. Return the path."""
     path = Path(path)
-    text = json.dumps(_replace_nan(summary), indent=2, allow_nan=False)
+    text = json.dumps(_replace_unknown(summary), indent=2, allow_nan=False)
     with replacing(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
     return path
@@ -114,7 +196,9 @@ def read_structure(key: str) -> Structure:
 
 
 def read_summary(path: str | os.PathLike[str]) -> Summary:
-    """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN.
+    """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN, or the infinite distance that they were.
+
+    What follows from the cases is left out: `complete_summary` computes it.
 
     Raises
     ------
@@ -129,22 +213,31 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
     for metrics in means + cases:
         metrics.update({name: math.nan for name, value in metrics.items() if value is None})
-    return summary
+    for metrics in cases:
+        if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only
+            metrics.update({name: math.inf for name in DISTANCES if math.isnan(metrics.get(name, 0))})
+    return {key: summary[key] for key in ("foreground_mean", "mean", "metric_per_case")}
+
+
+def read_names(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return what the labels of a ``summary.json`` are called; nothing where it does not say, as nnU-Net's."""
+    declared = json.loads(Path(path).read_text(encoding="utf-8")).get("labels")
+    return {str(key): str(name) for key, name in declared.items()} if isinstance(declared, dict) else {}
 
 
 def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
-    """Return the mean of each metric over those that are not NaN; NaN if none is."""
+    """Return the mean of each metric over those that are finite; NaN if none is."""
     rows = list(several)
     means = {}
     for name in rows[0] if rows else METRICS:
-        values = [row[name] for row in rows if not math.isnan(row[name])]
+        values = [row[name] for row in rows if math.isfinite(row[name])]
         means[name] = math.fsum(values) / len(values) if values else math.nan
     return means
 
 
-def _replace_nan(value: Any) -> Any:
+def _replace_unknown(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _replace_nan(item) for key, item in value.items()}
+        return {key: _replace_unknown(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_replace_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [_replace_unknown(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,14 +4,16 @@ from volseg.config.loading import load_config
 from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
 from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
+from volseg.experiment.exporting import export
 from volseg.experiment.launching import count_workers, train_on
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
-from volseg.experiment.predicting import predict
+from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
+from volseg.experiment.predicting import predict, serve_predictions
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
-from volseg.experiment.validating import validate
+from volseg.experiment.validating import validate, validate_words
 from volseg.experiment.verifying import verify
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes import leave_processes
@@ -21,13 +23,16 @@ __all__ = [
     "CrossValidated",
     "Outcome",
     "RunFolder",
+    "apply_postprocessing",
     "closing_words",
     "configure",
     "configure_words",
     "count_workers",
     "cross_validate",
     "cross_validation_words",
+    "determine_postprocessing",
     "dice_table",
+    "export",
     "is_data_set",
     "is_main_process",
     "leave_processes",
@@ -38,8 +43,10 @@ __all__ = [
     "predict",
     "quickstart",
     "register",
+    "serve_predictions",
     "train",
     "train_on",
     "validate",
+    "validate_words",
     "verify",
 ]

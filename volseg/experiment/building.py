@@ -350,7 +350,13 @@ def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:
 
 
 def build_predictor(
-    config: ExperimentConfig, task: Task, models: Sequence[nn.Module], *, mirror: bool, alone: bool = False
+    config: ExperimentConfig,
+    task: Task,
+    models: Sequence[nn.Module],
+    *,
+    mirror: bool | Sequence[int],
+    alone: bool = False,
+    kind: type[Predictor] = Predictor,
 ) -> Predictor:
     """Return how the model, or the average of several, is applied to whole volumes.
 
@@ -362,10 +368,12 @@ def build_predictor(
         Of the models.
     models : sequence of nn.Module
         As `build_model` made them.
-    mirror : bool
-        Whether to average over mirrorings.
+    mirror : bool or sequence of int
+        Whether to average over mirrorings, or the axes along which.
     alone : bool
         Whether nothing is trained beside it: the device's memory is then for recordings and batches of windows.
+    kind : type
+        By whose rules windows lie and are averaged.
     """
     device, outputs, settings = next(models[0].parameters()).device, config.network.outputs, config.inference
     dtype = Precision.choose(config.training.precision, device).dtype
@@ -374,7 +382,7 @@ def build_predictor(
     windows = settings.windows or 1
     if alone and settings.windows is None and settings.window is not None:
         windows = choose_windows_per_step(settings.window, task.num_outputs, device)
-    return Predictor(
+    return kind(
         model=record_models(models) if alone and settings.record and settings.window is not None else models,
         num_classes=task.num_outputs,
         values=task.output_values,
@@ -386,6 +394,7 @@ def build_predictor(
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
+        skip_background=settings.skip_background,
     )
 
 

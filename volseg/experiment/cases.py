@@ -108,7 +108,8 @@ def prepare_chosen(
     for line in summarise_remarks(prepared.remarks) if leads else ():
         logger.warning("look at %s", line)
     bad = {problem.case for problem in prepared.problems}
-    if all(case["case"] in bad for case in chosen.training) or (chosen.validation and not prepared.order):
+    no_training = chosen.training and all(case["case"] in bad for case in chosen.training)
+    if no_training or (chosen.validation and not prepared.order):
         raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {num_chosen} are bad")
     return prepared
 

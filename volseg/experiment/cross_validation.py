@@ -20,13 +20,14 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
-from volseg.evaluation.summary import write_summary
+from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.experiment.building import check_components
 from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated, as_json, cross_validation_report
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import count_workers
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
@@ -149,7 +150,9 @@ def _gather(
 
 def _write(gathered: CrossValidated) -> None:
     folder = RunFolder(gathered.folder)
-    write_summary(gathered.summary, gathered.folder / "summary.json")
+    scoring = build_scoring(gathered.config, gathered.task)
+    summary = complete_summary(gathered.summary, scoring, gathered.task.structures)
+    write_summary(summary, gathered.folder / "summary.json")
     folder.write_json(JSON_FILE, as_json(gathered, environment()))
     folder.write_text("report.md", cross_validation_report(gathered))
 

@@ -12,7 +12,9 @@ from volseg.data.cases import Task
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
 from volseg.evaluation.published import PublishedResult, published_results
 from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise
+from volseg.evaluation.tables import explain_scores, scores_table
 from volseg.experiment.folds import FoldResult
+from volseg.experiment.scoring import build_scoring
 
 __all__ = ["JSON_FILE", "CrossValidated", "LabelResult", "as_json", "cross_validation_report", "cross_validation_words"]
 
@@ -131,6 +133,12 @@ def cross_validation_report(crossed: CrossValidated) -> str:
         f"{crossed.config.network.name}, {training.epochs} epochs of {training.iterations} batches per fold.",
         "",
         *_tabulate_results(crossed),
+        "",
+        "## Scores",
+        "",
+        scores_table(crossed.summary, {str(key): name for key, name in crossed.task.structures.items()}),
+        "",
+        *explain_scores(build_scoring(crossed.config, crossed.task)),
         "",
         "## Folds",
         "",

@@ -31,10 +31,23 @@ SECONDS_BETWEEN_LOOKS = 0.1
 logger = logging.getLogger(__name__)
 
 
-def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
+def choose_gpus(
+    config: ExperimentConfig,
+    count: int,
+    words: tuple[str, str] = ("trains each fold", "train one fold after another"),
+) -> Sequence[str | None]:
     """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None on a machine without GPUs.
 
     There the processes share the CPU, which is for trying things out.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Its device and parallel strategy.
+    count : int
+        Processes.
+    words : (str, str)
+        What each of them does, and what is done without them, for messages.
 
     Raises
     ------
@@ -45,9 +58,8 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
     if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
         raise ConfigError(
-            f"--gpus {count} trains each fold on one GPU, but parallel.strategy is {parallel.strategy} with devices "
-            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to train one fold after another on "
-            "all of them"
+            f"--gpus {count} {words[0]} on one GPU, but parallel.strategy is {parallel.strategy} with devices "
+            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to {words[1]} on all of them"
         )
     visible = 0 if config.device == "cpu" else count_gpus()
     if not visible and config.device != "cuda":

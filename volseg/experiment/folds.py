@@ -21,7 +21,7 @@ from volseg.workflow.hooks import Patience
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.state import TrainingState
 
-__all__ = ["Fold", "FoldResult", "plan_folds"]
+__all__ = ["Fold", "FoldResult", "plan_folds", "was_trained_to_its_end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Fold:
             state = load_checkpoint(self.folder.checkpoints / LATEST)
         except CheckpointError:
             return None  # what is left of the run may still be resumed
-        if not _trained_to_its_end(state, self.config):
+        if not was_trained_to_its_end(state, self.config):
             return None
         summary = read_summary(summary_file)
         self._require_own_cases(summary, summary_file)
@@ -159,7 +159,14 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
             validated_in[case] = fold.number
 
 
-def _trained_to_its_end(state: TrainingState, config: ExperimentConfig) -> bool:
+def was_trained_to_its_end(state: TrainingState, config: ExperimentConfig) -> bool:
+    """Return whether a checkpoint is the last one of a training: all epochs, or its patience has run out.
+
+    Raises
+    ------
+    ConfigError
+        If it has more epochs than the config asks for.
+    """
     settings = config.training
     if state.epoch > settings.epochs:
         raise ConfigError(

@@ -1,16 +1,18 @@
 """What a folder of predictions was made with, so that a prediction that was interrupted can go on.
 
-``predicted.jsonl`` lies beside the label maps. Its first line is written before the first of them: checkpoint and
-settings. Then a line follows each label map, so that one of an earlier prediction is never taken for one of this.
+``predicted.jsonl`` lies beside the label maps. Its first line is written before the first of them: weights and
+settings. Then a line follows each label map, so that one of an earlier prediction is never taken for one of this, and
+each case that failed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from volseg.data.cases import Case
-from volseg.data.readers import list_files
+from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
@@ -19,7 +21,7 @@ __all__ = ["PredictionRecord"]
 
 FILE = "predicted.jsonl"
 SETTINGS = ("network", "preprocessing", "inference")
-"""Sections of the config that a label map depends on, with the checkpoint."""
+"""Sections of the config that a label map depends on, with the weights."""
 
 
 class PredictionRecord:
@@ -32,21 +34,35 @@ class PredictionRecord:
     trained : Trained
         What predicts.
     checkpoint : str
-        Name of the checkpoint's file.
+        Which of a training's checkpoints that is.
+    further : mapping, optional
+        What else a label map depends on.
     """
 
-    def __init__(self, folder: Path, trained: Trained, checkpoint: str) -> None:
+    def __init__(
+        self, folder: Path, trained: Trained, checkpoint: str, further: Mapping[str, Any] | None = None
+    ) -> None:
         self._folder = folder
+        self._lock = Lock()
         values = trained.config.model_dump(mode="json")
         self._made_by = {
             "checkpoint": checkpoint,
             "weights": trained.weights,
             "precision": trained.config.training.precision,
             **{name: values[name] for name in SETTINGS},
+            **(further or {}),
         }
 
     def begin(self) -> None:
-        """Describe a new prediction: label maps that lie in the folder already count as somebody else's."""
+        """Describe this prediction, unless the folder holds predictions that were made alike, which stay recorded.
+
+        Others count as somebody else's from now on.
+        """
+        lines = self._read()
+        if lines and not self._list_changes(_parse(lines[0])):
+            if not lines[-1].endswith("\n"):  # what was written when a process was killed must not spoil the next line
+                self._append("\n")
+            return
         with replacing(self._folder / FILE) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
@@ -58,35 +74,57 @@ class PredictionRecord:
         ConfigError
             Those in the folder were made by another checkpoint or with other settings.
         """
-        try:
-            lines = (self._folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            self.begin()
-            return {}
-        made_by, *entries = [_parse(line) for line in lines] or [{}]
-        keys = made_by.keys() | self._made_by.keys()
-        if changed := sorted(key for key in keys if made_by.get(key) != self._made_by.get(key)):
+        made_by, *entries = [_parse(line) for line in self._read()] or [self._made_by]
+        if changed := self._list_changes(made_by):
             raise ConfigError(
                 f"the predictions in {self._folder} were made otherwise ({', '.join(changed)} differ); name another "
-                "folder by --output, or leave out --resume to predict all images again"
+                "folder by --output, or predict all images again by --overwrite in place of --resume"
             )
         known = {entry.get("case"): entry for entry in entries}
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self.name_label_map(case)
-            if entry.get("image") == _identify(case) and path.is_file() and entry.get("label_map") == digest_file(path):
+            same_image = "image" in entry and entry["image"] == _identify(case)
+            if same_image and path.is_file() and entry.get("label_map") == digest_file(path):
                 done[case["case"]] = path
         return done
+
+    def find_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
+        """Return the label maps that are there, whoever made them and of whatever."""
+        paths = {case["case"]: self.name_label_map(case) for case in cases}
+        return {name: path for name, path in paths.items() if path.is_file()}
 
     def name_label_map(self, case: Case) -> Path:
         """Return the file of a case's label map."""
         return self._folder / f"{case['case']}.nii.gz"
 
     def add(self, case: Case) -> None:
-        """Record that the label map of a case is whole."""
-        entry = {"case": case["case"], "image": _identify(case), "label_map": digest_file(self.name_label_map(case))}
-        with (self._folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        """Record that the label map of a case, with the paths of its image, is whole; from any thread."""
+        digest = digest_file(self.name_label_map(case))
+        self._add({"case": case["case"], "image": _identify(case), "label_map": digest})
+
+    def add_failure(self, case: Case, error: str, message: str) -> None:
+        """Record that a case failed; it is tried again when the prediction goes on."""
+        self._add({"case": case["case"], "error": error, "message": message})
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        self._append(json.dumps(entry) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._lock, (self._folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _read(self) -> list[str]:
+        try:
+            text = (self._folder / FILE).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return []
+        return text.splitlines(keepends=True)
+
+    def _list_changes(self, made_by: Mapping[str, Any]) -> list[str]:
+        """Return what this prediction is made with differently."""
+        keys = made_by.keys() | self._made_by.keys()
+        return sorted(key for key in keys if made_by.get(key) != self._made_by.get(key))
 
 
 def _parse(line: str) -> Mapping[str, Any]:
@@ -98,8 +136,21 @@ def _parse(line: str) -> Mapping[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _identify(case: Case) -> list[Any]:
-    """Return where an image lies, and its bytes: enough to tell it from another of its name."""
+def _identify(case: Case) -> list[Any] | None:
+    """Return where an image lies, and its bytes: enough to tell it from another of its name; None if it is gone."""
     images = list_files(case["image"])
-    files = [file for image in images for file in (sorted(image.iterdir()) if image.is_dir() else [image])]
-    return [*(str(image.resolve()) for image in images), len(files), sum(file.stat().st_size for file in files)]
+    try:
+        files = [file for image in images for file in _list_beside(image)]
+        return [*(str(image.resolve()) for image in images), len(files), sum(file.stat().st_size for file in files)]
+    except OSError:
+        return None
+
+
+def _list_beside(image: Path) -> Iterator[Path]:
+    """Yield the files of an image: of a DICOM series, for which one of its files may stand, those of its folder."""
+    if image.is_dir():
+        yield from image.iterdir()
+    elif find_suffix(image) is None:
+        yield from (file for file in image.parent.iterdir() if file.is_file())
+    else:
+        yield image

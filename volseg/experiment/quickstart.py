@@ -37,7 +37,7 @@ def quickstart(output: Path | None = None) -> str:
     root = make_task(folder.path / "data" / "Task00_Synthetic")
     config = load_config(_config_file(), [path_override("data.root", root), path_override("output", folder.path)])
     outcome = train(config)
-    predict(folder, [root / "imagesTs"])
+    predict(folder, [root / "imagesTs"]).require_all()
     return f"{closing_words(outcome)}\n  volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"
 
 

@@ -18,6 +18,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_batches, build_metrics, build_predictor, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
+from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.inference.predictor import Predictor
 from volseg.monitoring.progress import progress
@@ -152,6 +153,7 @@ class Reader(Follower):
             ignore=task.ignore,
             values=task.class_values,
             metrics=build_metrics(self.config, task),
+            scoring=build_scoring(self.config, task),
             folder=folder,
             batch_size=self.config.inference.batch,
             show=_bar(cases, "validating") if show and is_main_process() else iter,

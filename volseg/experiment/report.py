@@ -8,7 +8,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
 from volseg.evaluation.summary import Summary, read_structure
+from volseg.evaluation.tables import explain_scores, scores_table
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.scoring import build_scoring
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.validation import Validated
 
@@ -56,7 +58,16 @@ def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
         ]
     if outcome.validated is not None:
         summary = outcome.validated.summary
+        names = {str(key): name for key, name in outcome.task.structures.items()}
         lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_list_worst(summary), ""]
+        lines += [
+            "## Scores",
+            "",
+            scores_table(summary, names),
+            "",
+            *explain_scores(build_scoring(config, outcome.task)),
+        ]
+        lines += [""]
     if outcome.problems:
         lines += ["## Cases left out", "", *(f"- {problem}" for problem in outcome.problems), ""]
     if outcome.remarks:

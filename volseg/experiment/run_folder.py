@@ -15,6 +15,7 @@
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
+        postprocessing.json      what `volseg postprocess` found to help
         report.md
         in_use.json              who trains here, while somebody does
 """
@@ -94,6 +95,11 @@ class RunFolder:
     def report_file(self) -> Path:
         """What a finished training came to."""
         return self.path / "report.md"
+
+    @property
+    def postprocessing_file(self) -> Path:
+        """Which postprocessing helps, once that was measured."""
+        return self.path / "postprocessing.json"
 
     @property
     def predictions(self) -> Path:
@@ -177,8 +183,8 @@ class RunFolder:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
-        """Remove the summaries of weights that the training replaces, and the report of them."""
-        for file in (*self.path.glob("validation*/summary.json"), self.report_file):
+        """Remove what was measured with weights that the training replaces."""
+        for file in (*self.path.glob("validation*/summary.json"), self.report_file, self.postprocessing_file):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:
@@ -329,13 +335,13 @@ class RunFolder:
         """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
         dump_config(config.located(), self.config_file)
 
-    def config(self) -> ExperimentConfig:
-        """Read the config of the run."""
+    def config(self, overrides: Sequence[str] = ()) -> ExperimentConfig:
+        """Read the config of the run, with some values overridden."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is no run folder: it has no config.yaml; name the folder `volseg train` made"
             )
-        return load_config(self.config_file)
+        return load_config(self.config_file, overrides)
 
     def task(self) -> Task:
         """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""

@@ -1,23 +1,37 @@
-"""Trained networks, out of their run folders."""
+"""Trained networks: with their weights, and with what a prediction may still set differently."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.preprocessed import Preprocessing
 from volseg.errors import CheckpointError, ConfigError
-from volseg.experiment.building import build_model, choose_device
+from volseg.experiment.building import build_model, build_predictor, choose_device, preprocessing_of
 from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
+from volseg.inference.predictor import Predictor
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
-__all__ = ["CHECKPOINTS", "Trained", "load_trained"]
+__all__ = ["CHECKPOINTS", "PREDICTION_KEYS", "Trained", "load_run", "require_keys"]
 
 CHECKPOINTS = {"latest": LATEST, "best": BEST, "previous": PREVIOUS}
+
+PREDICTION_KEYS = (
+    "inference",
+    "device",
+    "parallel",
+    "training.precision",
+    "training.kernels",
+    "training.memory_format",
+)
+"""What of a config may be another at prediction than at training: how, on what and how exactly it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +39,38 @@ class Trained:
     """Networks with their weights, and all that a prediction needs to know beside them."""
 
     source: Path
-    """What was named: a run folder."""
+    """What was named: a run folder, a cross-validation's, a file; the first one of several."""
     config: ExperimentConfig
+    """With what is overridden for the prediction."""
     task: Task
+    preprocessing: Preprocessing
+    """Of an image on its way to the networks."""
     models: tuple[nn.Module, ...]
     """In evaluation mode, on the device of the config; of several the probabilities are averaged."""
     weights: str
     """Digest of the files that the weights came from: equal weights, equal digest."""
+    mirror_axes: tuple[int, ...] = (0, 1, 2)
+    """Along which the networks are mirrored where the config wants them mirrored."""
+    kind: type[Predictor] = Predictor
+    """By whose rules the networks are applied to whole volumes."""
+
+    def build_predictor(self) -> Predictor:
+        """Return how the networks are applied to whole volumes."""
+        axes = self.mirror_axes if self.config.inference.mirror else ()
+        return build_predictor(self.config, self.task, self.models, mirror=axes, alone=True, kind=self.kind)
 
 
-def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
-    """Build the run's network and load its weights, averaged ones where the training kept them.
+def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Trained:
+    """Build a run's network and load its weights, averaged ones where the training kept them.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        Of the training.
+    checkpoint : str
+        A key of `CHECKPOINTS`.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``; see `require_keys`.
 
     Raises
     ------
@@ -46,7 +81,7 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
     """
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
-    config, task, plan = folder.config(), folder.task(), folder.plan()
+    config, task, plan = folder.config(overrides), folder.task(), folder.plan()
     require_components(folder.path, resumes=False)
     path = folder.checkpoints / CHECKPOINTS[checkpoint]
     try:
@@ -61,7 +96,36 @@ def load_trained(folder: RunFolder, checkpoint: str = "latest") -> Trained:
         load_averaged(model, state)
     except (KeyError, RuntimeError) as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
-    return Trained(source=folder.path, config=config, task=task, models=(model.eval(),), weights=digest_file(path))
+    return Trained(
+        source=folder.path,
+        config=config,
+        task=task,
+        preprocessing=preprocessing_of(config),
+        models=(model.eval(),),
+        weights=digest_file(path),
+    )
+
+
+def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_KEYS) -> None:
+    """Raise for an override of what the training has settled.
+
+    Raises
+    ------
+    ConfigError
+        Names the keys that may be set.
+    """
+    for assignment in overrides:
+        key = assignment.partition("=")[0].strip()
+        if any(key == name or key.startswith(f"{name}.") for name in allowed):
+            continue
+        known = [f"{name}.KEY" if name in ("inference", "parallel") else name for name in allowed]
+        section = key.partition(".")[0]
+        why = (
+            f"{section} is as it was trained with"
+            if section in ExperimentConfig.model_fields
+            else f"unknown key; {did_you_mean(section, allowed)}"
+        )
+        raise ConfigError(f"--set {assignment}: {why}. What may be set once a network is trained: {', '.join(known)}")
 
 
 def _name_others(folder: RunFolder, checkpoint: str) -> str:

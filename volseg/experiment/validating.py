@@ -1,64 +1,217 @@
-"""Validate a run again: its validation cases, any of its checkpoints."""
+"""Validate a trained run again: its validation cases, by any of its checkpoints, with other settings for inference."""
 
+import logging
+import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
-from volseg.data.cases import Case
+from volseg.config.loading import differences
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
 from volseg.data.layouts import load_task
-from volseg.data.preprocessed import prepare_all
-from volseg.errors import DataError
-from volseg.experiment.building import build_metrics, build_predictor, preprocessing_of
+from volseg.errors import ConfigError, DataError
+from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise, write_summary
+from volseg.experiment.building import build_metrics, preprocessing_of
+from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.report import dice_table
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.trained import Trained, load_trained
+from volseg.experiment.scoring import build_scoring
+from volseg.experiment.sources import find_folds
+from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.monitoring.progress import progress
 from volseg.workflow.validation import Validated, Validation
 
-__all__ = ["validate"]
+__all__ = ["VALIDATION_KEYS", "validate", "validate_folds", "validate_words"]
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_KEYS = (*PREDICTION_KEYS, "metrics", "data.root", "data.cache", "data.cache_limit")
+"""What of a config may be another when a run is validated again."""
+
+COUNTS = ("inference", "training.precision", "metrics")
+"""Of these, what changes the numbers by more than round-off."""
 
 
-def validate(folder: RunFolder, *, checkpoint: str = "latest") -> Validated:
+def validate(
+    folder: RunFolder,
+    *,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> Validated:
     """Predict the run's validation cases and write their label maps and ``summary.json``.
 
-    The latest checkpoint's go to ``validation/``, the best one's to ``validation_best/``.
+    The latest checkpoint's go to ``validation/``, the best one's to ``validation_best/``, and what is computed with
+    other settings than the run's to a folder that is called by them, such as ``validation_inference.mirror=true/``.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        Of the training.
+    checkpoint : str
+        ``latest``, ``best`` or ``previous``.
+    overrides : sequence of str
+        Such as ``inference.mirror=true``; see `VALIDATION_KEYS`.
+    output : path, optional
+        Another folder.
+    overwrite : bool
+        Replace a validation that is there.
+
+    Raises
+    ------
+    ConfigError
+        If there is a validation already, or a key cannot be set.
+    DataError
+        If the run has no validation cases, or a case is gone or bad.
+    OutOfMemoryError
+        If a volume does not fit its device.
+    """
+    require_keys(overrides, VALIDATION_KEYS)
+    trained = load_run(folder, checkpoint, overrides)
+    target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
+    _require_new(target, overwrite=overwrite, is_named=output is not None)
+    chosen = _choose(folder, trained.config)
+    with explaining_memory(trained.config):
+        validated = _validate(trained, chosen, target)
+    logger.info("%s holds the label maps and summary.json", target)
+    return validated
+
+
+def validate_folds(
+    folder: str | Path,
+    *,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> tuple[Summary, Task]:
+    """Validate each finished fold of a cross-validation on its own cases, and summarise all of them.
+
+    Each fold's go to its run folder, or to ``OUTPUT/fold_K``; the summary of all to a folder of the same name beside
+    the folds, or to ``OUTPUT``. The parameters are those of `validate`.
+
+    Raises
+    ------
+    ConfigError
+        If the folder is no cross-validation, no fold is finished, or there is a validation already.
+    """
+    require_keys(overrides, VALIDATION_KEYS)
+    folds = find_folds(Path(folder))
+    if not folds:
+        raise ConfigError(f"{folder} is no run folder and no cross-validation; name the folder that holds config.yaml")
+    name = _name(folds[0], checkpoint, overrides)
+    target = Path(output) if output is not None else Path(folder) / name
+    targets = [target / fold.path.name if output is not None else fold.path / name for fold in folds]
+    for one in (target, *targets):
+        _require_new(one, overwrite=overwrite, is_named=output is not None)
+    evaluated: list[EvaluatedCase] = []
+    for fold, place in zip(folds, targets, strict=True):
+        validated = validate(fold, checkpoint=checkpoint, overrides=overrides, output=place, overwrite=True)
+        logger.info("%s: Dice %.4f", fold.path, validated.score)
+        evaluated.extend(_list_evaluated(validated.summary))
+    summary = summarise(evaluated)
+    logger.info("%s holds all of them", write_summary(summary, target / "summary.json"))
+    return summary, folds[0].task()
+
+
+def validate_words(
+    source: str | Path,
+    *,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Validate a run or a cross-validation, and return its table of Dice; the parameters are those of `validate`."""
+    folder = RunFolder(Path(source))
+    if not folder.exists:
+        summary, task = validate_folds(
+            source, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite
+        )
+        return dice_table(summary, task)
+    validated = validate(folder, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite)
+    return dice_table(validated.summary, folder.task())
+
+
+def _name(folder: RunFolder, checkpoint: str, overrides: Sequence[str]) -> str:
+    """Return what the folder of a validation with these settings is called."""
+    lines = differences(folder.config(), folder.config(overrides))
+    changed = [line for line in lines if any(line.startswith((f"{key}.", f"{key}:")) for key in COUNTS)]
+    parts = [] if checkpoint == "latest" else [checkpoint]
+    parts += [f"{line.partition(':')[0]}={_shorten(line.rpartition(' -> ')[2])}" for line in changed]
+    return "_".join(["validation", *parts])
+
+
+def _shorten(value: str) -> str:
+    """Return a value as a file's name may hold it: the sides of a window as 64x64x64."""
+    return "x".join(re.findall(r"[\w.-]+", value.lower()))[:60]
+
+
+def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
+    """Raise if a validation would be replaced, or label maps in a folder that the user named."""
+    there = [target / "summary.json"] if (target / "summary.json").exists() else []
+    there += sorted(target.glob("*.nii.gz"))[:1] if is_named else []
+    if there and not overwrite:
+        raise ConfigError(
+            f"{there[0]} is there already; replace that validation by --overwrite, or name another folder by --output"
+        )
+
+
+def _choose(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
+    """Return the cases that the run validates on, and no others.
 
     Raises
     ------
     DataError
-        If the run has no validation cases, or a case is gone.
-    OutOfMemoryError
-        If a volume does not fit its device.
+        If there are none, or one is gone, or the labels mean something else now.
     """
-    trained = load_trained(folder, checkpoint)
-    config, names = trained.config, set(folder.split().validation)
-    if not names:
+    split, root = folder.split(), config.data.root
+    if not split.validation:
         raise DataError(
             f"{folder.path} was trained on every case (split.validation: none); predict other cases instead"
         )
-    if not config.data.root.exists():
+    if not root.exists():
         raise DataError(
-            f"{config.data.root}, the task of {folder.path}, does not exist; put it back, or write its new place as "
-            f"data.root into {folder.config_file}"
+            f"{root}, the task of {folder.path}, does not exist; put it back, or name its new place by "
+            f"--set data.root=FOLDER, or for good as data.root into {folder.config_file}"
         )
-    cases = [case for case in load_task(config.data.root, require_files=False).training if case["case"] in names]
-    if gone := sorted(names - {case["case"] for case in cases}):
-        raise DataError(f"{config.data.root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
-    with explaining_memory(config):
-        return _validate(trained, cases, checkpoint)
+    task = load_task(root, require_files=False)
+    folder.require_same_task(task)
+    by_id = {case["case"]: case for case in task.training}
+    if gone := sorted(set(split.validation) - by_id.keys()):
+        raise DataError(f"{root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
+    return ChosenCases(task=task, split=split, training=(), validation=tuple(by_id[name] for name in split.validation))
 
 
-def _validate(trained: Trained, cases: Sequence[Case], checkpoint: str) -> Validated:
-    config, folder = trained.config, RunFolder(trained.source)
-    prepared = prepare_all(cases, preprocessing_of(config), keep_reference=True)
+def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
+    config, preprocessing = trained.config, preprocessing_of(trained.config)
+    cache = open_cache(config, chosen.task, preprocessing)
+    prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation
     validation = Validation(
-        build_predictor(config, trained.task, trained.models, mirror=config.inference.mirror, alone=True),
+        trained.build_predictor(),
         prepared,
         trained.task.structures,
         ignore=trained.task.ignore,
         values=trained.task.class_values,
         metrics=build_metrics(config, trained.task),
-        folder=folder.validation if checkpoint == "latest" else folder.path / f"validation_{checkpoint}",
+        scoring=build_scoring(config, trained.task),
+        folder=target,
         batch_size=config.inference.batch,
-        show=partial(progress, title="validating", total=len(cases)),
+        show=partial(progress, title="validating", total=len(prepared)),
     )
     return validation()
+
+
+def _list_evaluated(summary: Summary) -> list[EvaluatedCase]:
+    """Return the cases of a summary as they were evaluated."""
+    return [
+        EvaluatedCase(
+            metrics={read_structure(label): metrics for label, metrics in case["metrics"].items()},
+            prediction_file=case["prediction_file"],
+            reference_file=case["reference_file"],
+        )
+        for case in summary["metric_per_case"]
+    ]

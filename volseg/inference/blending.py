@@ -18,7 +18,7 @@ from volseg.device.triton_tiles import takes
 from volseg.inference import triton_blending
 from volseg.inference.memory_plan import BlendPlan, Region
 from volseg.inference.window_step import WindowStep
-from volseg.inference.windows import Layer, compute_importance
+from volseg.inference.windows import Layer
 
 __all__ = ["Slab", "add_window", "blend_slabs", "locate_planes"]
 
@@ -32,6 +32,10 @@ class Slab:
     origin: tuple[int, int, int]
     """Voxel i of an axis lies at index ``(i - origin) % side``."""
     layer: Layer
+    num_windows: int
+    """That were blended since the slab before."""
+    num_skipped: int
+    """Of these, windows of background that went through no model."""
 
 
 def blend_slabs(
@@ -43,6 +47,7 @@ def blend_slabs(
     windows_per_step: int,
     device: torch.device,
     stitch_on: torch.device,
+    skips_background: bool = False,
 ) -> Iterator[Slab]:
     """Yield a region of the probabilities of images slab by slab; the buffer is one and the same.
 
@@ -58,10 +63,13 @@ def blend_slabs(
         Windows that go through the models at once.
     device, stitch_on : torch.device
         Where windows are computed, and where they are blended.
+    skips_background : bool
+        Whether a window in which the image has one value counts as background for certain: probability 1 of the first
+        class, or 0 of every region. Of probabilities only.
     """
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
-    importance = compute_importance(plan.window, stitch_on)
+    importance = plan.windowing.importance(plan.window, stitch_on)
     blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
     weights = torch.empty(1, *sides, device=stitch_on)
     for layer in plan.layers:
@@ -70,8 +78,17 @@ def blend_slabs(
             _narrow(weights, plan.axis, planes).zero_()
         corners = plan.corners(region.held, layer)
         places = [(index, corner) for index in range(len(images)) for corner in corners]
-        for first in range(0, len(places), windows_per_step):
-            together = places[first : first + windows_per_step]
+        empty = _find_empty(images, places, plan.window) if skips_background else set()
+        for index, corner in sorted(empty):
+            at = [place - start for place, start in zip(corner, (d, h, w), strict=True)]
+            ones = torch.ones_like(importance)[None]
+            if not step.regions:
+                add_window(blend[index, :1], ones.clone(), importance, at, plan.axis)
+            if index == 0:
+                add_window(weights, ones, importance, at, plan.axis)
+        computed = [place for place in places if place not in empty]
+        for first in range(0, len(computed), windows_per_step):
+            together = computed[first : first + windows_per_step]
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
             outputs, link = _run(step, torch.stack(cut).to(device, torch.float32), stitch_on)
             for (index, corner), output in zip(together, outputs, strict=True):
@@ -81,7 +98,7 @@ def blend_slabs(
                     add_window(weights, torch.ones_like(importance)[None], importance, at, plan.axis)
         for planes in locate_planes(layer.finished, plan.depth):
             _narrow(blend, plan.axis, planes).div_(_narrow(weights, plan.axis, planes))
-        yield Slab(blend, (d, h, w), layer)
+        yield Slab(blend, (d, h, w), layer, len(places), len(empty))
 
 
 def add_window(
@@ -127,8 +144,19 @@ def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> tuple[Te
     """Return logits and their link where one kernel does the rest, else probabilities."""
     if step.num_passes == 1 and windows.is_cuda and stitch_on == windows.device:
         ((logits, _),) = step.passes(windows)
-        return logits, "sigmoid" if step.regions else "softmax"
+        return logits, step.link
     return step(windows).to(stitch_on), ""
+
+
+def _find_empty(
+    images: Tensor, places: Sequence[tuple[int, tuple[int, ...]]], window: Sequence[int]
+) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the places of windows in which each channel has one value: once per layer a GPU is waited for."""
+    if not places:
+        return set()
+    cut = (_cut(images[index], corner, window).flatten(1) for index, corner in places)
+    flat = torch.stack([(voxels.amin(1) == voxels.amax(1)).all() for voxels in cut])
+    return {place for place, is_flat in zip(places, flat.tolist(), strict=True) if is_flat}
 
 
 def _cut(image: Tensor, corner: Sequence[int], sides: Sequence[int]) -> Tensor:

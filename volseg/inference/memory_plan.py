@@ -11,7 +11,7 @@ from itertools import pairwise, product
 
 from volseg.errors import OutOfMemoryError
 from volseg.inference.sampling import Box
-from volseg.inference.windows import Layer, choose_axis, find_starts, list_layers, merge_layers
+from volseg.inference.windows import MONAI, Layer, Windowing, choose_axis, list_layers, merge_layers
 
 __all__ = ["HELD_WHOLE_BYTES", "BlendPlan", "Region", "plan_blend"]
 
@@ -45,6 +45,7 @@ class BlendPlan:
     """Whether all layers are held until the end."""
     strips: tuple[int, int, int]
     """Into how many strips each axis is cut; the streamed one into 1."""
+    windowing: Windowing = MONAI
 
     @property
     def depth(self) -> int:
@@ -101,6 +102,7 @@ def plan_blend(
     budget: int,
     *,
     most_whole: int = HELD_WHOLE_BYTES,
+    windowing: Windowing = MONAI,
 ) -> BlendPlan:
     """Return how to blend a volume within a budget of bytes, with the fewest windows.
 
@@ -116,17 +118,19 @@ def plan_blend(
         Bytes that the blend may take.
     most_whole : int
         Bytes up to which the volume is held whole.
+    windowing : Windowing
+        Where windows lie, and how much their voxels count.
 
     Raises
     ------
     OutOfMemoryError
         If not even strips of one voxel fit.
     """
-    d, h, w = (tuple(find_starts(*sides, overlap)) for sides in zip(shape, window, strict=True))
+    d, h, w = (tuple(windowing.starts(*sides, overlap)) for sides in zip(shape, window, strict=True))
     sides, axis = (shape[0], shape[1], shape[2]), choose_axis(shape, window)
 
     def plan(whole: bool, strips: tuple[int, int, int]) -> BlendPlan:
-        return BlendPlan(sides, (window[0], window[1], window[2]), (d, h, w), axis, whole, strips)
+        return BlendPlan(sides, (window[0], window[1], window[2]), (d, h, w), axis, whole, strips, windowing)
 
     for whole in (True, False):
         candidate = plan(whole, (1, 1, 1))

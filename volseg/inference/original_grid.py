@@ -16,7 +16,10 @@ from volseg.inference.decision import SLAB_ELEMENTS, Decision, LabelRule
 from volseg.inference.sampling import Aligned, Box, Held, Oblique, sample_grid
 from volseg.transforms.grid import Grid
 
-__all__ = ["WayBack", "label_map_on", "original_label_map", "resample"]
+__all__ = ["NEAREST_AXIS", "WayBack", "label_map_on", "original_label_map", "resample"]
+
+NEAREST_AXIS = "nearest_axis"
+"""Key of a preprocessed image's ``meta``: its axis along which the nearest plane counts on the way back."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +44,8 @@ class WayBack:
         d, h, w = (int(before) for before, _ in padding)
         inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
         original, source = Grid.original(image), Grid.of(image).crop((d, h, w), inner)
-        return cls(image, original, source, (d, h, w), sample_grid(original, source))
+        sampling = sample_grid(original, source, nearest_axis=image.meta.get(NEAREST_AXIS))
+        return cls(image, original, source, (d, h, w), sampling)
 
     def begin(self, rule: LabelRule, *, also: Collection[str] = (), device: torch.device | str = "cpu") -> Decision:
         """Return an empty label map on the image's grid, to be filled slab by slab."""
@@ -72,7 +76,11 @@ def original_label_map(
     """
     back = WayBack.of(image)
     box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
-    return back.label(label_map_on(back.original, probabilities[:, *box], back.source, values=values, regions=regions))
+    inner = probabilities[:, *box]
+    _require_on(inner, back.source)
+    decision = back.begin(LabelRule.of(len(inner), values, regions), device=inner.device)
+    decision.take(Held(inner), _all_of(back.source))
+    return back.label(decision.labels[None])
 
 
 def label_map_on(

@@ -23,6 +23,7 @@ from volseg.inference.decision import Also, LabelRule
 from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
+from volseg.inference.windows import MONAI, Windowing
 
 __all__ = ["Model", "Predictor", "full_logits", "predict_case"]
 
@@ -62,6 +63,9 @@ class Predictor:
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
     before_pass : callable, optional
         Called before each pass through a model, thus between the windows of one volume; it may raise to leave.
+    skip_background : bool
+        Whether windows in which the image has one value, such as air that was clipped, count as background for certain
+        instead of going through the model. The log says how many there were.
     """
 
     model: Model | Sequence[Model]
@@ -77,6 +81,7 @@ class Predictor:
     memory: int | None = None
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
+    skip_background: bool = False
 
     def __post_init__(self) -> None:
         if (self.values is None and self.regions) or (self.values is not None and len(self.values) != self.num_classes):
@@ -90,6 +95,9 @@ class Predictor:
             raise ConfigError(f"overlap must lie in [0, 1), got {self.overlap}")
         if not {0, 1, 2}.issuperset(self.mirror_axes):
             raise ConfigError(f"mirror must be true, false or axes among 0, 1, 2, got {self.mirror}")
+        if self.skip_background and (self.window is None or not self.window_step.link):
+            which = "whole volumes" if self.window is None else "a network whose logits are averaged, as nnU-Net's are"
+            raise ConfigError(f"skip_background leaves out windows of probabilities, got {which}; leave it off")
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -114,6 +122,11 @@ class Predictor:
             autocast=self.autocast,
             before_pass=self.before_pass,
         )
+
+    @property
+    def windowing(self) -> Windowing:
+        """Where windows lie, and how much their voxels count."""
+        return MONAI
 
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
@@ -176,6 +189,8 @@ class Predictor:
                 device=device,
                 stitch_on=torch.device(self.stitch_on or device),
                 memory=self.memory,
+                windowing=self.windowing,
+                skip_background=self.skip_background,
             )
 
     def _choose_device(self, images: Tensor) -> torch.device:

@@ -26,6 +26,9 @@ __all__ = ["Aligned", "AxisTable", "Box", "Held", "Oblique", "Sampling", "sample
 WHOLE_VOXEL = 0.01
 """A map within this many voxels of a permutation, flip, scaling and whole shift is one."""
 
+TIE = 1e-6
+"""Voxels within which two planes are equally near."""
+
 Box = tuple[range, range, range]
 """Voxels or cells along three axes."""
 
@@ -201,10 +204,14 @@ class Oblique:
         return along(2, ())
 
 
-def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear") -> Aligned | Oblique:
+def sample_grid(
+    target: Grid, source: Grid, *, mode: str = "bilinear", nearest_axis: int | None = None
+) -> Aligned | Oblique:
     """Return how values on ``source`` are read at the voxels of ``target``.
 
-    ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``.
+    ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``. Along
+    ``nearest_axis`` of the source it is nearest anyway, the later of two that are equally near, as in nnU-Net; the
+    grids' axes must be parallel then.
     """
     if mode not in ("bilinear", "nearest"):
         raise GridError(f"mode must be bilinear or nearest, got {mode!r}")
@@ -216,9 +223,20 @@ def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear") -> Aligne
         aligned[along, axis] = linear[along, axis]
     aligned[:, 3] = to_source[:, 3]
     if sorted(axes) != [0, 1, 2] or ((to_source - aligned) @ target.corners())[:3].abs().max() > WHOLE_VOXEL:
+        if nearest_axis is not None:
+            raise GridError(
+                "an axis that takes the nearest plane must be parallel to one of the image's; it is oblique"
+            )
         return Oblique(to_source, target.shape, source.shape, mode == "nearest")
     d, h, w = (
-        _tabulate(along, float(linear[along, axis]), float(to_source[along, 3]), target.shape[axis], source, mode)
+        _tabulate(
+            along,
+            float(linear[along, axis]),
+            float(to_source[along, 3]),
+            target.shape[axis],
+            source,
+            "later" if along == nearest_axis else mode,
+        )
         for axis, along in enumerate(axes)
     )
     return Aligned((d, h, w))
@@ -233,9 +251,11 @@ def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: G
     at = whole if is_whole else at
     covered = _is_covered(at, side).nonzero()
     inside = range(int(covered[0]), int(covered[-1]) + 1) if len(covered) else range(0)
+    if mode == "later":  # of two planes that are equally near, but for rounding in the affines
+        at = (at + 0.5 + TIE).floor()
     at = _bring_inside(at, side, mode == "nearest")
     below = at.floor().long()
-    weight = None if is_whole or mode == "nearest" else (at - below).float()
+    weight = None if is_whole or mode != "bilinear" else (at - below).float()
     above = below if weight is None else (below + 1).clamp_max(side - 1)
     return AxisTable(source, inside, below, above, weight)
 

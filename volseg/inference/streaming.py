@@ -21,6 +21,7 @@ from volseg.inference.original_grid import WayBack
 from volseg.inference.prediction import Prediction
 from volseg.inference.sampling import Box, Held
 from volseg.inference.window_step import WindowStep
+from volseg.inference.windows import MONAI, Windowing
 from volseg.memory import available_bytes
 from volseg.parallel import FastKernels, ModelParallel
 
@@ -53,6 +54,10 @@ class Streamer:
         Where windows are computed, and where they are blended and decided.
     memory : int, optional
         Bytes that blending may take on ``stitch_on``. None: what is free.
+    windowing : Windowing
+        Where windows lie, and how much their voxels count.
+    skip_background : bool
+        As for `Predictor`.
     """
 
     step: WindowStep
@@ -63,6 +68,8 @@ class Streamer:
     device: torch.device
     stitch_on: torch.device
     memory: int | None = None
+    windowing: Windowing = MONAI
+    skip_background: bool = False
 
     def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None where a probability is not finite.
@@ -108,7 +115,10 @@ class Streamer:
         shape = pad_shape(images.shape[-3:], self.window)
         w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)
         everything = 2**63
-        plan = plan_blend(shape, self.window, self.overlap, self.step.num_classes, everything, most_whole=everything)
+        plan = plan_blend(
+            shape, self.window, self.overlap, self.step.num_classes, everything,
+            most_whole=everything, windowing=self.windowing,
+        )  # fmt: skip
         ((slab, _, _),) = self._blend(plan, pad(images, margins))
         return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
 
@@ -118,7 +128,7 @@ class Streamer:
         everything = range(depth), range(height), range(width)
         predictions = []
         for image, of_image in zip(images, probabilities, strict=True):
-            filling = _Filling(image, (0, 0, 0), self.rule, also)
+            filling = _Filling(image, (0, 0, 0), self.rule, also, self.step.link)
             filling.take(Held(of_image), everything, everything)
             predictions.append(filling.finish())
         return predictions
@@ -130,7 +140,7 @@ class Streamer:
         for image in images:
             w, _, h, _, d, _ = margins = _compute_margins(image.shape[-3:], plan.shape)
             padded.append(pad(image.as_tensor(), margins))
-            fillings.append(_Filling(image, (d, h, w), self.rule, also))
+            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
         for slab, finished, ready in self._blend(plan, torch.stack(padded)):
             for filling, of_image in zip(fillings, slab.blend, strict=True):
                 filling.take(Held(of_image, slab.origin), finished, ready)
@@ -139,16 +149,21 @@ class Streamer:
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
         """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
         images = images.to(self.device) if self._keeps_on_device(images) else images
+        windows = skipped = 0
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
                 windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                skips_background=self.skip_background,
             ):  # fmt: skip
+                windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 finished, ready = (
                     tuple(planes if axis == plan.axis else part for axis, part in enumerate(region.cells))
                     for planes in (slab.layer.finished, slab.layer.ready)
                 )
                 yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
+        if self.skip_background:
+            logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
     def _keeps_on_device(self, images: Tensor) -> bool:
         """Say whether windows are cut on the device: where the image takes a small part of what is free."""
@@ -157,9 +172,9 @@ class Streamer:
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None
         shape = pad_shape(image.shape[-3:], self.window)
-        plan = plan_blend(shape, self.window, self.overlap, self.step.num_classes, budget)
+        plan = self._plan_within(shape, budget)
         if max(plan.strips) > 1:
-            uncut = plan_blend(shape, self.window, self.overlap, self.step.num_classes, 2**63)
+            uncut = self._plan_within(shape, 2**63)
             logger.warning(
                 "a layer of windows of %d classes takes %s for %s voxels, and %s can be used on %s: the volume is "
                 "predicted in %d strips, which takes %.1f times as many windows",
@@ -167,6 +182,11 @@ class Streamer:
                 _say(budget), self.stitch_on, math.prod(plan.strips), plan.count_windows() / uncut.count_windows(),
             )  # fmt: skip
         return plan
+
+    def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
+        assert self.window is not None
+        classes = self.step.num_classes
+        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing)
 
     def _find_budget(self, image: Tensor) -> int:
         """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
@@ -206,11 +226,11 @@ class _Filling:
     """The prediction of one image, while it is being filled, and whether it is finite so far."""
 
     def __init__(
-        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also]
+        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also], link: str
     ) -> None:
         self.back, self.margin = WayBack.of(image), margin
         self.decision = self.back.begin(rule, also=also)
-        self.classes = slice(None) if rule.regions else slice(1)  # a softmax is finite for all classes or for none
+        self.classes = slice(1) if link == "softmax" else slice(None)  # a softmax is finite for all classes or none
         self.finite: Tensor | None = None
 
     def take(self, held: Held, finished: Box, ready: Box) -> None:

@@ -26,6 +26,8 @@ MOST_VOXELS = 2**26
 
 
 if triton is not None:
+    SMALLEST = tl.constexpr(1e-37)
+    """Of float32's normal numbers, about: the logarithm of 0 is none."""
 
     @triton.jit
     def _along_d(x, below_d, above_d, weight_d, h, w, there, D_BETWEEN: tl.constexpr):
@@ -83,9 +85,9 @@ if triton is not None:
                 chosen = tl.where(value > best, k, chosen)
                 best = tl.maximum(best, value)
             if ENTROPY:
-                entropy -= tl.where(value > 0, value * tl.log(value), 0.0)
+                entropy -= value * tl.log(tl.maximum(value, SMALLEST))
                 if REGIONS:
-                    entropy -= tl.where(value < 1, (1 - value) * tl.log(1 - value), 0.0)
+                    entropy -= (1 - value) * tl.log(tl.maximum(1 - value, SMALLEST))
         if VALUES:
             chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
         tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)

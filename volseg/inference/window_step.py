@@ -45,6 +45,11 @@ class WindowStep:
     before_pass: Callable[[], object] | None = None
 
     @property
+    def link(self) -> str:
+        """What makes a pass's logits what is blended: ``softmax``, ``sigmoid``, or nothing."""
+        return "sigmoid" if self.regions else "softmax"
+
+    @property
     def num_passes(self) -> int:
         """How often each window goes through a model."""
         return len(self.models) * 2 ** len(self.mirror_axes)

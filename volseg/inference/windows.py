@@ -6,7 +6,7 @@ so a blend needs to hold one layer. The axis follows from the shape alone, so th
 thus the same bits, however little of the volume is held at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,16 @@ import torch
 from monai.data.utils import compute_importance_map
 from torch import Tensor
 
-__all__ = ["Layer", "choose_axis", "compute_importance", "find_starts", "list_layers", "merge_layers"]
+__all__ = [
+    "MONAI",
+    "Layer",
+    "Windowing",
+    "choose_axis",
+    "compute_importance",
+    "find_starts",
+    "list_layers",
+    "merge_layers",
+]
 
 
 def find_starts(side: int, window: int, overlap: float) -> list[int]:
@@ -35,6 +44,19 @@ def compute_importance(window: Sequence[int], device: torch.device) -> Tensor:
     """Return how much each voxel of a window counts, ``(d, h, w)`` float32: a Gaussian of an eighth of each side."""
     importance: Tensor = compute_importance_map(tuple(window), mode="gaussian", sigma_scale=0.125, device=device)
     return importance
+
+
+@dataclass(frozen=True, slots=True)
+class Windowing:
+    """Whose rule says where windows lie and how much their voxels count."""
+
+    starts: Callable[[int, int, float], Sequence[int]]
+    """As `find_starts`: rising, from 0 to the border."""
+    importance: Callable[[Sequence[int], torch.device], Tensor]
+    """As `compute_importance`: positive."""
+
+
+MONAI = Windowing(find_starts, compute_importance)
 
 
 def choose_axis(shape: Sequence[int], window: Sequence[int]) -> int:

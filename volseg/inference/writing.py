@@ -2,9 +2,7 @@
 
 import io
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -14,16 +12,13 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import LARGEST_VALUE
-from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError
 from volseg.files import replacing
+from volseg.inference.nifti_header import place
 from volseg.transforms.grid import Grid
 from volseg.transforms.slabs import run_over_slabs
 
 __all__ = ["write_prediction"]
-
-STRIPPED_SHEAR = 1e-3
-"""A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
 
 COMPRESSION = 2
 """ISA-L's level: a label map takes a quarter more than by zlib's level 6, in a thirtieth of the time."""
@@ -71,7 +66,9 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
             "bring it there with volseg.inference.original_grid.resample"
         )
-    image = _to_nifti(_to_integers(voxels.reshape(grid.shape), path), grid, reference.meta)
+    image = place(
+        nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
+    )
     content = io.BytesIO()
     image.to_stream(content)
     if path.name.lower().endswith(".gz"):
@@ -111,16 +108,3 @@ def _order(voxels: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
 
     run_over_slabs(order, voxels.shape, BLOCK_SIDE)
     return ordered
-
-
-def _to_nifti(voxels: np.ndarray, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
-    """Return the image with the sform and qform of the reference's header."""
-    affine = grid.affine.numpy()
-    image = nib.Nifti1Image(voxels, affine)
-    sform, qform = (int(meta.get(key, SCANNER_ANATOMICAL)) for key in ("sform_code", "qform_code"))
-    image.set_sform(affine, code=sform)
-    image.set_qform(np.asarray(meta.get("qform_affine", affine)), code=qform, strip_shears=True)
-    if sform and "qform_affine" not in meta and not np.allclose(image.get_qform(), affine, atol=STRIPPED_SHEAR):
-        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): rather none than a wrong place
-    image.header.set_xyzt_units("mm")
-    return image

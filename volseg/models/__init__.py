@@ -4,7 +4,7 @@ from volseg.models.deep_supervision import DynUNet
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule, grid_divisors, grid_rule
 from volseg.models.networks import NETWORKS, build_network, complete_spec
-from volseg.models.residual_encoder import ResEncUNet
+from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.topology import Topology, plan_topology
 from volseg.models.vnet import VNet
 
@@ -13,6 +13,7 @@ __all__ = [
     "DynUNet",
     "FitGrid",
     "GridRule",
+    "PlainConvUNet",
     "ResEncUNet",
     "Topology",
     "VNet",

@@ -19,7 +19,7 @@ from torch import nn
 from volseg.errors import GridError
 from volseg.models.copies import run_on_copies
 from volseg.models.deep_supervision import DynUNet
-from volseg.models.residual_encoder import ResEncUNet
+from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.vnet import VNet
 
 __all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule"]
@@ -143,6 +143,7 @@ _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     nets.UNet: lambda net: _by_strides(net.strides[: len(net.channels) - 1]),
     nets.DynUNet: lambda net: _by_strides(net.strides),
     DynUNet: lambda net: _by_strides(net.strides),
+    PlainConvUNet: lambda net: _by_strides(net.strides),
     ResEncUNet: lambda net: _by_strides(net.strides),
     nets.SegResNet: _segresnet,
     nets.SwinUNETR: _swin,

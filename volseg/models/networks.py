@@ -15,7 +15,7 @@ from torch import nn
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.models.deep_supervision import DynUNet
-from volseg.models.residual_encoder import ENCODER_BLOCKS, ResEncUNet
+from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEncUNet
 from volseg.models.topology import plan_topology
 from volseg.models.vnet import VNet
 
@@ -51,7 +51,13 @@ def _explain_monai(name: str) -> str:
 
 NETWORKS = Registry(
     "network",
-    {**{name: getattr(nets, name) for name in OFFERED}, "DynUNet": DynUNet, "ResEncUNet": ResEncUNet, "VNet": VNet},
+    {
+        **{name: getattr(nets, name) for name in OFFERED},
+        "DynUNet": DynUNet,
+        "PlainConvUNet": PlainConvUNet,
+        "ResEncUNet": ResEncUNet,
+        "VNet": VNet,
+    },
     group="volseg.networks",
     explain=_explain_monai,
 )
@@ -161,12 +167,14 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
     return defaults
 
 
-def _planned_residual(
+def _planned_blocks(
     spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing: Sequence[float]
 ) -> dict[str, Any]:
-    """Plan as nnU-Net does, with its numbers of residual blocks."""
+    """Plan as nnU-Net does, with its numbers of blocks."""
     planned = _planned({key: value for key, value in spec.items() if key != "deep_supervision"}, patch_size, spacing)
     del planned["upsample_kernel_size"]
+    if spec["name"] == "PlainConvUNet":
+        return {**planned, "blocks": (2,) * len(planned["strides"]), "decoder_blocks": 2}
     return {**planned, "blocks": ENCODER_BLOCKS[: len(planned["strides"])]}
 
 
@@ -182,6 +190,7 @@ _DEFAULTS: dict[str, Callable[[Mapping[str, Any], Sequence[int] | None, Sequence
     "AttentionUnet": lambda spec, *_: _five_levels(spec),
     "FlexibleUNet": lambda *_: {"backbone": "efficientnet-b0"},  # its smallest
     "DynUNet": _planned,
-    "ResEncUNet": _planned_residual,
+    "PlainConvUNet": _planned_blocks,
+    "ResEncUNet": _planned_blocks,
     "UNETR": lambda spec, patch_size, _: {} if "img_size" in spec else _fixed_grid(patch_size),
 }

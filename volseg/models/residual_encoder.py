@@ -1,7 +1,8 @@
-"""nnU-Net's U-Net with a residual encoder, which MONAI does not have: its own has residuals on the way up too.
+"""nnU-Net's two U-Nets as nnU-Net 2 builds them, so that its trained weights fit.
 
-What comes out of a stage's first block is added to the input pooled by the stride and, where the channels differ,
-convolved with a kernel of one voxel (ResNet-D); the way up is that of the plain U-Net, with a convolution per stage.
+MONAI's DynUNet has two convolutions in each stage, and none of their biases; MONAI has no residual encoder with a plain
+way up. With a residual encoder, what comes out of a stage's first block is added to the input pooled by the stride and,
+where the channels differ, convolved with a kernel of one voxel (ResNet-D); the way up is that of the plain U-Net.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from volseg.errors import ConfigError
 
-__all__ = ["DECODER_BLOCKS", "ENCODER_BLOCKS", "ResEncUNet"]
+__all__ = ["DECODER_BLOCKS", "ENCODER_BLOCKS", "PlainConvUNet", "ResEncUNet"]
 
 ENCODER_BLOCKS = (1, 3, 4, *[6] * 10)
 """Residual blocks of each stage in nnU-Net's networks."""
@@ -37,8 +38,8 @@ class ResEncUNet(nn.Module):
         Channels of each stage.
     blocks : sequence of int
         Residual blocks of each stage, two convolutions each.
-    decoder_blocks : int
-        Convolutions of each stage on the way up.
+    decoder_blocks : int or sequence of int
+        Convolutions of each stage on the way up; of several the coarsest stage's first.
     deep_supervision : bool
         Heads for the coarser stages, but for the coarsest, to which nnU-Net gives no weight.
 
@@ -63,39 +64,53 @@ class ResEncUNet(nn.Module):
         kernel_size: Sequence[Sequence[int] | int],
         filters: Sequence[int],
         blocks: Sequence[int],
-        decoder_blocks: int = DECODER_BLOCKS,
+        decoder_blocks: int | Sequence[int] = DECODER_BLOCKS,
         deep_supervision: bool = False,
     ) -> None:
         super().__init__()
         if len({len(strides), len(kernel_size), len(filters), len(blocks)}) > 1 or len(strides) < 2:
             raise ConfigError(
-                "ResEncUNet needs strides, kernel_size, filters and blocks of the same two stages or more, got "
-                f"{len(strides)}, {len(kernel_size)}, {len(filters)} and {len(blocks)} of them"
+                f"{type(self).__name__} needs strides, kernel_size, filters and blocks of the same two stages or more, "
+                f"got {len(strides)}, {len(kernel_size)}, {len(filters)} and {len(blocks)} of them"
             )
         self.strides = [_triple(stride) for stride in strides]
         self.deep_supervision = deep_supervision
         kernels = [_triple(kernel) for kernel in kernel_size]
-        self.stem = _Convolution(in_channels, filters[0], kernels[0])
-        before = [filters[0], *filters[:-1]]
+        up_blocks = [decoder_blocks] * (len(filters) - 1) if isinstance(decoder_blocks, int) else list(decoder_blocks)
+        if len(up_blocks) != len(filters) - 1:
+            raise ConfigError(
+                f"{type(self).__name__} needs decoder_blocks for each of {len(filters) - 1} stages, got {up_blocks}"
+            )
+        self.stem, width = self._make_stem(in_channels, filters[0], kernels[0])
         self.encoder = nn.ModuleList(
             nn.Sequential(
-                _ResidualBlock(below, channels, kernel, stride),
-                *(_ResidualBlock(channels, channels, kernel) for _ in range(count - 1)),
+                self._make_block(below, channels, kernel, stride),
+                *(self._make_block(channels, channels, kernel) for _ in range(count - 1)),
             )
             for below, channels, kernel, stride, count in zip(
-                before, filters, kernels, self.strides, blocks, strict=True
+                [width, *filters[:-1]], filters, kernels, self.strides, blocks, strict=True
             )
         )
         ups, decoder = [], []
-        for stage in reversed(range(len(filters) - 1)):
+        for stage, count in zip(reversed(range(len(filters) - 1)), up_blocks, strict=True):
             channels, stride = filters[stage], self.strides[stage + 1]
             ups.append(nn.ConvTranspose3d(filters[stage + 1], channels, stride, stride))
-            sizes = [2 * channels, *[channels] * (decoder_blocks - 1)]
+            sizes = [2 * channels, *[channels] * (count - 1)]
             decoder.append(nn.Sequential(*(_Convolution(size, channels, kernels[stage]) for size in sizes)))
         self.ups, self.decoder = nn.ModuleList(ups), nn.ModuleList(decoder)
         num_heads = max(1, len(filters) - 2) if deep_supervision else 1
         self.heads = nn.ModuleList(nn.Conv3d(channels, out_channels, 1) for channels in filters[:num_heads])
         self.apply(_initialise)
+
+    @staticmethod
+    def _make_stem(in_channels: int, channels: int, kernel: Sides) -> tuple[nn.Module, int]:
+        """Return what comes before the first stage, and its channels."""
+        return _Convolution(in_channels, channels, kernel), channels
+
+    @staticmethod
+    def _make_block(in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1)) -> nn.Module:
+        """Return one of a stage's blocks."""
+        return _ResidualBlock(in_channels, out_channels, kernel, stride)
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         """Return logits (B, K, D, H, W), or the list of them, finest first."""
@@ -142,6 +157,26 @@ class _ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.second(self.first(x)) + self.skip(x))
+
+
+class PlainConvUNet(ResEncUNet):
+    """nnU-Net's plain U-Net: ``blocks`` are convolutions; otherwise as `ResEncUNet`.
+
+    Examples
+    --------
+    >>> net = PlainConvUNet(1, 3, strides=(1, 2, 2), kernel_size=(3, 3, 3), filters=(4, 8, 16), blocks=(2, 2, 2))
+    >>> net(torch.zeros(1, 1, 8, 8, 16)).shape
+    torch.Size([1, 3, 8, 8, 16])
+    """
+
+    @staticmethod
+    def _make_stem(in_channels: int, channels: int, kernel: Sides) -> tuple[nn.Module, int]:
+        del channels, kernel  # the first stage's first convolution is the stem
+        return nn.Identity(), in_channels
+
+    @staticmethod
+    def _make_block(in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1)) -> nn.Module:
+        return _Convolution(in_channels, out_channels, kernel, stride)
 
 
 def _triple(sides: Sequence[int] | int) -> Sides:

@@ -32,8 +32,15 @@ from volseg.device.torch_internals import accept_gradients_of_other_streams, get
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
 __all__ = ["GradientSums", "Marked", "is_trained"]
+
+REFUSAL = (
+    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let forward() "
+    "use the same parameters in all processes, whatever the samples are (multiply by zero instead of leaving out), "
+    "freeze them in all, and give them the same memory format in all"
+)
 
 
 class Marked(NamedTuple):
@@ -117,8 +124,8 @@ class GradientSums:
         if self._stream is not None:
             accept_gradients_of_other_streams()
         self._guard = None if average else _Guard()
-        self._differences: dict[tuple[str, ...], _Differences] = {}
-        self._patterns: dict[Any, Tensor] = {}
+        self._differences: dict[tuple[str, ...], Differences] = {}
+        self.numbers = LayoutNumbers()
         self._ever_trained: set[str] = set()
         self._edges: weakref.ref[_Edges] | None = None
 
@@ -135,7 +142,7 @@ class GradientSums:
             edges = self._find_edges(parameters)
             differences = self._differences.get(names)
             if differences is None:
-                differences = self._differences[names] = _Differences(names, self.device)
+                differences = self._differences[names] = Differences(names, self.device, REFUSAL)
             end = torch.empty(0, device=self.device)
             marked: list[Tensor] = []
             for bucket in fill_buckets(parameters):
@@ -174,17 +181,6 @@ class GradientSums:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
-
-    def read_pattern(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the layout of each gradient as a number, zero for each None; kept, as a step waits for no copy."""
-        codes = tuple(
-            0 if gradient is None else _number_layout(parameter)
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-        )
-        key = codes, parameters[0].dtype, parameters[0].device
-        if key not in self._patterns:
-            self._patterns[key] = torch.tensor(codes, dtype=parameters[0].dtype).to(parameters[0].device)
-        return self._patterns[key]
 
     def add(self, flat: Tensor) -> Tensor:
         """Return the sum over the replicas."""
@@ -251,51 +247,20 @@ class _Look:
             guard.check(self._key, gradient)
 
 
-class _Differences:
-    """Which parameters some replicas have used and others not, as the device notes it."""
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = names
-        self.found = torch.zeros(len(names), dtype=torch.bool, device=device)
-        self._copy = torch.zeros(len(names), dtype=torch.bool, pin_memory=True) if device.type == "cuda" else self.found
-        self._copied: torch.cuda.Event | None = None
-
-    def look(self) -> None:
-        if self.found.is_cuda:
-            if torch.cuda.is_current_stream_capturing() or (self._copied is not None and not self._copied.query()):
-                return
-            if self._copied is None or not bool(self._copy.any()):
-                self._copy.copy_(self.found, non_blocking=True)
-                self._copied = torch.cuda.current_stream(self.found.device).record_event()
-                return
-        if bool(self._copy.any()):
-            wrong = [name for name, found in zip(self.names, self._copy.tolist(), strict=True) if found]
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise ParallelError(
-                f"some replicas used {', '.join(wrong[:5])}{more} in a step, others did not, so that their gradients "
-                "belong to no network; let forward() use the same parameters in all processes, whatever the samples "
-                "are (multiply by zero instead of leaving out), freeze them in all, and give them the same memory "
-                "format in all"
-            )
-
-
 class _Work(NamedTuple):
     """What the sum of one bucket needs to know."""
 
     sums: GradientSums
     edges: _Edges
-    differences: _Differences
+    differences: Differences
     first: int
     parameters: list[Tensor]
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients summed over the replicas; None stays None."""
-        sums, own = self.sums, self.sums.read_pattern(gradients, self.parameters)
+        sums, own = self.sums, self.sums.numbers.read(gradients, self.parameters)
         total = sums.add(flatten(gradients, self.parameters, own))
-        found = self.differences.found.narrow(0, self.first, len(own))
-        found.logical_or_(total[-len(own) :] != own * sums.count)
-        if not found.is_cuda:
-            self.differences.look()
+        self.differences.note(self.first, total[-len(own) :] != own * sums.count)
         if sums.average:
             total = total / sums.count
         summed = split_like(total[: -len(own)], self.parameters)
@@ -305,14 +270,6 @@ class _Work(NamedTuple):
 def is_trained(parameter: Tensor) -> bool:
     """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
     return parameter.requires_grad and not parameter.is_inference()
-
-
-def _number_layout(parameter: Tensor) -> int:
-    """Return how a gradient lies in memory: small numbers, whose sums are exact in 16 bits too."""
-    if parameter.is_contiguous():
-        return 1
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.ndim)
-    return 2 if channels_last is not None and parameter.is_contiguous(memory_format=channels_last) else 3
 
 
 class _ToParameters(torch.autograd.Function):

@@ -13,7 +13,16 @@ from torch import Tensor
 from volseg.data.cases import Case
 from volseg.errors import BatchFieldError
 from volseg.evaluation.overlap import evaluate_case
-from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise, write_summary
+from volseg.evaluation.scoring import Scoring
+from volseg.evaluation.summary import (
+    EvaluatedCase,
+    Summary,
+    complete_summary,
+    count_undefined,
+    read_structure,
+    summarise,
+    write_summary,
+)
 from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
@@ -23,6 +32,9 @@ from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
 __all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation"]
+
+SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
+"""Metrics per label that curves are drawn of."""
 
 Show = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -46,7 +58,8 @@ class Validated:
     score: float
     """Mean Dice over the foreground labels."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """``dice/LABEL`` for every label, and the means of further metrics."""
+    """``dice/LABEL`` for every label; ``hd95/LABEL``, ``assd/LABEL``, ... where these are measured, and how many cases
+    are ``undefined/LABEL``; further metrics as ``NAME``, ``NAME/LABEL`` and ``undefined/NAME/LABEL``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +68,7 @@ class JudgedCase:
 
     evaluated: EvaluatedCase
     further: Mapping[str, float]
-    """Means over the labels of further metrics."""
+    """Further metrics: the mean over the labels by ``NAME``, and each label's by ``NAME/LABEL``."""
 
 
 class Validation:
@@ -77,7 +90,10 @@ class Validation:
         nothing is scored but what was looked for.
     metrics : sequence of Named
         Further metrics of the fields ``pred`` and ``label``, label maps ``(1, 1, D, H, W)`` on the original grid, and
-        ``spacing``, its voxels' sides in mm. Their results are averaged over labels and cases, without NaN.
+        ``spacing``, its voxels' sides in mm. Their finite results are averaged over cases, per label and over labels;
+        others are counted, of labels that a case has.
+    scoring : Scoring, optional
+        What is measured in mm and ml; counts and overlap alone by default.
     folder : Path, optional
         Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
@@ -102,6 +118,7 @@ class Validation:
         ignore: int | None = None,
         values: Collection[int] = (),
         metrics: Sequence[Named] = (),
+        scoring: Scoring | None = None,
         folder: Path | None = None,
         batch_size: int = 1,
         num_examples: int = 2,
@@ -118,6 +135,7 @@ class Validation:
         self.ignore = ignore
         self.values = tuple(values)
         self.metrics = list(metrics)
+        self.scoring = scoring
         self.folder = folder
         self.batch_size = batch_size
         self.num_examples = num_examples
@@ -150,9 +168,10 @@ class Validation:
                 "spacing": reference.affine[:3, :3].norm(dim=0).tolist(),
             }
             further = {
-                name: self._average(torch.as_tensor(value).float(), case)
+                key: number
                 for metric in self.metrics
                 for name, value in metric(fields).items()
+                for key, number in self._part(name, torch.as_tensor(value).float(), case).items()
             }
             if len(self.examples) < num_examples:
                 self.examples.append(self._example(case, prediction))
@@ -162,14 +181,43 @@ class Validation:
         """Return what judged cases, in their order, come to; write the summary where a folder was given."""
         summary = summarise([case.evaluated for case in judged])
         if writes and self.folder is not None:
-            write_summary(summary, self.folder / "summary.json")
-        names = [name for metric in self.metrics for name in metric.outputs]
+            write_summary(complete_summary(summary, self.scoring, self.labels), self.folder / "summary.json")
         return Validated(
             summary=summary,
             score=summary["foreground_mean"]["Dice"],
-            scores={f"dice/{self.labels[read_structure(key)]}": mean["Dice"] for key, mean in summary["mean"].items()}
-            | {name: _mean([case.further[name] for case in judged]) for name in names},
+            scores=self._name_scores(summary) | self._average_further(judged),
         )
+
+    def _name_scores(self, summary: Summary) -> dict[str, float]:
+        """Return the means over cases by ``METRIC/LABEL``, and the cases without a distance by ``undefined/LABEL``."""
+        names = {key: self.labels[read_structure(key)] for key in summary["mean"]}
+        scores = {
+            f"{metric.lower()}/{names[key]}": mean[metric]
+            for metric in SHOWN
+            for key, mean in summary["mean"].items()
+            if metric in mean
+        }
+        undefined = {names[key]: max(of.values()) for key, of in count_undefined(summary).items() if of}
+        return scores | {f"undefined/{name}": count for name, count in undefined.items()}
+
+    def _average_further(self, judged: Sequence[JudgedCase]) -> dict[str, float]:
+        scores: dict[str, float] = {}
+        for metric in (output for named in self.metrics for output in named.outputs):
+            scores[metric] = _mean([case.further[metric] for case in judged])
+            for label in self.labels:
+                key = f"{metric}/{self.labels[label]}"
+                if label == 0 or not all(key in case.further for case in judged):
+                    continue
+                scores[key] = _mean([case.further[key] for case in judged])
+                # A case that neither has nor predicts the label says nothing; nor does one not looked through for it.
+                count = sum(
+                    1
+                    for case in judged
+                    if case.evaluated.metrics[label]["n_pred"] + case.evaluated.metrics[label]["n_ref"] > 0
+                    and not math.isfinite(case.further[key])
+                )
+                scores |= {f"undefined/{key}": count} if count else {}
+        return scores
 
     def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
         """Return the first channel of the image, back on its original grid, with label and prediction."""
@@ -186,15 +234,21 @@ class Validation:
         known = torch.tensor(sorted({0, *self.values, *scored}), device=label_map.device)
         return torch.searchsorted(known, label_map.long())
 
-    def _average(self, metric: Tensor, case: Mapping[str, Any]) -> float:
-        """Return the mean of a metric over what is scored in a case, without NaN; NaN where that cannot be told."""
-        if case.get("labelled") is None:
-            return float(metric.nanmean())
-        looked_for = set(case["labelled"])
-        scored = [key for key in self.labels if key != 0]
-        judged = [set(key if isinstance(key, tuple) else (key,)) <= looked_for for key in scored]
-        columns = metric.flatten()[-len(judged) :]  # without the background, where the metric has it
-        return float(columns[torch.tensor(judged)].nanmean()) if len(columns) == len(judged) else math.nan
+    def _part(self, name: str, metric: Tensor, case: Mapping[str, Any]) -> dict[str, float]:
+        """Return a case's mean over what is scored in it, NaN where that cannot be told, and each label's metric."""
+        structures = {key: label for key, label in self.labels.items() if key != 0}
+        columns = metric.flatten()[-len(structures) :]  # without the background, where the metric has it
+        if len(columns) < len(structures):  # one number for all labels
+            whole = metric if case.get("labelled") is None else torch.tensor(math.nan)
+            return {name: _mean(whole.flatten().tolist())}
+        labelled = case.get("labelled")
+        values = {
+            label: value
+            for (key, label), value in zip(structures.items(), columns.tolist(), strict=True)
+            if labelled is None or set(key if isinstance(key, tuple) else (key,)) <= set(labelled)
+        }
+        mean = _mean(metric.flatten().tolist() if labelled is None else list(values.values()))
+        return {name: mean, **{f"{name}/{label}": values.get(label, math.nan) for label in structures.values()}}
 
     def _evaluated(self, case: Mapping[str, Any], prediction: MetaTensor) -> EvaluatedCase:
         metrics = evaluate_case(
@@ -204,6 +258,7 @@ class Validation:
             ignore=self.ignore,
             values=self.values,
             labelled=case.get("labelled"),
+            scoring=self.scoring,
         )
         path = None
         if self.folder is not None:
@@ -248,5 +303,5 @@ class Testing:
 
 
 def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
+    known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan

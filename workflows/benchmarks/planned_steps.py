@@ -2,8 +2,11 @@
 
 python workflows/benchmarks/planned_steps.py --rounds 3 --result workflows/benchmarks/results/planned_steps.json
 
-Each measurement is a process of its own. It trains on one random batch of the task's patch, which lies on the device:
-no case is read and nothing is augmented. nnU-Net's row is its ``nnUNetTrainerBenchmark_5epochs_noDataLoading``
+Each measurement is a process of its own, which starts while the one before it measures and waits for its turn before
+it touches a batch. It trains on one random batch of the task's patch, which lies on the device: no case is read and
+nothing is augmented. ``--compile-first`` runs every process of nnU-Net's once for a few batches, side by side: what
+they compile is kept on the disk, where the measured ones find it.
+nnU-Net's row is its ``nnUNetTrainerBenchmark_5epochs_noDataLoading``
 (nnunetv2, needed for that row only), built from nnU-Net's own plan of the task in ``datasets/msd`` and compiled as
 nnU-Net chooses. Of that trainer's epoch the training batches are timed, not its 50 validation batches. Ours trains by
 the task's config in ``configs/msd``: its network, loss, optimizer, averaged weights and recorded step.
@@ -51,11 +54,12 @@ def main() -> None:
         help="default all ten",
     )
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default all that are installed")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0 to compile only")
     parser.add_argument("--warm-up", type=int, default=30, help="batches before the first that are timed")
     parser.add_argument("--windows", type=int, default=3, help="timed; the device is waited for at each end")
     parser.add_argument("--window", type=int, default=50, help="batches of a window")
     parser.add_argument("--seconds", type=float, default=300, help="limit of one measurement")
+    parser.add_argument("--compile-first", action="store_true", help="nnU-Net's networks, side by side")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of ours")
     parser.add_argument("--result", type=Path)
@@ -63,35 +67,59 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.only:
         row, task = chosen.only
+        chosen.wait = not sys.stdin.isatty()
         print(json.dumps(ROWS[row](task, chosen)))
         return
     if chosen.result is None:
         parser.error("name the file for the result by --result")
     chosen.rows = chosen.rows or [row for row in ROWS if row == "ours" or find_spec("nnunetv2")]
+    if chosen.compile_first and "nnunet" in chosen.rows:
+        compile_first(chosen)
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for number in range(chosen.rounds):
-        for task in chosen.tasks:
-            for row in chosen.rows:
-                measured = measure_apart(row, task, chosen)
-                rounds.setdefault(task, {}).setdefault(row, []).append(measured)
-                print(f"round {number + 1}, {task}, {row}: {measured}", flush=True)
-                write(chosen, rounds)  # after each: a machine may be taken away
+    turns = [(row, task) for _ in range(chosen.rounds) for task in chosen.tasks for row in chosen.rows]
+    started = [start_apart(row, task, chosen) for row, task in turns[:1]]
+    for number, (row, task) in enumerate(turns):
+        started += [start_apart(*following, chosen) for following in turns[number + 1 : number + 2]]
+        measured = finish_apart(started[number], chosen)
+        rounds.setdefault(task, {}).setdefault(row, []).append(measured)
+        print(f"{task}, {row}: {measured}", flush=True)
+        write(chosen, rounds)  # after each: a machine may be taken away
 
 
-def measure_apart(row: str, task: str, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a process of its own; a row that fails must not lose the others."""
+def compile_first(chosen: argparse.Namespace) -> None:
+    """Let every network of nnU-Net's be compiled, each by a process, all at the same time."""
+    few = argparse.Namespace(**vars(chosen) | {"warm_up": 1, "windows": 1, "window": 2})
+    processes = [start_apart("nnunet", task, few) for task in chosen.tasks]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for task, process in zip(chosen.tasks, processes, strict=True):
+        print(f"compiled {task}: {finish_apart(process, few)}", flush=True)
+
+
+def start_apart(row: str, task: str, chosen: argparse.Namespace) -> "subprocess.Popen[str]":
+    """Start a measurement in a process of its own, which waits for its turn."""
     command = [sys.executable, str(Path(__file__).resolve()), "--only", row, task, "--device", chosen.device]
     for name in ("warm_up", "windows", "window", "seconds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(chosen, name))]
     command += [part for override in chosen.overrides for part in ("--set", override)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8")
+
+
+def finish_apart(process: "subprocess.Popen[str]", chosen: argparse.Namespace) -> dict[str, Any]:
+    """Let a process measure and return what it found; a row that fails must not lose the others."""
+    # Twice the limit: compiling and tuning come before the first batch that is timed.
+    limit = 2 * chosen.seconds + 60
     try:
-        # Twice the limit: compiling and tuning come before the first batch that is timed.
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=2 * chosen.seconds + 60)
+        out, error = process.communicate("go\n", timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"failed": f"no result within {2 * chosen.seconds + 60:.0f} s"}
-    if done.returncode:
-        return {"failed": done.stderr.strip()[-600:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        process.kill()
+        process.communicate()
+        return {"failed": f"no result within {limit:.0f} s"}
+    if process.returncode:
+        return {"failed": error.strip()[-600:]}
+    return json.loads(out.strip().splitlines()[-1])
 
 
 def write(chosen: argparse.Namespace, rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
@@ -174,7 +202,10 @@ class Windows(Hook):
 
     def __init__(self, chosen: argparse.Namespace, device: torch.device) -> None:
         self.warm_up, self.window, self.windows = chosen.warm_up, chosen.window, chosen.windows
-        self.device, self.deadline = device, time.perf_counter() + chosen.seconds
+        self.device = device
+        if chosen.wait:
+            sys.stdin.readline()  # until it is this process's turn
+        self.deadline = time.perf_counter() + chosen.seconds
         self.count, self.marks = 0, list[float]()
 
     def on_batch_end(self, training: Training, fields: Any) -> None:
@@ -235,6 +266,10 @@ def measure_nnunet(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
         trainer = benchmarking.nnUNetTrainerBenchmark_5epochs_noDataLoading(
             nnunet_plans(manifest), "3d_fullres", 0, described, device
         )
+        prepared = Path(trainer.preprocessed_dataset_folder)
+        prepared.mkdir(parents=True)
+        (prepared / "none.b2nd").touch()  # of which the trainer reads the suffix
+        torch.backends.cudnn.benchmark = True  # as nnUNetv2_train sets it
         trainer.initialize()
         trainer.network.train()
         clock = Windows(chosen, device)
@@ -280,6 +315,7 @@ def nnunet_plans(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "batch_dice": False,
     }
     return {
+        "continue_training": False,
         "dataset_name": f"Dataset{int(manifest['name'][4:6]):03d}_{manifest['name'][7:]}",
         "plans_name": "nnUNetPlans",
         "transpose_forward": [0, 1, 2],

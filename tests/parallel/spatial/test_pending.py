@@ -283,7 +283,7 @@ def test_a_skip_that_waits_for_its_join(whole: Tensor) -> None:
     assert isinstance(low.pending, Written)
     (slab,) = joined.pending.lend(joined)
     assert isinstance(skip.pending, Released)
-    assert joined.pending.parts == [skip._slabs[0], low._slabs[0]]
+    assert joined.pending.parts == [skip._slabs, low._slabs]
     joined.pending.release(joined)
     expected = torch.cat([F.instance_norm(whole), F.relu(F.instance_norm(whole * 2.0))], 1)
     torch.testing.assert_close(joined.slabs[0], expected)
@@ -352,7 +352,7 @@ class Recomputing:
         recipe = volume.pending.find_recipe(volume)
         assert recipe is not None
         like = torch.empty_like(volume._slabs[0], device="meta")
-        self.waiting = RecomputedInput(recipe, like, 0, Unchanged(recipe.tensors), requires_grad=True)
+        self.waiting = RecomputedInput(recipe, [like], 0, Unchanged(recipe.tensors), requires_grad=True)
         self.volume = ShardedVolume(self.waiting.stand_ins, volume.dims, volume.shape, volume.context)
         self.volume.pending = self.waiting
 

@@ -11,7 +11,7 @@ from volseg.data.names import list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
 
-__all__ = ["SEPARATORS", "group_channels", "image_of", "number_channels"]
+__all__ = ["SEPARATORS", "group_channels", "image_of", "name_image", "number_channels"]
 
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 

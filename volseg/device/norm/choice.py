@@ -83,14 +83,14 @@ def exchange_coefficients(
     eps: float,
     mailbox: ValueMailbox | None,
 ) -> Tensor:
-    """Return ``coefficients`` of this process's slab and those of the others, exchanged by the kernel that uses them.
+    """Return ``coefficients`` of a slab and those of the others, exchanged by the kernel that uses them.
 
     Parameters
     ----------
     slab
         One that Triton ``takes``; each pair of sample and channel is a group of its own.
     shares, weight, bias, eps
-        See ``reference.coefficients``.
+        See ``reference.coefficients``; where the kernel runs.
     mailbox
         How the kernel exchanges; None where there is one slab.
     """
@@ -113,7 +113,7 @@ def exchange_backward_coefficients(
     gradient, slab, activation
         See ``reference.gradient_sums``.
     found
-        Mean, reciprocal deviation, scale and shift.
+        Mean, reciprocal deviation, scale and shift; the second where the kernel runs, the others where the slab is.
     weight, voxels
         See ``reference.backward_coefficients``.
     mailbox
@@ -121,6 +121,7 @@ def exchange_backward_coefficients(
     """
     mean, rstd, scale, shift = found
     partials = passes.gradient_sums(gradient, slab, mean, scale, shift, activation)
+    partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
     return statistics.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox)
 
 

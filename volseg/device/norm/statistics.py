@@ -279,10 +279,11 @@ def exchange_coefficients(
     """
     slab = make_even(slab, slab)
     means, squares, per_program = _compute_moments_of_parts(slab)
+    means, squares = (part.to(shares.device, non_blocking=True) for part in (means, squares))
     parts, batch, channels = means.shape
     pairs = batch * channels
     out = means.new_empty((5, batch, channels))
-    with select_device(slab):
+    with select_device(means):
         _exchange_coefficients_kernel[(triton.cdiv(pairs, BLOCK),)](
             means, squares, shares, _make_dense(weight), _make_dense(bias), out, eps, channels, pairs, parts,
             count_voxels(slab), per_program, **_describe_peers(mailbox),

@@ -2,6 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """A few kilobytes from every GPU to every GPU of a host in one kernel: the norms' statistics, dozens of times a step.
 
+Who exchanges in another way lets the same kernel run, and so gets the same bits: see ``ValueExchange``.
+
 Every process writes its values into the memory of all the others, each beside the number of the call in one word of 64
 bits, and waits until all words of its own memory have that number. Nothing has to be fenced, since such a word arrives
 whole (NCCL's LL protocol). NCCL's all-gather does the same later, and queues behind the gradients' sums. ::
@@ -12,16 +14,17 @@ Two sets of words are enough: who writes those of call ``n + 2`` has those of ca
 call ``n`` before it sent them. What travels is read in the order of the grid, so sums agree bit for bit.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.triton_tiles import select_device, tl, triton
 
-__all__ = ["CAPACITY", "ValueMailbox"]
+__all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "ValuesOfSlabs"]
 
 CAPACITY = 8192
 """Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
@@ -73,7 +76,7 @@ if triton is not None:
 
 
 class ValueMailbox(Mailbox):
-    """One process's side of the exchange of values; see ``Mailbox``."""
+    """One process's side of the exchange of values; see ``Mailbox``, and ``ValueExchange``."""
 
     CARRIES = "statistics"
 
@@ -104,6 +107,12 @@ class ValueMailbox(Mailbox):
             "CAPACITY": CAPACITY,
         }
 
+    def run(self, calls: Sequence["Call"], count: int) -> Tensor:
+        """Run the kernel of this process's one slab, which waits for the others'."""
+        del count
+        (call,) = calls
+        return call(self)
+
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(shards, ...)``; NaN where one has not come."""
         partial = partial.contiguous()
@@ -118,3 +127,82 @@ class ValueMailbox(Mailbox):
         """Exchange the ranks; say whether all came."""
         own = torch.full((1,), float(self.rank), device=self.calls.device)
         return bool(self.stack(own).flatten().tolist() == list(range(self.shards)))
+
+
+Call: TypeAlias = Callable[[ValueMailbox], Tensor]
+"""Runs a kernel that sends the values of one slab and uses those of all."""
+
+
+class ValueExchange(Protocol):
+    """How a kernel that sends values, and uses those of all shards, is run for the slabs of this process.
+
+    Whether the shards are on one device, on GPUs of a host or on several hosts, it is the same kernel that joins a
+    slab's values, sends them, and adds up what came. So all get the same bits.
+    """
+
+    def run(self, calls: Sequence[Call], count: int) -> Tensor:
+        """Return what the kernel returns, once it has the values of all shards.
+
+        Parameters
+        ----------
+        calls
+            One for each slab of this process.
+        count
+            Values that each sends.
+        """
+        ...
+
+
+class ValuesOfSlabs:
+    """The exchange between slabs of one process: one kernel behind the other, none of which waits.
+
+    The last one finds what all others have sent.
+
+    Parameters
+    ----------
+    shards
+        Number of slabs.
+    device
+        Where the kernels run.
+    """
+
+    def __init__(self, shards: int, device: torch.device) -> None:
+        memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
+        boxes = [memory.data_ptr()] * shards
+        self.sides = [ValueMailbox(boxes, rank, device, patience=0, memory=memory) for rank in range(shards)]
+
+    def run(self, calls: Sequence[Call], count: int) -> Tensor:
+        """Run all slabs' kernels."""
+        del count
+        return [call(side) for call, side in zip(calls, self.sides, strict=True)][-1]
+
+
+class RelayedValues:
+    """The exchange between processes that do not reach each other's memory, by messages.
+
+    The kernel runs twice: it leaves its values in a box of its own, the boxes are gathered, and it runs again.
+
+    Parameters
+    ----------
+    group
+        The processes, one shard each.
+    device
+        This process's GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, shards = group, dist.get_world_size(group)
+        self.memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
+        boxes = [self.memory.data_ptr()] * shards
+        self.side = ValueMailbox(boxes, dist.get_rank(group), device, patience=0, memory=self.memory)
+
+    def run(self, calls: Sequence[Call], count: int) -> Tensor:
+        """Run the kernel of this process's one slab before the others' values are there, and again."""
+        (call,) = calls
+        call(self.side)
+        own = self.memory[:, self.side.rank, :count].contiguous()  # of even and of odd calls
+        gathered = own.new_empty((self.side.shards, *own.shape))
+        dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group)
+        self.memory[:, :, :count] = gathered.movedim(0, 1)
+        self.side.calls[:1].sub_(1)  # the same call
+        return call(self.side)

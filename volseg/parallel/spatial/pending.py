@@ -2,9 +2,9 @@
 
 A norm or a join is not computed where it is called, but once the next operator is known (*waiting*): an activation is
 taken along, a convolution gets its halo sent while the inner planes are still being written, anything else gets the
-slabs. A slab that was written so has a *recipe*: how to write it again from tensors that are kept anyway. An operator
-that keeps the recipe borrows the slab and gives its memory back (*released*), unless somebody else has seen the slab,
-who may hold it still (*shown*). ::
+slabs. Slabs that were written so have a *recipe*: how to write them again from tensors that are kept anyway. An
+operator that keeps the recipe borrows the slabs and gives their memory back (*released*), unless somebody else has seen
+them, who may hold them still (*shown*). ::
 
       activate
        +---+
@@ -70,10 +70,23 @@ Write = Callable[[Sequence[Tensor], Tensor, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Tensors, and how a slab follows from them."""
+    """Tensors, and how slabs follow from them.
 
-    tensors: tuple[Tensor, ...]
+    Attributes
+    ----------
+    rows
+        The tensors of each slab.
+    write
+        Writes a slab from its row.
+    """
+
+    rows: tuple[tuple[Tensor, ...], ...]
     write: Write
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of all slabs."""
+        return tuple(tensor for row in self.rows for tensor in row)
 
 
 class Unchanged:
@@ -96,21 +109,21 @@ class Pending(ABC):
     Attributes
     ----------
     parts
-        The slabs that the one slab joins, if it does: an operator can hand each its own gradient. None once the slab
-        was shown: who has seen it may wait for its gradient, by a hook for example.
+        The slabs of each volume that is joined, if some are: an operator can hand each its own gradient. None once
+        the join was shown: who has seen it may wait for its gradient, by a hook for example.
     """
 
     __slots__ = ()
-    parts: list[Tensor] | None = None
+    parts: list[list[Tensor]] | None = None
 
     def activate(self, activation: Activation) -> "Waiting | None":
         """Return the state with an activation behind it, or None where none can be taken along."""
         del activation
         return None
 
-    def settle(self, volume: "ShardedVolume", halo: Halo | None = None) -> Wait | None:
-        """Write what waits; with ``halo``, start its exchange and return the function that waits for it."""
-        del volume, halo
+    def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
+        """Write what waits; with ``halos``, start their exchange and return the function that waits for it."""
+        del volume, halos
         return None
 
     @abstractmethod
@@ -122,16 +135,16 @@ class Pending(ABC):
         """Return the slabs to anybody: their memory stays."""
 
     def release(self, volume: "ShardedVolume") -> None:
-        """Give the slab's memory back where it can be written again and nobody else has seen it.
+        """Give the slabs' memory back where they can be written again and nobody else has seen them.
 
-        The tensor stays: autograd knows it by its identity. A skip that waits for its join, and a join that a frame of
-        the network's ``forward`` still names, take no memory so.
+        The tensors stay: autograd knows them by their identity. A skip that waits for its join, and a join that a frame
+        of the network's ``forward`` still names, take no memory so.
         """
         del volume
 
     @abstractmethod
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
-        """Return how to write the slab again, unless something was changed in place since."""
+        """Return how to write the slabs again, unless something was changed in place since."""
 
 
 class Waiting(Pending):
@@ -142,7 +155,7 @@ class Waiting(Pending):
     stand_ins
         What the volume holds instead of its slabs, of their element type and on their devices.
     room
-        Planes of room to leave around the slab (see ``transport.room``).
+        Planes of room to leave around each slab (see ``transport.room``).
     unchanged
         What the slabs are written from.
     """
@@ -156,18 +169,18 @@ class Waiting(Pending):
     unchanged: Unchanged
 
     @abstractmethod
-    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Return the slabs, how to write the one slab again, and the wait for ``halo``, which fits into the room."""
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
 
     def check(self) -> None:
         """Refuse to write from what was changed."""
         if not self.unchanged.holds():
             raise UnsupportedOperatorError(self.refusal)
 
-    def settle(self, volume: "ShardedVolume", halo: Halo | None = None) -> Wait | None:
+    def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
         """Write the slabs."""
         self.check()
-        slabs, recipe, wait = self.write(halo if halo is not None and halo.width <= self.room else None)
+        slabs, recipe, wait = self.write(halos if halos and halos[0].width <= self.room else ())
         volume._slabs = slabs
         volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
         return wait
@@ -195,12 +208,12 @@ class Written(Pending):
     Attributes
     ----------
     recipe, unchanged
-        How to write the one slab again, if that is known, and what must have stayed as it was then.
+        How to write the slabs again, if that is known, and what must have stayed as it was then.
     """
 
     recipe: Recipe | None
     unchanged: Unchanged
-    parts: list[Tensor] | None = None
+    parts: list[list[Tensor]] | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Return the slabs."""
@@ -215,9 +228,10 @@ class Written(Pending):
         """Give the memory back where the recipe holds."""
         if self.find_recipe(volume) is None:
             return
-        storage = volume._slabs[0].untyped_storage()
-        volume.pending = Released(self, storage.nbytes())
-        storage.resize_(0)
+        storages = [slab.untyped_storage() for slab in volume._slabs]
+        volume.pending = Released(self, [storage.nbytes() for storage in storages])
+        for storage in storages:
+            storage.resize_(0)
 
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
         """Return the recipe if it holds."""
@@ -241,18 +255,18 @@ class Shown(Written):
 
 @dataclass(slots=True, eq=False)
 class Released(Pending):
-    """The slab's memory was given back; ``written`` is the state that it had and gets again."""
+    """The slabs' memory was given back; ``written`` is the state that they had and get again."""
 
     written: Written
-    bytes: int
+    bytes: list[int]
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
-        """Write the slab again and return it."""
+        """Write the slabs again and return them."""
         self._restore(volume)
         return volume._slabs
 
     def show(self, volume: "ShardedVolume") -> list[Tensor]:
-        """Write the slab again and return it."""
+        """Write the slabs again and return them."""
         self._restore(volume)
         return self.written.show(volume)
 
@@ -267,14 +281,14 @@ class Released(Pending):
                 "what a volume was computed from was changed in place before the volume was used again; do that out of "
                 "place"
             )
-        (slab,) = volume._slabs
-        storage = slab.untyped_storage()
-        storage.resize_(self.bytes)
         with torch.no_grad():
-            # Through another tensor, so that it does not count as a change in place.
-            out = torch.empty(0, dtype=slab.dtype, device=slab.device)
-            out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
-            recipe.write(recipe.tensors, out, 0)
+            for slab, size, row in zip(volume._slabs, self.bytes, recipe.rows, strict=True):
+                storage = slab.untyped_storage()
+                storage.resize_(size)
+                # Through another tensor, so that it does not count as a change in place.
+                out = torch.empty(0, dtype=slab.dtype, device=slab.device)
+                out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
+                recipe.write(row, out, 0)
         volume.pending = self.written
 
 

@@ -248,6 +248,8 @@ class SpatialStrategy:
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Replay in here: a seed of its own for every step, the same on all processes, whatever each has drawn."""
+        if isinstance(self.communicator, ProcessGroupShards):
+            self.communicator.look()
         with self.same_randomness():
             for generator, index in zip(generators, self.communicator.indices, strict=bool(generators)):
                 generator.manual_seed(mix(torch.initial_seed(), 1 + index))

@@ -48,7 +48,7 @@ class ShardedVolume(Tensor):
         What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). One slab
         has its own.
     is_bypassed
-        Whether a gradient goes past the one slab, to the slabs that it joins: the slab's own is not all of it.
+        Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
     """
 
     run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
@@ -111,9 +111,9 @@ class ShardedVolume(Tensor):
         """The slabs that this process holds; what waits is written now."""
         return self.pending.show(self)
 
-    def settle(self, halo: Halo | None = None) -> Wait | None:
-        """Write what waits; with ``halo``, start its exchange and return the function that waits for it."""
-        return self.pending.settle(self, halo)
+    def settle(self, halos: Sequence[Halo] = ()) -> Wait | None:
+        """Write what waits; with ``halos``, start their exchange and return the function that waits for it."""
+        return self.pending.settle(self, halos)
 
     # Properties of the shell: asked for often, so they do not go through the table.
 

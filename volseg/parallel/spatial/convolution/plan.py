@@ -12,8 +12,7 @@ from volseg.device.layout import DIM
 from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Window
-from volseg.parallel.spatial.transport.halo import Halo
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["ConvolutionPlan", "plan_convolution"]
@@ -21,14 +20,14 @@ __all__ = ["ConvolutionPlan", "plan_convolution"]
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPlan:
-    """How this process convolves its slab.
+    """How this process convolves its slabs.
 
     Attributes
     ----------
     settings
         Of the convolution of a slab with its halo.
-    halo
-        None where no shard needs one.
+    halos
+        Of each slab; empty where no shard needs one.
     outputs
         Number of output planes of the whole volume.
     channels_last
@@ -40,7 +39,7 @@ class ConvolutionPlan:
     """
 
     settings: Settings
-    halo: Halo | None
+    halos: tuple[Halo, ...]
     outputs: int
     channels_last: bool = False
     in_parts: bool = False
@@ -69,26 +68,20 @@ def plan_convolution(
     """
     context = volume.context
     communicator = context.communicator
-    if len(volume.dims) != 1 or len(communicator.devices) != 1 or volume.ndim != len(whole.stride) + 2:
+    if len(volume.dims) != 1 or not communicator.is_direct or volume.ndim != len(whole.stride) + 2:
         return None  # one volume without a batch, among others
     (size,) = volume.sizes
     if communicator.num_shards == 1:
-        return ConvolutionPlan(whole, None, outputs, context.channels_last, context.frugal)
-    # In a fixed order the halo's gradient is added where it belongs, as between slabs of one process.
-    if (
-        communicator.fixed_order
-        or not isinstance(communicator, ProcessGroupShards)
-        or volume.dims != (DIM,)
-        or volume.ndim != 5
-    ):
+        return ConvolutionPlan(whole, (), outputs, context.channels_last, context.frugal)
+    if volume.dims != (DIM,) or volume.ndim != 5:
         return None
     planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
         return None
     plain = whole.stride[0] == whole.dilation[0] == 1 and not whole.transposed
     alike = plain and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
-    halo = Halo(communicator, planes, context.channels_last) if any(map(any, planes)) else None
-    return ConvolutionPlan(along, halo, outputs, context.channels_last, context.frugal, alike)
+    halos = plan_halos(communicator, planes, context.channels_last)
+    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike)
 
 
 def _count(size: int, num_shards: int) -> list[int]:

@@ -1,6 +1,7 @@
-"""Convolution of this process's one slab: halo received in place while other work goes on, input kept as a recipe.
+"""Convolution of this process's slabs: halos received in place while other work goes on, input kept as a recipe.
 
-It takes over from the general exchange where ``plan`` says so.
+It takes over from the general exchange where ``plan`` says so. Each slab goes the way that it would go as the only one
+of a process: with several, every step is taken for all of them before the next.
 
 Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
 the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it
@@ -12,7 +13,8 @@ travels back.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,148 +26,191 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Wait, return_gradient, start_filling
+from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["convolve"]
 
+Gradients: TypeAlias = Sequence[Tensor | None]
+"""Of the input's own planes, of the weight and of the bias, None where not needed."""
+
 
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> ShardedVolume:
-    """Convolve the slab of this process."""
+    """Convolve the slabs of this process."""
     context = volume.context
-    wait = None if plan.halo is None else volume.settle(plan.halo)
-    (slab,) = volume.pending.lend(volume)
-    (weight,) = context.spread(weight)
-    bias = None if bias is None else context.spread(bias)[0]
+    wait = volume.settle(plan.halos) if plan.halos else None
+    slabs = volume.pending.lend(volume)
+    weights = context.spread(weight)
+    biases = [] if bias is None else context.spread(bias)
     pending = volume.pending
-    recipe, room = pending.find_recipe(volume), 0 if plan.halo is None else find_room(slab)
-    kind = slab.device.type
-    if torch.is_autocast_enabled(kind) and slab.is_floating_point() and slab.dtype != torch.float64:
+    recipe, room = pending.find_recipe(volume), find_room(slabs[0]) if plan.halos else 0
+    kind = volume.device.type
+    if torch.is_autocast_enabled(kind) and volume.is_floating_point() and volume.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        if slab.dtype != dtype:
-            slab, recipe, room = slab.to(dtype), None, 0
+        if volume.dtype != dtype:
+            slabs, recipe, room = [slab.to(dtype) for slab in slabs], None, 0
             if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
                 wait()
             wait = None
-        weight, bias = context.cast(weight, dtype), None if bias is None else context.cast(bias, dtype)
+        weights = [context.cast(copy, dtype) for copy in weights]
+        biases = [context.cast(copy, dtype) for copy in biases]
     # A join's parts themselves: each gets its gradient by itself, and nobody cuts it out of the join's.
-    parts = [slab]
+    columns = [slabs]
     if recipe is not None and pending.parts is not None:
-        parts, volume.is_bypassed = pending.parts, True
-    work = _Input(slab.detach(), plan, recipe, room, wait)
-    result = _Convolve.apply(work, weight, bias, *parts)
-    work.slab = None
+        columns, volume.is_bypassed = pending.parts, True
+    work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases))
+    results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
+    work.slabs = []
     if recipe is not None:
         volume.pending.release(volume)
-    shape = list(result.shape)
+    shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
-    return ShardedVolume([result], volume.dims, shape, context)
+    return ShardedVolume(results, volume.dims, shape, context)
 
 
 @dataclass
 class _Input:
-    """What a convolution reads, besides what autograd knows: the slab, how to compute it again, its room and halo."""
+    """What a convolution reads, besides what autograd knows: the slabs, how to compute them again, room and halos."""
 
-    slab: Tensor | None
+    slabs: list[Tensor]
     plan: ConvolutionPlan
     recipe: Recipe | None
     room: int
     wait: Wait | None
+    num_biases: int
 
 
 class _Convolve(torch.autograd.Function):
+    """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
+
     @staticmethod
-    def forward(ctx: Any, given: _Input, weight: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
-        plan, halo, recipe = given.plan, given.plan.halo, given.recipe
-        # The input itself where it is kept: what autograd saves must be known to it.
-        slab = given.slab if recipe is not None else parts[0]
-        assert slab is not None
-        buffer, borders = slab, None
-        if halo is not None:
-            buffer = extend(slab, given.room, halo.own)
-            borders = (start_filling(buffer, halo, keep=recipe is not None) if given.wait is None else given.wait)()
-        result = choice.convolve(buffer, weight, bias, plan.settings, plan.channels_last)
+    def forward(ctx: Any, given: _Input, *tensors: Tensor) -> tuple[Tensor, ...]:
+        plan, halos, recipe, count = given.plan, given.plan.halos, given.recipe, len(given.slabs)
+        weights, biases = tensors[:count], tensors[count : count + given.num_biases]
+        parts = tensors[count + given.num_biases :]
+        # The inputs themselves where they are kept: what autograd saves must be known to it.
+        slabs = given.slabs if recipe is not None else list(parts)
+        buffers, borders = slabs, None
+        if halos:
+            buffers = [extend(slab, given.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
+            borders = (start_filling(buffers, halos, keep=recipe is not None) if given.wait is None else given.wait)()
+        rows = zip(buffers, weights, biases or [None] * count, strict=True)
+        results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
-        ctx.bias_sizes = None if bias is None else list(bias.shape)
-        ctx.channels = [part.shape[1] for part in parts]
+        ctx.count, ctx.num_biases = count, given.num_biases
+        ctx.bias_sizes = list(biases[0].shape) if biases else None
+        ctx.channels = [part.shape[1] for part in parts[::count]]
         if recipe is None:
-            # Around a slab in its own memory the buffer has versions of its own: the slab's tell what changed in place.
-            shared = buffer is not slab and buffer.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
-            ctx.save_for_backward(weight, buffer, *([slab] if shared else []))
+            # Around a slab in its own memory a buffer has versions of its own: the slab's tell what changed in place.
+            shared = [slab for slab, buffer in zip(slabs, buffers, strict=True) if _share_memory(slab, buffer)]
+            ctx.save_for_backward(*weights, *buffers, *shared)
         else:
-            ctx.like = buffer.shape, buffer.dtype, layout_of(buffer)
+            ctx.likes = [(buffer.shape, buffer.dtype, layout_of(buffer)) for buffer in buffers]
             if borders is None:
-                borders = [] if halo is None else kept_halo.copy_planes(buffer, halo.own)
-            ctx.num_borders = len(borders)
-            ctx.save_for_backward(weight, *borders, *recipe.tensors)
-        return result
+                borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, _own_sizes(halos, count), strict=True)]
+            # Of each slab: copies of its halo, then what it is written from.
+            kept = [[*own, *row] for own, row in zip(borders, recipe.rows, strict=True)]
+            ctx.num_borders, ctx.num_kept = [len(own) for own in borders], [len(row) for row in kept]
+            ctx.save_for_backward(*weights, *chain.from_iterable(kept))
+        return results
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        gradient = choice.lay_out_gradient(gradient, weight, ctx.plan.settings, ctx.plan.channels_last)
-        needs_input, (needs_weight, needs_bias) = any(ctx.needs_input_grad[3:]), ctx.needs_input_grad[1:3]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
+        pairs = zip(gradients, weights, strict=True)
+        laid = [choice.lay_out_gradient(*pair, ctx.plan.settings, ctx.plan.channels_last) for pair in pairs]
+        first = 1 + ctx.count + ctx.num_biases
+        needs_weight, needs_bias = ctx.needs_input_grad[1], any(ctx.needs_input_grad[1 + ctx.count : first])
+        needs_input = any(ctx.needs_input_grad[first:])
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
-            return None, *_derive_in_parts(ctx, gradient, weight, kept)
-        # Planes travel while the input is computed again, and are there before the weights' gradient begins: its blocks
-        # fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
-        derive = _Gradients(ctx, gradient, needs_input)
-        if ctx.write is None:
-            buffer = kept[0]
+            found = _derive_in_parts(ctx, laid, weights, list(_split_kept(ctx, kept)), needs_weight, needs_bias)
         else:
-            borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
-            buffer = _write_input(ctx, ctx.write, tensors, borders, sum(ctx.channels))
-        joined, weight_gradient, bias_gradient = derive(buffer, weight, needs_input, needs_weight, needs_bias)
-        inputs = [None] * len(ctx.channels) if joined is None else joined.split(ctx.channels, 1)
-        return None, weight_gradient, bias_gradient, *inputs
+            # Planes travel while the input is computed again, and are there before the weights' gradient begins: its
+            # blocks fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
+            derive = _Derivation(ctx, laid, needs_input)
+            buffers = list(kept[: ctx.count])
+            if ctx.write is not None:
+                rows = enumerate(_split_kept(ctx, kept))
+                buffers = [_write_input(ctx, n, ctx.write, *row, sum(ctx.channels)) for n, row in rows]
+            whole = derive(buffers, weights, needs_input, needs_weight, needs_bias)
+            found = [([None] * len(ctx.channels) if x is None else x.split(ctx.channels, 1), w, b) for x, w, b in whole]
+        inputs = chain.from_iterable(zip(*(split for split, _, _ in found), strict=True))
+        needed = [value if wanted else None for wanted, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
+        biases = [bias for _, _, bias in found] if ctx.num_biases else []
+        return None, *(weight for _, weight, _ in found), *biases, *needed
 
 
-class _Gradients:
+def _own_sizes(halos: Sequence[Halo], count: int) -> list[tuple[int, int]]:
+    """Return the planes before and behind each slab."""
+    return [halo.own for halo in halos] if halos else [(0, 0)] * count
+
+
+def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
+    return buffer is not slab and buffer.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+
+
+def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Yield, for each slab, the copies of its halo and what it is written from."""
+    start = 0
+    for borders, count in zip(ctx.num_borders, ctx.num_kept, strict=True):
+        yield kept[start : start + borders], kept[start + borders : start + count]
+        start += count
+
+
+class _Derivation:
     """A convolution's gradients, computed while planes travel to and from the neighbours.
 
-    Made once for a gradient of the output, called for each part of the input.
+    Made once for the gradients of the slabs' outputs, called for each part of the input.
     """
 
-    def __init__(self, ctx: Any, gradient: Tensor, needs_input: bool) -> None:
-        self.ctx, self.gradient, self.halo = ctx, gradient, ctx.plan.halo
-        self.around: Tensor | None = None
-        if self.halo is not None and ctx.plan.alike and needs_input:
-            self.around = extend(gradient, find_room(gradient), self.halo.own)
-            self.wait: Wait | None = start_filling(self.around, self.halo)
+    def __init__(self, ctx: Any, gradients: Sequence[Tensor], needs_input: bool) -> None:
+        self.ctx, self.gradients, self.halos = ctx, gradients, ctx.plan.halos
+        self.around: list[Tensor] = []
+        if self.halos and ctx.plan.alike and needs_input:
+            pairs = zip(gradients, self.halos, strict=True)
+            self.around = [extend(gradient, find_room(gradient), halo.own) for gradient, halo in pairs]
+            self.wait: Wait | None = start_filling(self.around, self.halos)
 
     def __call__(
-        self, buffer: Tensor, weight: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of the input's own planes, of the weight and of the bias, None where not needed."""
-        plan, bias_sizes = self.ctx.plan, self.ctx.bias_sizes
-        derive = partial(
-            choice.differentiate, self.gradient, buffer, weight, bias_sizes, plan.settings, plan.channels_last
-        )
-        if self.halo is None:
-            return derive((needs_input, needs_weight, needs_bias))
-        finish: Callable[[], Tensor] | None = None
-        if needs_input and self.around is not None:
-            finish = partial(self._of_own_planes, buffer, weight)
+        self,
+        buffers: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        needs_input: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> list[Gradients]:
+        """Return the gradients of each slab."""
+        plan = self.ctx.plan
+        derive = [
+            partial(choice.differentiate, *row, self.ctx.bias_sizes, plan.settings, plan.channels_last)
+            for row in zip(self.gradients, buffers, weights, strict=True)
+        ]
+        if not self.halos:
+            return [of_slab((needs_input, needs_weight, needs_bias)) for of_slab in derive]
+        finish: Callable[[], Sequence[Tensor | None]] | None = None
+        if needs_input and self.around:
+            finish = partial(self._of_own_planes, buffers, weights)
         elif needs_input:
-            whole = derive((True, False, False))[0]
-            assert whole is not None
-            finish = return_gradient(whole, self.halo)
-        _, weight_gradient, bias_gradient = derive((False, needs_weight, needs_bias))
-        return None if finish is None else finish(), weight_gradient, bias_gradient
+            whole = [of_slab((True, False, False))[0] for of_slab in derive]
+            finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
+        rest = [of_slab((False, needs_weight, needs_bias)) for of_slab in derive]
+        inputs = [None] * len(rest) if finish is None else finish()
+        return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
-    def _of_own_planes(self, buffer: Tensor, weight: Tensor) -> Tensor:
-        assert self.around is not None
+    def _of_own_planes(self, buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
         if self.wait is not None:  # for the first part
             self.wait()
             self.wait = None
-        settings = self.ctx.plan.settings
-        wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
-        slab, only_input = own_planes(buffer, self.halo.own), (True, False, False)
-        found = choice.differentiate(self.around, slab, weight, None, wide, self.ctx.plan.channels_last, only_input)[0]
-        assert found is not None
+        settings, last = self.ctx.plan.settings, self.ctx.plan.channels_last
+        found = []
+        for around, buffer, weight, halo in zip(self.around, buffers, weights, self.halos, strict=True):
+            wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
+            slab, only_input = own_planes(buffer, halo.own), (True, False, False)
+            found.append(choice.differentiate(around, slab, weight, None, wide, last, only_input)[0])
         return found
 
 
@@ -180,38 +225,52 @@ def _can_derive_in_parts(ctx: Any) -> bool:
     )
 
 
-def _derive_in_parts(ctx: Any, gradient: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Iterator[Tensor | None]:
-    """Yield the gradients of weight, bias and inputs of a convolution of joined channels, one input after the other.
+def _derive_in_parts(
+    ctx: Any,
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    kept: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
+    """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
 
-    Neither the join nor its gradient comes into being: half of what a level's way up takes.
+    One input is taken after the other. Neither the join nor its gradient comes into being: half of what a level's way
+    up takes.
     """
-    layout = layout_of(gradient)
-    weights: list[Tensor | None] = []
-    inputs: list[Tensor | None] = []
-    bias_gradient = None
-    derive = _Gradients(ctx, gradient, needs_input=True)
-    borders, tensors = kept[: ctx.num_borders], kept[ctx.num_borders :]
-    for write, own, (first, count) in ctx.write.parts(tensors):
-        buffer = _write_input(ctx, write, own, [border.narrow(1, first, count) for border in borders], count)
-        part = weight.narrow(1, first, count).contiguous(memory_format=layout)
-        needs = first == 0 and ctx.needs_input_grad[2]
-        found, weight_gradient, bias_found = derive(buffer, part, True, ctx.needs_input_grad[1], needs)
-        inputs.append(found)
-        weights.append(weight_gradient)
-        bias_gradient = bias_found if first == 0 else bias_gradient
-    yield torch.cat([w for w in weights if w is not None], 1) if ctx.needs_input_grad[1] else None
-    yield bias_gradient
-    for needed, value in zip(ctx.needs_input_grad[3:], inputs, strict=True):
-        yield value if needed else None
+    layouts = [layout_of(gradient) for gradient in gradients]
+    by_part: list[list[Gradients]] = []
+    derive = _Derivation(ctx, gradients, needs_input=True)
+    for pieces in zip(*(ctx.write.parts(tensors) for _, tensors in kept), strict=True):
+        buffers = []
+        for number, ((borders, _), (write, own, (first, count))) in enumerate(zip(kept, pieces, strict=True)):
+            edges = [border.narrow(1, first, count) for border in borders]
+            buffers.append(_write_input(ctx, number, write, edges, own, count))
+        _, _, (first, count) = pieces[0]
+        narrow = [
+            weight.narrow(1, first, count).contiguous(memory_format=layout)
+            for weight, layout in zip(weights, layouts, strict=True)
+        ]
+        by_part.append(derive(buffers, narrow, True, needs_weight, needs_bias and first == 0))
+    found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
+    for of_slab in zip(*by_part, strict=True):
+        inputs, parts_of_weight, biases = zip(*of_slab, strict=True)
+        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if needs_weight else None
+        found.append((inputs, whole, biases[0]))
+    return found
 
 
-def _write_input(ctx: Any, write: Write, tensors: Sequence[Tensor], borders: Sequence[Tensor], channels: int) -> Tensor:
+def _write_input(
+    ctx: Any, number: int, write: Write, borders: Sequence[Tensor], tensors: Sequence[Tensor], channels: int
+) -> Tensor:
     """Write a convolution's input, or some channels of it, between the planes of its halo.
 
     Parameters
     ----------
     ctx
         Of the convolution.
+    number
+        Of the slab.
     write, tensors
         What writes the slab, and from what.
     borders
@@ -219,12 +278,13 @@ def _write_input(ctx: Any, write: Write, tensors: Sequence[Tensor], borders: Seq
     channels
         Number of channels to write.
     """
-    shape, dtype, layout = ctx.like
+    shape, dtype, layout = ctx.likes[number]
     shape = shape[0], channels, *shape[2:]
     buffer = torch.empty(shape, dtype=dtype, device=tensors[0].device, memory_format=layout)
-    if ctx.plan.halo is None:
+    if not ctx.plan.halos:
         write(tensors, buffer, 0)
         return buffer
-    kept_halo.put_back(buffer, ctx.plan.halo.own, borders)
-    write(tensors, own_planes(buffer, ctx.plan.halo.own), 0)
+    own = ctx.plan.halos[number].own
+    kept_halo.put_back(buffer, own, borders)
+    write(tensors, own_planes(buffer, own), 0)
     return buffer

@@ -1,6 +1,7 @@
-"""Channels of several volumes side by side, in a slab with room for its halo that need not be kept."""
+"""Channels of several volumes side by side, in slabs with room for their halos that need not be kept."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,27 +20,28 @@ __all__ = ["join_channels"]
 
 
 def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
-    """Join volumes that are cut alike, this process holding one slab of each, along the channels.
+    """Join volumes that are cut alike along the channels.
 
     The copy waits for the next operator. The result's recipe are the parts' recipes: a convolution behind an encoder's
     skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
     recipes = [part.pending.find_recipe(part) for part in parts]
-    # Where there is a recipe, the slab stands for its history alone: it may have given its memory back.
-    slabs = [part.slabs[0] if recipe is None else part._slabs[0] for part, recipe in zip(parts, recipes, strict=True)]
+    # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
+    columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
-    shape[1] = sum(slab.shape[1] for slab in slabs)
-    if len({slab.dtype for slab in slabs}) > 1:
-        return ShardedVolume([torch.cat([part.slabs[0] for part in parts], 1)], like.dims, shape, like.context)
+    shape[1] = sum(column[0].shape[1] for column in columns)
+    if len({column[0].dtype for column in columns}) > 1:
+        joined = [torch.cat(row, 1) for row in zip(*(part.slabs for part in parts), strict=True)]
+        return ShardedVolume(joined, like.dims, shape, like.context)
     recipe = join_recipes(
-        [recipe or recipe_of_kept(slab) for recipe, slab in zip(recipes, slabs, strict=True)],
-        [slab.shape[1] for slab in slabs],
+        [recipe or recipe_of_kept(column) for recipe, column in zip(recipes, columns, strict=True)],
+        [column[0].shape[1] for column in columns],
     )
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
-    first = like.pending.like if isinstance(like.pending, RecomputedInput) else slabs[0]
-    waiting = WaitingJoin(slabs, recipe, first, like.context.room if cut_along_depth else 0)
+    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else columns[0]
+    waiting = WaitingJoin(columns, recipe, firsts, like.context.room if cut_along_depth else 0)
     return defer(waiting, like.dims, shape, like.context)
 
 
@@ -48,52 +50,54 @@ class WaitingJoin(Waiting):
 
     Parameters
     ----------
-    slabs
-        What is joined, for its history: where there is a recipe it may hold nothing.
+    columns
+        The slabs of each volume that is joined, for their history: where there is a recipe they may hold nothing.
     recipe
         How to write the join.
-    like
-        Shape, element type and layout of the first slab.
+    likes
+        Shape, element type and layout of the first volume's slabs.
     room
         Planes of room to leave around the join.
     """
 
-    def __init__(self, slabs: list[Tensor], recipe: Recipe, like: Tensor, room: int) -> None:
-        self.slabs, self.recipe, self.like, self.room = slabs, recipe, like, room
-        self.stand_ins = slabs[:1]
-        self.unchanged = Unchanged([*slabs, *recipe.tensors])
+    def __init__(self, columns: list[list[Tensor]], recipe: Recipe, likes: Sequence[Tensor], room: int) -> None:
+        self.columns, self.recipe, self.likes, self.room = columns, recipe, likes, room
+        self.stand_ins = list(columns[0])
+        self.unchanged = Unchanged([*chain.from_iterable(columns), *recipe.tensors])
         self.moment = Moment()
         # For an operator that hands each its own gradient; a join without history passes none on.
-        self.parts = slabs if self.moment.grad_enabled else None
+        self.parts = columns if self.moment.grad_enabled else None
 
-    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Join the slabs."""
         wait: Wait | None = None
-        channels = [slab.shape[1] for slab in self.slabs]
+        channels = [column[0].shape[1] for column in self.columns]
 
-        def fill() -> Tensor:
+        def fill() -> list[Tensor]:
             nonlocal wait
-            out = allocate_with_room(self.like, self.room, sum(channels), self.slabs[0].device)
+            places = zip(self.likes, self.stand_ins, strict=True)
+            outs = [allocate_with_room(like, self.room, sum(channels), slab.device) for like, slab in places]
 
-            def planes(start: int, count: int) -> None:
-                self.recipe.write(self.recipe.tensors, out.narrow(DIM, start, count), start)
+            def planes(number: int, start: int, count: int) -> None:
+                self.recipe.write(self.recipe.rows[number], outs[number].narrow(DIM, start, count), start)
 
-            wait = write_outer_first(out, self.room, halo, planes)
-            return out
+            wait = write_outer_first(outs, self.room, halos, planes)
+            return outs
 
         with self.moment.restored():
-            joined = _Join.apply(fill, channels, *self.slabs)
-        return [joined], self.recipe, wait
+            joined = _Join.apply(fill, channels, *chain.from_iterable(self.columns))
+        return list(joined), self.recipe, wait
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fill: Callable[[], Tensor], channels: list[int], *slabs: Tensor) -> Tensor:
+    def forward(ctx: Any, fill: Callable[[], list[Tensor]], channels: list[int], *slabs: Tensor) -> tuple[Tensor, ...]:
         del slabs
         ctx.channels = channels
-        return fill()
+        return tuple(fill())
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *gradient.split(ctx.channels, 1)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        split = [gradient.split(ctx.channels, 1) for gradient in gradients]
+        return None, None, *chain.from_iterable(zip(*split, strict=True))

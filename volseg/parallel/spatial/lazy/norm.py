@@ -102,9 +102,9 @@ def compute_statistics(
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
         if _fits_one_kernel(context, pooled, volume.slabs):
-            (slab,) = volume.slabs
-            shares = context.communicator.shares(counts, torch.float32, slab.device)
-            found = choice.exchange_coefficients(slab, shares, weight, bias, eps, context.communicator.mailbox)
+            shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
+            calls = [partial(choice.exchange_coefficients, slab, shares, weight, bias, eps) for slab in volume.slabs]
+            found = _exchange(context, calls, volume.slabs[0])
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
@@ -117,9 +117,18 @@ def compute_statistics(
 def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
     batch, channels = slabs[0].shape[:2]
-    mailbox = context.communicator.mailbox
-    reached = context.communicator.num_shards == 1 or (mailbox is not None and 2 * batch * channels <= CAPACITY)
-    return reached and len(slabs) == 1 and pooled.needed(batch) is None and choice.takes(slabs[0])
+    alone, values = context.communicator.num_shards == 1, context.communicator.values
+    reached = alone or (values is not None and 2 * batch * channels <= CAPACITY)
+    return reached and pooled.needed(batch) is None and choice.takes(slabs[0])
+
+
+def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
+    """Run the kernel of each slab of this process that exchanges statistics, of which ``like`` has the channels."""
+    values = context.communicator.values
+    if values is None:
+        (call,) = calls
+        return call(None)
+    return values.run(calls, 2 * like.shape[0] * like.shape[1])
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
@@ -166,8 +175,7 @@ class WaitingNorm(Waiting):
         self.unchanged = Unchanged(read)
         communicator = self.context.communicator
         cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and communicator.num_shards > 1
-        is_direct = len(slabs) == 1 and not communicator.fixed_order
-        self.room = self.context.room if cut_along_depth and is_direct else 0
+        self.room = self.context.room if cut_along_depth and communicator.is_direct else 0
 
     def activate(self, activation: Activation) -> "WaitingNorm | None":
         """Return this with an activation behind, or None where there is one already."""
@@ -177,41 +185,45 @@ class WaitingNorm(Waiting):
         vars(taken).update(vars(self), activation=activation)
         return taken
 
-    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Apply it."""
-        work = _Writing(self, halo)
+        work = _Writing(self, halos)
         with self.moment.restored():
             slabs = list(_Normalize.apply(work, self.weight, self.bias, *self.stand_ins))
         recipe = None
-        if len(slabs) == 1:
-            recipe = recipe_of_norm(self.stand_ins[0], work.scales[0], work.shifts[0], self.activation)
+        if self.context.communicator.is_direct:
+            recipe = recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation)
         return slabs, recipe, work.wait
 
 
 class _Writing:
     """A norm while its slabs are written, and what comes out besides them."""
 
-    def __init__(self, norm: WaitingNorm, halo: Halo | None) -> None:
-        self.norm, self.halo = norm, halo
+    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo]) -> None:
+        self.norm, self.halos = norm, halos
         self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
         self.wait: Wait | None = None
 
-    def write(self, slab: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """Apply scale, shift and activation; with a halo to send, to the outermost planes first."""
+    def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
+        """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
         room = self.norm.room
-        apply = partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation)
+        rows = zip(self.scales, self.shifts, strict=True)
+        applied = [
+            partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation) for scale, shift in rows
+        ]
         if not room:
-            return apply(slab)
-        out = allocate_with_room(slab, room)
+            return [apply(slab) for apply, slab in zip(applied, slabs, strict=True)]
+        outs = [allocate_with_room(slab, room) for slab in slabs]
 
-        def planes(start: int, count: int) -> None:
-            apply(slab.narrow(DIM, start, count), out=out.narrow(DIM, start, count))
+        def planes(number: int, start: int, count: int) -> None:
+            slab, out = (given[number].narrow(DIM, start, count) for given in (slabs, outs))
+            applied[number](slab, out=out)
 
-        def ends(front: int, back: int) -> None:
-            apply(slab, out=out, ends=(front, back))
+        def ends(number: int, front: int, back: int) -> None:
+            applied[number](slabs[number], out=outs[number], ends=(front, back))
 
-        self.wait = write_outer_first(out, room, self.halo, planes, ends)
-        return out
+        self.wait = write_outer_first(outs, room, self.halos, planes, ends)
+        return outs
 
 
 class _Normalize(torch.autograd.Function):
@@ -220,7 +232,7 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, work: _Writing, weight: Tensor | None, bias: Tensor | None, *slabs: Tensor
     ) -> tuple[Tensor, ...]:
         norm, found = work.norm, work.norm.found
-        results = tuple(work.write(*row) for row in zip(slabs, work.scales, work.shifts, strict=True))
+        results = tuple(work.write(slabs))
         ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation, norm.room
         ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slabs)
         return results
@@ -233,10 +245,12 @@ class _Normalize(torch.autograd.Function):
         spread = context.spread
         means, scales, shifts = spread(mean), spread(scale), spread(shift)
         if _fits_one_kernel(context, pooled, slabs):
-            known, box = (mean, rstd, scale, shift), context.communicator.mailbox
-            found = choice.exchange_backward_coefficients(
-                gradients[0], slabs[0], known, activation, weight, voxels, box
-            )
+            rows = zip(gradients, slabs, means, scales, shifts, strict=True)
+            calls = [
+                partial(choice.exchange_backward_coefficients, g, slab, (m, rstd, *own), activation, weight, voxels)
+                for g, slab, m, *own in rows
+            ]
+            found = _exchange(context, calls, slabs[0])
         else:
             rows = zip(gradients, slabs, means, scales, shifts, strict=True)
             partials = [choice.gradient_sums(*row, activation) for row in rows]

@@ -10,6 +10,7 @@ What is written is apart from the tensors it is written from: autograd keeps the
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
@@ -68,14 +69,16 @@ class Join:
             first, used = first + count, used + number
 
 
-def recipe_of_norm(slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation) -> Recipe:
+def recipe_of_norm(
+    slabs: Sequence[Tensor], scales: Sequence[Tensor], shifts: Sequence[Tensor], activation: Activation
+) -> Recipe:
     """Return the recipe of a norm's result, with the activation behind it."""
-    return Recipe((slab, scale, shift), Normalize(activation))
+    return Recipe(tuple(zip(slabs, scales, shifts, strict=True)), Normalize(activation))
 
 
-def recipe_of_kept(slab: Tensor) -> Recipe:
-    """Return the recipe of a slab that somebody keeps."""
-    return Recipe((slab,), Copy())
+def recipe_of_kept(slabs: Sequence[Tensor]) -> Recipe:
+    """Return the recipe of slabs that somebody keeps."""
+    return Recipe(tuple((slab,) for slab in slabs), Copy())
 
 
 def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
@@ -90,7 +93,7 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
             widths += part.write.channels
         else:
             writes.append(part.write)
-            counts.append(len(part.tensors))
+            counts.append(len(part.rows[0]))
             widths.append(width)
-    tensors = tuple(tensor for part in parts for tensor in part.tensors)
-    return Recipe(tensors, Join(tuple(writes), tuple(counts), tuple(widths)))
+    rows = tuple(tuple(chain.from_iterable(rows)) for rows in zip(*(part.rows for part in parts), strict=True))
+    return Recipe(rows, Join(tuple(writes), tuple(counts), tuple(widths)))

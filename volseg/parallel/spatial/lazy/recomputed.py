@@ -1,5 +1,7 @@
 """A recomputed block's input that is written only when an operator reads it, and never where a join reads it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,16 @@ __all__ = ["RecomputedInput"]
 
 
 class RecomputedInput(Waiting):
-    """A slab to be written from its recipe, without history.
+    """Slabs to be written from their recipe, without history.
 
     Parameters
     ----------
     recipe
-        How to write it.
-    like
-        Shape, element type and layout of the slab; on the meta device.
+        How to write them.
+    likes
+        Shape, element type and layout of each slab; on the meta device.
     room
-        Planes of room to leave around it.
+        Planes of room to leave around each.
     unchanged
         The recipe's tensors as they were when the block ran.
     requires_grad
@@ -34,31 +36,37 @@ class RecomputedInput(Waiting):
         "checkpoint="
     )
 
-    def __init__(self, recipe: Recipe, like: Tensor, room: int, unchanged: Unchanged, requires_grad: bool) -> None:
-        self.recipe, self.like, self.room, self.unchanged = recipe, like, room, unchanged
+    def __init__(
+        self, recipe: Recipe, likes: Sequence[Tensor], room: int, unchanged: Unchanged, requires_grad: bool
+    ) -> None:
+        self.recipe, self.likes, self.room, self.unchanged = recipe, likes, room, unchanged
         self.requires_grad = requires_grad
         self.check()
-        # The slab's shape in the memory of one element.
-        one = torch.empty((), dtype=like.dtype, device=recipe.tensors[0].device)
-        self.stand_ins = [one.expand(like.shape).requires_grad_(requires_grad)]
+        # The slabs' shapes in the memory of one element each.
+        self.stand_ins = [
+            torch.empty((), dtype=like.dtype, device=row[0].device).expand(like.shape).requires_grad_(requires_grad)
+            for like, row in zip(likes, recipe.rows, strict=True)
+        ]
 
     def find_recipe(self, volume: ShardedVolume) -> Recipe:
-        """Return the recipe for whoever writes the slab elsewhere; leave it unwritten here."""
+        """Return the recipe for whoever writes the slabs elsewhere; leave them unwritten here."""
         del volume
         self.check()
         return self.recipe
 
-    def write(self, halo: Halo | None) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Write the slab."""
-        device = self.recipe.tensors[0].device
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Write the slabs."""
+        rows = self.recipe.rows
         with torch.no_grad():
-            if self.room:
-                slab = allocate_with_room(self.like, self.room, device=device)
-            else:
-                slab = torch.empty_like(self.like, device=device)
+            slabs = [
+                allocate_with_room(like, self.room, device=row[0].device)
+                if self.room
+                else torch.empty_like(like, device=row[0].device)
+                for like, row in zip(self.likes, rows, strict=True)
+            ]
 
-            def planes(start: int, count: int) -> None:
-                self.recipe.write(self.recipe.tensors, slab.narrow(DIM, start, count), start)
+            def planes(number: int, start: int, count: int) -> None:
+                self.recipe.write(rows[number], slabs[number].narrow(DIM, start, count), start)
 
-            wait = write_outer_first(slab, self.room, halo, planes)
-        return [slab.requires_grad_(self.requires_grad)], self.recipe, wait
+            wait = write_outer_first(slabs, self.room, halos, planes)
+        return [slab.requires_grad_(self.requires_grad) for slab in slabs], self.recipe, wait

@@ -252,13 +252,14 @@ class _HeldTensors:
         self.volume: ShardedVolume | None = volume
         self.unchanged = Unchanged(list(volume._slabs))
         self._source = Unchanged(() if self.recipe is None else self.recipe.tensors)
-        # Shape, layout and room of the slab, without its memory.
-        slab = volume._slabs[0]
-        self._like = torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta")
-        self._room = find_room(slab)
+        # Shape, layout and room of the slabs, without their memory.
+        self._likes = [
+            torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in volume._slabs
+        ]
+        self._room = find_room(volume._slabs[0])
 
     def let_go(self) -> None:
-        """Forget the slab where there is a recipe."""
+        """Forget the slabs where there is a recipe."""
         if self.recipe is not None:
             self.volume, self.unchanged = None, Unchanged(())
 
@@ -267,7 +268,7 @@ class _HeldTensors:
         if self.volume is not None:
             return self.volume
         assert self.recipe is not None
-        waiting = RecomputedInput(self.recipe, self._like, self._room, self._source, self.requires_grad)
+        waiting = RecomputedInput(self.recipe, self._likes, self._room, self._source, self.requires_grad)
         # Not deferred as a norm is: a join that reads its recipe spares the slab, whatever else works in place.
         volume = ShardedVolume(waiting.stand_ins, self.dims, self.shape, self.context)
         volume.pending = waiting

@@ -29,7 +29,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         parts = [in_planes(part) if isinstance(part, ShardedVolume) else part for part in parts]
         return _cat_along_cut(parts, volumes(parts)[0], dim)
     alike = [_cut_alike(part, like) for part in parts]
-    if dim == 1 and like.ndim == 5 and like.merged is None and len(like.context.communicator.devices) == 1:
+    if dim == 1 and like.ndim == 5 and like.merged is None and like.context.communicator.is_direct:
         return join_channels(alike)
     slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
     return wrap(like, slabs)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm.choice import compute_shares
-from volseg.device.peer.values import ValueMailbox
+from volseg.device.peer.values import ValueExchange
 from volseg.parallel.spatial.plan.shards import Span, spans
 
 __all__ = ["Communicator", "narrow_to"]
@@ -44,7 +44,7 @@ class Communicator(ABC):
         Device of each of these shards.
     home
         Device of whole values.
-    mailbox
+    values
         How kernels exchange a few values between the shards by themselves, or None.
     fixed_order
         Whether sums over shards have one order, wherever the shards are.
@@ -54,13 +54,21 @@ class Communicator(ABC):
     coordinates: list[tuple[int, ...]]
     devices: list[torch.device]
     home: torch.device
-    mailbox: ValueMailbox | None = None
+    values: ValueExchange | None = None
     fixed_order: bool = False
 
     @cached_property
     def num_shards(self) -> int:
         """Number of shards in all processes."""
         return prod(self.grid)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether slabs take the passage past autograd: halos in place, joins not written, inputs kept as recipes.
+
+        One slab of a process does, and several where sums have one order, which is the order of one slab each.
+        """
+        return len(self.devices) == 1 or self.fixed_order
 
     @property
     def indices(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 A convolution's halo is received around its slab (see ``room``). The gradient of the halo goes the other way, and is
 added to the neighbours' own planes. Both are one exchange with the shard before and the shard behind, by mailbox where
-GPUs see each other's memory and little is sent, else by messages of the process group.
+GPUs see each other's memory and little is sent, else by messages of the process group. Between slabs of one process
+planes are copied. Whichever way they come, they are the same planes in the same places, and are added in one order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,31 +15,34 @@ from torch import Tensor
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.spatial.transport import kept_halo
+from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import extend, own_planes
 
-__all__ = ["Halo", "Wait", "return_gradient", "start_filling", "write_outer_first"]
+__all__ = ["Halo", "Wait", "plan_halos", "return_gradients", "start_filling", "write_outer_first"]
 
-Wait = Callable[[], "list[Tensor] | None"]
-"""Waits for planes; returns a copy of them where one was asked for and made."""
+Wait = Callable[[], "list[list[Tensor]] | None"]
+"""Waits for planes; returns a copy of each slab's where one was asked for and made."""
 
 
 class Halo:
-    """Planes around the slab of each shard along the cut, and who has them: the direct neighbours.
+    """Planes around one shard's slab along the cut, and who has them: the direct neighbours.
 
     Parameters
     ----------
     communicator
-        The processes that share the volume.
+        The shards.
     planes
         Planes before and behind the slab of each shard.
     channels_last
         Whether planes travel with channels last.
+    index
+        The shard, one of this process; by default the first of them.
 
     Attributes
     ----------
     own
-        Planes before and behind this process's slab.
+        Planes before and behind the slab.
     neighbours
         Numbers of the shards before and behind; None at the volume's border.
     owed
@@ -48,13 +52,17 @@ class Halo:
     """
 
     def __init__(
-        self, communicator: ProcessGroupShards, planes: tuple[tuple[int, int], ...], channels_last: bool = False
+        self,
+        communicator: Communicator,
+        planes: tuple[tuple[int, int], ...],
+        channels_last: bool = False,
+        index: int | None = None,
     ) -> None:
         self.communicator, self.planes, self.channels_last = communicator, planes, channels_last
-        rank, last = communicator.rank, len(planes) - 1
-        self.own = planes[rank]
-        self.neighbours = rank - 1 if rank > 0 else None, rank + 1 if rank < last else None
-        self.owed = planes[rank - 1][1] if rank > 0 else 0, planes[rank + 1][0] if rank < last else 0
+        index, last = communicator.indices[0] if index is None else index, len(planes) - 1
+        self.own = planes[index]
+        self.neighbours = index - 1 if index > 0 else None, index + 1 if index < last else None
+        self.owed = planes[index - 1][1] if index > 0 else 0, planes[index + 1][0] if index < last else 0
         self.width = max(map(max, planes))
 
     def view_around(self, buffer: Tensor) -> list[Tensor]:
@@ -69,121 +77,161 @@ class Halo:
         return [None if number is None else view for view, number in zip(views, self.neighbours, strict=True)]
 
 
-def start_filling(buffer: Tensor, halo: Halo, keep: bool = False) -> Wait:
-    """Start to fetch the halo from the neighbours; the returned function waits for it.
+def plan_halos(
+    communicator: Communicator, planes: tuple[tuple[int, int], ...], channels_last: bool = False
+) -> tuple[Halo, ...]:
+    """Return the halo of each slab of this process; none where no shard needs one. Arguments as those of ``Halo``."""
+    if not any(map(any, planes)):
+        return ()
+    return tuple(Halo(communicator, planes, channels_last, index) for index in communicator.indices)
 
-    The slab's outermost planes must have been written. With ``keep``, the function returns a copy of the planes as
+
+def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool = False) -> Wait:
+    """Start to fetch the halos of this process's slabs from the neighbours; the returned function waits for them.
+
+    The slabs' outermost planes must have been written. With ``keep``, the function returns a copy of the planes as
     ``kept_halo`` has them, where that costs nothing more, else None.
     """
-    sends, receives = halo.view_owed(own_planes(buffer, halo.own)), halo.view_around(buffer)
-    return _start_exchange(halo, sends, receives, buffer if keep else None)
+    sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
+    receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
+    return _start_exchange(halos, sends, receives, buffers[0] if keep else None)
 
 
 def write_outer_first(
-    out: Tensor,
+    outs: Sequence[Tensor],
     room: int,
-    halo: Halo | None,
-    write: Callable[[int, int], None],
-    write_ends: Callable[[int, int], None] | None = None,
+    halos: Sequence[Halo],
+    write: Callable[[int, int, int], None],
+    write_ends: Callable[[int, int, int], None] | None = None,
 ) -> Wait | None:
-    """Write a slab; planes that the neighbours wait for come first, and are sent.
+    """Write the slabs of this process; planes that other processes wait for come first, and are sent.
 
     Parameters
     ----------
-    out
-        The slab to write.
+    outs
+        The slabs to write.
     room
-        Planes of room around it.
-    halo
-        What the neighbours need; None where there are none.
+        Planes of room around each.
+    halos
+        What the neighbours need; empty where they need nothing.
     write
-        ``write(first, count)`` writes so many planes from the first on.
+        ``write(number, first, count)`` writes so many planes of a slab from the first on.
     write_ends
-        ``write_ends(front, back)`` writes so many of the first and of the last planes, where one pass can.
+        ``write_ends(number, front, back)`` writes so many of the first and of the last planes, where one pass can.
     """
-    planes = out.shape[DIM]
-    if halo is None:
-        write(0, planes)
-        return None
-    front, back = halo.owed
-    if front + back >= planes:
-        write(0, planes)
-        return start_filling(extend(out, room, halo.own), halo, keep=True)
+
+    def start() -> Wait:
+        buffers = [extend(out, room, halo.own) for out, halo in zip(outs, halos, strict=True)]
+        return start_filling(buffers, halos, keep=True)
+
+    planes = outs[0].shape[DIM]
+    front, back = halos[0].owed if halos else (0, 0)
+    if len(outs) > 1 or front + back >= planes or not halos:  # nobody waits, or for all of it
+        for number, out in enumerate(outs):
+            write(number, 0, out.shape[DIM])
+        return start() if halos else None
     if front and back and write_ends is not None:
-        write_ends(front, back)
+        write_ends(0, front, back)
     else:
         if front:
-            write(0, front)
+            write(0, 0, front)
         if back:
-            write(planes - back, back)
-    wait = start_filling(extend(out, room, halo.own), halo, keep=True)
-    write(front, planes - front - back)
+            write(0, planes - back, back)
+    wait = start()
+    write(0, front, planes - front - back)
     return wait
 
 
-def return_gradient(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
-    """Start to send the halo's gradient back; the returned function adds what comes to the slab's own."""
-    slab = own_planes(gradient, halo.own)
-    around = zip(halo.view_around(gradient), halo.neighbours, strict=True)
-    sends = [None if number is None else planes for planes, number in around]
-    targets = halo.view_owed(slab)
-    receives = [None if target is None else torch.empty_like(target) for target in targets]
-    wait = _start_exchange(halo, sends, receives)
+def return_gradients(gradients: Sequence[Tensor], halos: Sequence[Halo]) -> Callable[[], list[Tensor]]:
+    """Start to send the halos' gradients back; the returned function adds what comes to the slabs' own."""
+    slabs = [own_planes(gradient, halo.own) for gradient, halo in zip(gradients, halos, strict=True)]
+    sends = [
+        [
+            None if number is None else planes
+            for planes, number in zip(halo.view_around(gradient), halo.neighbours, strict=True)
+        ]
+        for gradient, halo in zip(gradients, halos, strict=True)
+    ]
+    targets = [halo.view_owed(slab) for slab, halo in zip(slabs, halos, strict=True)]
+    receives = [[None if target is None else torch.empty_like(target) for target in own] for own in targets]
+    wait = _start_exchange(halos, sends, receives)
 
-    def finish() -> Tensor:
+    def finish() -> list[Tensor]:
         wait()
-        for target, arrived in zip(targets, receives, strict=True):
-            if target is not None and arrived is not None:
-                target.add_(arrived)
-        return slab
+        for own, arrivals in zip(targets, receives, strict=True):
+            for target, arrived in zip(own, arrivals, strict=True):
+                if target is not None and arrived is not None:
+                    target.add_(arrived)
+        return slabs
 
     return finish
 
 
-def _start_exchange(
-    halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], keep: Tensor | None = None
-) -> Wait:
-    """Start to send planes to the shards before and behind, and to receive theirs.
+Sides = Sequence[Tensor | None]
+"""Planes that go to, or come from, the shard before and the shard behind; None where there is no such shard."""
 
-    None is sent where there is no such shard, and zeros are received. Which way planes travel follows from sizes that
-    all shards have in common, never from how a slab lies in memory. ``keep`` is the buffer whose halo is received, if a
-    copy of it is wanted.
+
+def _start_exchange(
+    halos: Sequence[Halo], sends: Sequence[Sides], receives: Sequence[Sides], keep: Tensor | None = None
+) -> Wait:
+    """Start to send planes of each slab to the shards before and behind, and to receive theirs.
+
+    None is sent where there is no such shard, and zeros are received. ``keep`` is the buffer whose halo is received, if
+    a copy of it is wanted.
+    """
+    if isinstance(halos[0].communicator, ProcessGroupShards):
+        return _start_between_processes(halos[0], halos[0].communicator, sends[0], receives[0], keep)
+    for halo, arriving in zip(halos, receives, strict=True):
+        for side, (planes, number) in enumerate(zip(arriving, halo.neighbours, strict=True)):
+            if planes is None or not planes.numel():
+                continue
+            sent = None if number is None else sends[number][1 - side]
+            if sent is None:  # the volume's border
+                planes.zero_()
+            else:
+                planes.copy_(sent, non_blocking=True)
+    return lambda: None
+
+
+def _start_between_processes(
+    halo: Halo, communicator: ProcessGroupShards, sends: Sides, receives: Sides, keep: Tensor | None
+) -> Wait:
+    """Exchange planes of the one slab of this process.
+
+    Which way they travel follows from sizes that all shards have in common, never from how a slab lies in memory.
     """
     # Both sides must agree on the order of voxels, whatever the layout of a slab happens to be.
     order = (0, 2, 3, 4, 1) if halo.channels_last else (0, 1, 2, 3, 4)
     ordered_sends = [None if planes is None else planes.permute(order) for planes in sends]
     ordered_receives = [None if planes is None else planes.permute(order) for planes in receives]
-    box = halo.communicator.plane_mailbox
+    box = communicator.plane_mailbox
     if box is not None and _fits_mailbox(halo, [*sends, *receives]):
         if keep is None:
             return box.start(ordered_sends, ordered_receives)
         kept, parts = kept_halo.allocate(keep, halo.own, order)
         wait = box.start(ordered_sends, ordered_receives, parts)
 
-        def wait_and_keep() -> list[Tensor]:
+        def wait_and_keep() -> list[list[Tensor]]:
             wait()
-            return kept
+            return [kept]
 
         return wait_and_keep
-    return _start_messages(halo, ordered_sends, ordered_receives)
+    return _start_messages(halo, communicator.group, ordered_sends, ordered_receives)
 
 
-def _fits_mailbox(halo: Halo, some: Sequence[Tensor | None]) -> bool:
+def _fits_mailbox(halo: Halo, some: Sides) -> bool:
     planes = next(planes for planes in some if planes is not None)
     values = planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel()
     recording = halo.communicator.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return small_enough(halo.width, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
 
 
-def _start_messages(
-    halo: Halo, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]
-) -> Callable[[], None]:
+def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives: Sides) -> Callable[[], None]:
     """Exchange planes through the process group; those that lie in memory as they travel are not copied.
 
     While a CUDA graph is recorded all are copied: NCCL marks what it moves as used on its stream, and a block so
     marked is not used again before the recording ends. That should not happen to whole activations.
     """
-    group = halo.communicator.group
     staged = halo.communicator.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
     operations, copies, kept = [], [], []
     for planes, number in zip(sends, halo.neighbours, strict=True):

@@ -1,6 +1,7 @@
 """Shards on devices of this process: plain tensor copies, so autograd's own threads run the backward pass."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
+from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
+from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
@@ -44,6 +47,14 @@ class LocalDevices(Communicator):
         self.coordinates = list(product(*map(range, self.grid)))
         self.home = self.devices[0]
 
+    @cached_property
+    def values(self) -> ValueExchange | None:  # type: ignore[override]
+        """How kernels exchange a few values in a fixed order: as those of processes do; made at the first use."""
+        several = self.fixed_order and len(self.devices) > 1
+        return (
+            ValuesOfSlabs(len(self.devices), self.home) if several and takes(torch.empty(0, device=self.home)) else None
+        )
+
     def fetch(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> list[Tensor]:
@@ -51,14 +62,25 @@ class LocalDevices(Communicator):
         owned = spans(size, self.grid[axis], unit)
         if list(wanted) == owned:  # no view of it either, whose backward pass would copy the gradient
             return list(slabs)
-        if self.fixed_order:
+        if not self.fixed_order:
+            return self.move(slabs, axis, dim, size, wanted, unit)
+        if any(move.source != move.target for move in transfers(size, wanted, unit)):
             return list(_FetchLocally.apply(self, (axis, dim, size, tuple(wanted), unit), *slabs))
-        return self.move(slabs, axis, dim, size, wanted, unit)
+        found = []
+        for coordinates, slab in zip(self.coordinates, slabs, strict=True):
+            own, (start, stop) = owned[coordinates[axis]], wanted[coordinates[axis]]
+            view = slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)
+            found.append(slab if (start, stop) == own else view)
+        return found
 
     def move(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> list[Tensor]:
-        """Copy planes between devices, whatever comes; arguments as those of ``fetch``."""
+        """Copy planes between devices, whatever comes; arguments as those of ``fetch``.
+
+        Where sums have a fixed order, what is assembled lies in memory as processes assemble it, from messages: a
+        library may add in another order in another layout.
+        """
         owned = spans(size, self.grid[axis], unit)
         moves = transfers(size, wanted, unit)
         held = dict(zip(self.coordinates, slabs, strict=True))
@@ -69,11 +91,18 @@ class LocalDevices(Communicator):
             for move in (move for move in moves if move.target == here):
                 source = held[(*coordinates[:axis], move.source, *coordinates[axis + 1 :])]
                 planes = source.narrow(dim, move.start - owned[move.source][0], move.stop - move.start)
-                pieces.append(planes.to(device, non_blocking=True))
+                pieces.append(planes if move.source == here else self._send(planes, device))
             if not pieces:
                 pieces = [slab.narrow(dim, 0, 0)]
-            fetched.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
+            # A process copies what it wants even where that is one piece of its own.
+            alone = len(pieces) == 1 and not self.fixed_order
+            fetched.append(pieces[0] if alone else torch.cat(pieces, dim))
         return fetched
+
+    def _send(self, planes: Tensor, device: torch.device) -> Tensor:
+        if not self.fixed_order:
+            return planes.to(device, non_blocking=True)
+        return planes.new_empty(planes.shape, device=device).copy_(planes, non_blocking=True)
 
     def give_back(
         self, gradients: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
@@ -116,9 +145,15 @@ class LocalDevices(Communicator):
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Assemble the volume on the home device."""
         del sizes
-        parts = [slab.to(self.home, non_blocking=True) for slab in slabs]
+        parts = list(slabs)
         for dim, count in zip(reversed(dims), reversed(self.grid), strict=True):
-            parts = [torch.cat(parts[start : start + count], dim) for start in range(0, len(parts), count)]
+            rows = [parts[start : start + count] for start in range(0, len(parts), count)]
+            parts = [
+                torch.cat(
+                    [first.to(self.home, non_blocking=True), *(self._send(part, self.home) for part in rest)], dim
+                )
+                for first, *rest in rows
+            ]
         return parts[0]
 
     def spread(self, whole: Tensor) -> list[Tensor]:
@@ -128,12 +163,12 @@ class LocalDevices(Communicator):
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Copy each slab to its device."""
+        """Copy each slab to its device; where sums have a fixed order it lies in memory as that of a process does."""
         owned = self.owned([whole.shape[dim] for dim in dims])
-        return [
-            narrow_to(whole, dims, spans_).to(device, non_blocking=True)
-            for spans_, device in zip(owned, self.devices, strict=True)
-        ]
+        slabs = [narrow_to(whole, dims, spans_) for spans_ in owned]
+        if self.fixed_order:
+            slabs = [slab.clone() for slab in slabs]
+        return [slab.to(device, non_blocking=True) for slab, device in zip(slabs, self.devices, strict=True)]
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Copy each parameter once to each device; where sums have a fixed order, each shard gets one of its own."""
@@ -151,19 +186,13 @@ class _FetchLocally(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: LocalDevices, plan: tuple[Any, ...], *slabs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = communicator, plan
-        # Copies: views of several outputs of a function may not be changed in place.
-        moved = communicator.move(slabs, *plan)
-        return tuple(new.clone() if _is_part(new, slabs) else new for new in moved)
+        return tuple(communicator.move(slabs, *plan))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         communicator, plan = ctx.plan
         return None, None, *communicator.give_back(gradients, *plan)
-
-
-def _is_part(tensor: Tensor, slabs: Sequence[Tensor]) -> bool:
-    return any(tensor.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr() for slab in slabs)
 
 
 class _ShareLocally(torch.autograd.Function):

@@ -15,14 +15,22 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
-from volseg.device.peer.values import ValueMailbox
+from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 
 __all__ = ["ProcessGroupShards"]
+
+REFUSAL = (
+    "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
+    "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
+    "parameters in all processes, and give them the same memory format in all"
+)
 
 
 class ProcessGroupShards(Communicator):
@@ -44,6 +52,8 @@ class ProcessGroupShards(Communicator):
         self, group: dist.ProcessGroup, grid: Sequence[int], device: torch.device, fixed_order: bool = False
     ) -> None:
         self.group, self.fixed_order = group, fixed_order
+        self._numbers = LayoutNumbers()
+        self._differences: dict[tuple[str, ...], Differences] = {}
         self.grid = tuple(grid)
         self.home = device
         self.devices = [device]
@@ -60,13 +70,20 @@ class ProcessGroupShards(Communicator):
             accept_gradients_of_other_streams()
 
     @cached_property
-    def mailbox(self) -> ValueMailbox | None:  # type: ignore[override]
-        """How kernels exchange a few values; made at the first use, which all processes come to alike.
+    def mailbox(self) -> ValueMailbox | None:
+        """How a few values are exchanged; made at the first use, which all processes come to alike.
 
-        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator. None where
-        sums have a fixed order: one slab's kernel would add what several slabs of one process add in another way.
+        Not before: a copy of a model on one process alone waits for nobody. It goes with this communicator.
         """
-        return None if self.fixed_order else ValueMailbox.connect(self.group, self.home)
+        return ValueMailbox.connect(self.group, self.home)
+
+    @cached_property
+    def values(self) -> ValueExchange | None:  # type: ignore[override]
+        """How kernels exchange a few values; in a fixed order the same kernels, whether there is a mailbox or not."""
+        several = self.fixed_order and self.num_shards > 1
+        if several and self.mailbox is None and takes(torch.empty(0, device=self.home)):
+            return RelayedValues(self.group, self.home)
+        return self.mailbox
 
     @cached_property
     def plane_mailbox(self) -> PlaneMailbox | None:
@@ -195,6 +212,28 @@ class ProcessGroupShards(Communicator):
         dist.all_reduce(partial, group=self.group)
         return partial
 
+    def sum_alike(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return parameters' gradients summed over the shards, outside autograd; None stays None."""
+        own = self._numbers.read(gradients, parameters)
+        total = self.add_up(flatten(gradients, parameters, own))
+        names = tuple(f"a parameter of shape {tuple(parameter.shape)}" for parameter in parameters)
+        if names not in self._differences:
+            self._differences[names] = Differences(names, self.home, REFUSAL)
+        self._differences[names].note(0, total[-len(own) :] != own * self.num_shards)
+        summed = split_like(total[: -len(own)], parameters)
+        return [None if given is None else part for given, part in zip(gradients, summed, strict=True)]
+
+    def look(self) -> None:
+        """Refuse sums of gradients that did not belong together, of the last steps; waits for nothing.
+
+        Raises
+        ------
+        ParallelError
+            If there were such.
+        """
+        for differences in self._differences.values():
+            differences.look()
+
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Mark a whole value as used by the shards; its gradient is summed over them."""
         return [_Spread.apply(whole, self)]
@@ -205,6 +244,7 @@ class ProcessGroupShards(Communicator):
 
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
+        self.look()
         if self.side_stream is None:
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
@@ -299,10 +339,6 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        used = [gradient for gradient in gradients if gradient is not None]
-        if not used:
+        if all(gradient is None for gradient in gradients):
             return None, *gradients
-        like = [parameter for parameter, g in zip(ctx.parameters, gradients, strict=True) if g is not None]
-        total = ctx.communicator.add_up(flatten(used, like))
-        summed = iter(split_like(total, like))
-        return None, *(None if gradient is None else next(summed) for gradient in gradients)
+        return None, *ctx.communicator.sum_alike(gradients, ctx.parameters)

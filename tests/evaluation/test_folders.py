@@ -1,0 +1,181 @@
+"""Anybody's predictions: files paired, labels found, bad cases named, what evaluate and compare write."""
+
+import csv
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import nibabel
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from volseg.cli import app
+from volseg.errors import ConfigError, DataError
+from volseg.evaluation.folders import evaluate_folders, find_names, pair_files
+
+AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
+
+
+def write(path, start=1, stop=5, value=1, affine=AFFINE, size=8):
+    voxels = np.zeros((size, 8, 8), np.uint8)
+    voxels[start:stop, 2:6, 2:6] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(voxels, affine), path)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Return predictions and labels of four cases; those predicted later are further off."""
+    task = tmp_path / "Dataset001_Mine"
+    for number in range(4):
+        write(task / "labelsTr" / f"case_{number}.nii.gz")
+        write(tmp_path / "out" / f"case_{number}.nii.gz", 1 + number, 5 + number)
+    declared = {"labels": {"background": 0, "liver": 1}, "channel_names": {"0": "CT"}, "file_ending": ".nii.gz"}
+    (task / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    return tmp_path / "out", task / "labelsTr"
+
+
+def evaluate(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_evaluate_writes_table_json_and_csv(folders):
+    predictions, labels = folders
+    result = evaluate("--predictions", predictions, "--labels", labels, "--tolerance", 1)
+    assert result.exit_code == 0, result.output
+    assert "| HD95 (mm)      | liver | 1.500 " in result.output
+    assert "NSD: within 1 mm" in result.output
+    told = json.loads((predictions / "summary.json").read_text(encoding="utf-8"))
+    assert told["mean"]["1"]["HD"] == 1.5
+    assert told["labels"] == {"1": "liver"}
+    with (predictions / "cases.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["case"], row["label"], row["name"], float(row["HD"])) for row in rows] == [
+        (f"case_{number}", "1", "liver", number) for number in range(4)
+    ]
+    again = evaluate("--predictions", predictions, "--labels", labels)
+    assert isinstance(again.exception, ConfigError)
+    assert "summary.json exists already" in str(again.exception)
+    assert evaluate("--predictions", predictions, "--labels", labels.parent, "--force").exit_code == 0
+
+
+def test_bad_cases_are_named_and_the_others_scored(folders):
+    predictions, labels = folders
+    shifted = AFFINE.copy()
+    shifted[0, 3] = 7
+    write(predictions / "case_1.nii.gz", affine=shifted)
+    write(predictions / "case_2.nii.gz", size=9)
+    (predictions / "case_3.nii.gz").write_bytes(b"no gzip")
+    write(predictions / "more.nii.gz")
+    result = evaluate("--predictions", predictions, "--labels", labels)
+    assert result.exit_code == 1
+    assert "1 of 4 case(s)" in result.output
+    assert "could not be scored: case_1" in result.output
+    assert "lies up to 7 mm away" in result.output
+    assert "must have the same shape" in result.output
+    assert "case_3.nii.gz" in result.output
+    assert "without a label, not scored: more.nii.gz" in result.output
+    told = json.loads((predictions / "summary.json").read_text(encoding="utf-8"))
+    assert [case["metrics"]["1"]["Dice"] for case in told["metric_per_case"]] == [1.0]
+
+
+def test_missing_predictions_are_an_error_unless_they_are_allowed(folders):
+    predictions, labels = folders
+    (predictions / "case_2.nii.gz").unlink()
+    with pytest.raises(DataError, match=r"lacks 1 of 4 case\(s\): case_2; .*--allow-missing"):
+        evaluate_folders(predictions, labels)
+    evaluated = evaluate_folders(predictions, labels, allow_missing=True)
+    assert evaluated.pairs.missing == ("case_2",)
+    assert len(evaluated.summary["metric_per_case"]) == 3
+
+
+def test_names_are_paired_without_channels_and_words(tmp_path):
+    for name in ("a_0000.nii.gz", "b_pred.nii", "c.mha.nii.gz", "d_0001.nii.gz"):
+        write(tmp_path / "out" / name)
+    for name in ("a.nii.gz", "b_seg.nii.gz", "c.mha.nii.gz", "d_0001.nii.gz", "d_0002.nii.gz"):
+        write(tmp_path / "labels" / name)
+    pairs = pair_files(tmp_path / "out", tmp_path / "labels")
+    assert {case: pair[0].name for case, pair in pairs.matched.items()} == {
+        "a": "a_0000.nii.gz",
+        "b_seg": "b_pred.nii",
+        "c.mha": "c.mha.nii.gz",
+        "d_0001": "d_0001.nii.gz",  # whose number is part of its name
+    }
+    assert pairs.missing == ("d_0002",)
+    write(tmp_path / "out" / "a_0001.nii.gz")
+    with pytest.raises(DataError, match=r"a_0000.nii.gz, a_0001.nii.gz, which may all be case a; keep one"):
+        pair_files(tmp_path / "out", tmp_path / "labels")
+
+
+def test_folders_that_cannot_be_paired_are_refused(tmp_path):
+    write(tmp_path / "out" / "a.nii.gz")
+    write(tmp_path / "labels" / "b.nii.gz")
+    with pytest.raises(DataError, match=r"no case is in both .*out \(a\) and .*labels \(b\)"):
+        pair_files(tmp_path / "out", tmp_path / "labels")
+    with pytest.raises(DataError, match="is no folder"):
+        pair_files(tmp_path / "absent", tmp_path / "labels")
+    write(tmp_path / "out" / "a.nii")
+    with pytest.raises(DataError, match="of one case; keep one"):
+        pair_files(tmp_path / "out", tmp_path / "labels")
+
+
+def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
+    predictions, labels = folders
+    assert find_names(labels, predictions).structures == {1: "liver"}
+    assert find_names(labels, predictions, "1=organ,3=tumour").structures == {1: "organ", 3: "tumour"}
+    assert find_names(tmp_path, predictions, str(labels.parent / "dataset.json")).structures == {1: "liver"}
+    for wrong in ("1=", "organ=1", "=x"):
+        with pytest.raises(DataError, match="labels are named as 1=liver,2=tumour"):
+            find_names(labels, predictions, wrong)
+    with pytest.raises(DataError, match=r"is no dataset.json with 'labels'"):
+        find_names(labels, predictions, str(predictions))
+    (labels.parent / "dataset.json").unlink()
+    write(predictions / "case_3.nii.gz", value=4)
+    evaluated = evaluate_folders(predictions, labels)
+    assert evaluated.names == {"1": "label_1", "4": "label_4"}
+    assert evaluated.summary["mean"]["4"]["Dice"] == 0
+    assert not evaluated.scoring.tolerances
+
+
+def test_only_what_is_asked_for_is_measured(folders):
+    predictions, labels = folders
+    result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", "dice,iou")
+    assert result.exit_code == 0, result.output
+    assert "HD95" not in result.output + (predictions / "summary.json").read_text(encoding="utf-8")
+    for wrong, message in (("dise", "did you mean 'Dice'"), ("nsd", "--tolerance MM")):
+        result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", wrong, "--force")
+        assert isinstance(result.exception, ConfigError)
+        assert message in str(result.exception)
+
+
+def test_lesions_are_counted_where_asked(folders):
+    predictions, labels = folders
+    result = evaluate("--predictions", predictions, "--labels", labels, "--lesions", "liver")
+    assert result.exit_code == 0, result.output
+    told = json.loads((predictions / "summary.json").read_text(encoding="utf-8"))
+    assert told["mean"]["1"]["lesion_recall"] == 1.0  # the last shares 1 of 7 planes, which is enough
+
+
+def test_compare_pairs_cases_and_writes_what_it_says(folders, tmp_path):
+    predictions, labels = folders
+    for number in range(4):
+        write(tmp_path / "better" / f"case_{number}.nii.gz", 1 + number // 2, 5 + number // 2)
+    for folder in (predictions, tmp_path / "better"):
+        assert evaluate("--predictions", folder, "--labels", labels).exit_code == 0
+    arguments = ["compare", str(predictions), str(tmp_path / "better"), "-o", str(tmp_path / "comparison")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "| HD95   | liver | better - out | 0.5000 - 1.5000 | -1.0000 " in result.output
+    assert "3/0/1 of 4" in result.output
+    told = json.loads((tmp_path / "comparison" / "comparison.json").read_text(encoding="utf-8"))
+    assert told["cases"] == ["case_0", "case_1", "case_2", "case_3"]
+    [hausdorff] = [row for row in told["results"] if row["metric"] == "HD95"]
+    assert hausdorff["differences"] == [0, -1, -1, -2]
+    assert math.isclose(hausdorff["mean_difference"], -1)
+    picture = ElementTree.parse(tmp_path / "comparison" / "comparison.svg").getroot()
+    dots = [circle for circle in picture.iter("{http://www.w3.org/2000/svg}circle") if circle.get("r") == "2.5"]
+    assert len(dots) == 4 * len(told["results"])
+    (predictions / "summary.json").unlink()
+    with pytest.raises(DataError, match=r"has no summary.json or validation/summary.json"):
+        CliRunner().invoke(app, [*arguments, "--force"], catch_exceptions=False)

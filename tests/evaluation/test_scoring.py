@@ -1,0 +1,172 @@
+"""What is measured of a structure, the rules for those that are absent, and what a summary makes of them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+
+from volseg.errors import ConfigError, DataError, GridError
+from volseg.evaluation.lesions import match_lesions
+from volseg.evaluation.overlap import METRICS, evaluate_case
+from volseg.evaluation.scoring import Scoring, choose_scoring
+from volseg.evaluation.summary import (
+    EvaluatedCase,
+    complete_summary,
+    count_undefined,
+    read_names,
+    read_summary,
+    summarise,
+    write_summary,
+)
+
+ALL = Scoring(tolerances={1: 1.0, 2: 1.0}, lesions=(2,))
+LABELS = {0: "background", 1: "organ", 2: "tumour"}
+
+
+def label_map(*boxes, spacing=(1.0, 1.0, 2.0)):
+    """Return a volume of 10 x 10 x 10 with boxes of voxels from one index to before another, ``(value, from, to)``."""
+    voxels = torch.zeros(1, 10, 10, 10)
+    for value, start, stop in boxes:
+        voxels[:, start:stop, start:stop, start:stop] = value
+    return MetaTensor(voxels, affine=torch.diag(torch.tensor([*spacing, 1.0], dtype=torch.float64)))
+
+
+def test_rules_for_what_is_absent():
+    both, nothing = label_map((1, 1, 5), (2, 6, 9)), label_map((1, 1, 5))
+    for prediction, reference in ((both, nothing), (nothing, both)):
+        found = evaluate_case(prediction, reference, LABELS, scoring=ALL)[2]
+        assert (found["Dice"], found["NSD"], found["lesion_F1"]) == (0, 0, 0)
+        assert found["HD95"] == found["HD"] == found["ASSD"] == math.inf
+    found = evaluate_case(nothing, nothing, LABELS, scoring=ALL)[2]
+    measured = ("Dice", "NSD", "HD95", "HD", "ASSD", "lesion_F1", "lesion_precision")
+    assert all(math.isnan(found[name]) for name in measured)
+    assert found["volume_diff_ml"] == 0
+    found = evaluate_case(both, both, LABELS, scoring=ALL)[2]
+    assert (found["NSD"], found["HD95"], found["ASSD"], found["lesion_F1"]) == (1, 0, 0, 1)
+
+
+def test_volumes_are_in_ml_of_the_labels_own_voxels():
+    found = evaluate_case(label_map((1, 0, 10)), label_map((1, 0, 5)), LABELS, scoring=ALL)[1]
+    assert (found["volume_pred_ml"], found["volume_ref_ml"], found["volume_diff_ml"]) == (2.0, 0.25, 1.75)
+
+
+def test_all_structures_have_the_same_metrics_and_counts_come_first():
+    found = evaluate_case(label_map((1, 1, 5)), label_map((1, 1, 5)), LABELS, scoring=ALL)
+    assert list(found[1]) == list(found[2]) == [*METRICS, *ALL.names]
+    assert math.isnan(found[1]["lesion_F1"])  # nobody asked
+    assert list(evaluate_case(label_map(), label_map(), LABELS, scoring=Scoring(distances=False))[1]) == [
+        *METRICS,
+        *("volume_pred_ml", "volume_ref_ml", "volume_diff_ml"),
+    ]
+
+
+def test_a_region_is_measured_as_a_whole_and_a_label_nobody_looked_for_not_at_all():
+    prediction, reference = label_map((1, 1, 9), (2, 3, 5)), label_map((2, 1, 9))
+    found = evaluate_case(prediction, reference, {(1, 2): "whole", 2: "core"}, scoring=Scoring())
+    assert (found[1, 2]["HD"], found[1, 2]["ASSD"]) == (0, 0)
+    assert found[2]["HD"] > 0
+    found = evaluate_case(prediction, reference, LABELS, labelled=(2,), scoring=ALL)
+    assert all(math.isnan(value) for value in found[1].values())
+    assert not math.isnan(found[2]["HD95"])
+
+
+def test_where_nobody_annotated_nothing_is_measured():
+    reference, prediction = label_map((1, 1, 5), (3, 6, 10)), label_map((1, 1, 5))
+    prediction[:, 7:9, 7:9, 7:9] = 1
+    found = evaluate_case(
+        prediction, reference, {1: "organ"}, ignore=3, scoring=Scoring(tolerances={1: 0}, lesions=[1])
+    )
+    assert (found[1]["HD"], found[1]["NSD"], found[1]["lesion_FP"], found[1]["volume_diff_ml"]) == (0, 1, 0, 0)
+
+
+def test_sheared_voxels_are_no_boxes(caplog):
+    sheared = label_map((1, 1, 5))
+    sheared.affine[0, 1] = 0.5
+    found = evaluate_case(sheared, sheared, LABELS, scoring=ALL)[1]
+    assert math.isnan(found["HD95"])
+    assert found["Dice"] == 1
+    assert "voxels are sheared" in caplog.text
+
+
+def test_mm_need_an_affine():
+    with pytest.raises(DataError, match="the label has no affine"):
+        evaluate_case(np.ones((2, 2, 2)), np.ones((2, 2, 2)), {1: "a"}, scoring=Scoring())
+
+
+def test_a_label_map_of_two_channels_is_refused():
+    with pytest.raises(GridError, match="one channel, got 2"):
+        evaluate_case(torch.ones(2, 2, 2, 2), torch.ones(2, 2, 2, 2), {1: "a"})
+
+
+def test_lesions_are_matched_once_each_and_the_best_first():
+    reference, prediction = np.zeros((2, 1, 1, 30), dtype=bool)
+    reference[..., 0:10] = reference[..., 12:16] = reference[..., 20:22] = True
+    prediction[..., 0:3] = prediction[..., 5:10] = prediction[..., 14:30] = True
+    found = match_lesions(prediction, reference)
+    # 0-10 by its larger piece, the smaller one is a false alarm; 14-30 shares 2 of 18 with 12-16, 2 of 16 with 20-22.
+    assert (found.matched, found.only_predicted, found.only_reference) == (2, 1, 1)
+    assert found.metrics()["lesion_F1"] == pytest.approx(4 / 6)
+    strict = match_lesions(prediction, reference, minimum_overlap=0.5)
+    assert (strict.matched, strict.only_predicted, strict.only_reference) == (1, 2, 2)
+    corner = np.zeros((2, 2, 2), dtype=bool)
+    corner[0, 0, 0] = corner[1, 1, 1] = True
+    assert match_lesions(corner, corner).matched == 1  # joined by a corner
+
+
+def test_structures_are_asked_for_by_name():
+    structures = {1: "liver", (1, 2): "whole"}
+    assert choose_scoring(structures, "Task03_Liver").tolerances == {1: 7.0, (1, 2): 7.0}
+    assert choose_scoring(structures, "mine").tolerances == {}
+    assert choose_scoring(structures, "Task03_Liver", tolerance={"whole": 2}).tolerances == {(1, 2): 2}
+    assert choose_scoring(structures, "mine", lesions=("liver",)).lesions == (1,)
+    for wrong in ({"tolerance": {"livr": 2.0}}, {"lesions": ("livr",)}):
+        with pytest.raises(ConfigError, match=r"no label is called 'livr'; did you mean 'liver'\?"):
+            choose_scoring(structures, "mine", **wrong)
+    for wrong in ({"tolerances": {1: -1.0}}, {"lesion_overlap": 0.0}):
+        with pytest.raises(DataError, match=r"tolerance of NSD is a distance|two lesions match"):
+            Scoring(**wrong)
+
+
+@pytest.fixture
+def summary():
+    prediction, reference = label_map((1, 1, 5), (2, 6, 8)), label_map((1, 1, 5), (2, 6, 8))
+    moved = MetaTensor(torch.roll(reference.as_tensor(), 1, 3), affine=reference.affine)
+    pairs = [(prediction, reference), (moved, reference), (label_map((1, 1, 5)), reference)]
+    return summarise(
+        [
+            EvaluatedCase(metrics=evaluate_case(*pair, LABELS, scoring=ALL), reference_file=f"{number}.nii.gz")
+            for number, pair in enumerate(pairs)
+        ]
+    )
+
+
+def test_an_undefined_distance_is_counted_and_in_no_mean(summary):
+    assert summary["mean"]["2"]["HD95"] == 1.0  # of 0 and 2 mm
+    assert math.isfinite(summary["foreground_mean"]["HD95"])
+    assert count_undefined(summary) == {"1": {"HD95": 0, "HD": 0, "ASSD": 0}, "2": {"HD95": 1, "HD": 1, "ASSD": 1}}
+    full = complete_summary(summary, ALL, LABELS)
+    assert full["median"]["2"]["HD95"] == 2.0  # of 0, 2 and infinity
+    assert full["median"]["2"]["NSD"] == summary["metric_per_case"][1]["metrics"]["2"]["NSD"]
+    low, high = full["intervals"]["mean"]["2"]["HD95"]
+    assert 0 <= low <= 1 <= high <= 2
+    assert full["settings"]["tolerance_mm"] == {"1": 1.0, "2": 1.0}
+
+
+def test_a_summary_comes_back_as_it_was_with_its_infinities(summary, tmp_path):
+    path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "summary.json")
+    assert repr(read_summary(path)) == repr(summary)
+    assert read_names(path) == {"0": "background", "1": "organ", "2": "tumour"}
+    json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+
+
+def test_other_programs_find_what_they_look_for(summary, tmp_path):
+    """The keys that nnU-Net's own readers go by come first, and their numbers are those of counts alone."""
+    path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "summary.json")
+    told = json.loads(path.read_text(encoding="utf-8"))
+    assert list(told)[:3] == ["foreground_mean", "mean", "metric_per_case"]
+    for part in (told["foreground_mean"], told["mean"]["1"], told["metric_per_case"][2]["metrics"]["2"]):
+        assert tuple(part)[: len(METRICS)] == METRICS
+    assert told["metric_per_case"][2]["metrics"]["2"]["HD95"] is None

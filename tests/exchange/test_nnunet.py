@@ -1,0 +1,316 @@
+"""Model folders of nnU-Net 2; the one that is stored here, and what nnU-Net predicts with it, made by
+``workflows/nnunet_folders.py --store tests/exchange/nnunet``."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+from scipy.ndimage import zoom
+
+from volseg.data.readers import Read
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
+from volseg.exchange.nnunet.checkpoint import read_checkpoint
+from volseg.exchange.nnunet.network import rename_weights
+from volseg.exchange.nnunet.plans import read_plan
+from volseg.exchange.nnunet.preprocessing import build_preprocessing
+from volseg.exchange.nnunet.resampling import Resampling, find_thick_axis, resample
+from volseg.experiment import predict
+from volseg.experiment.imported import load_nnunet
+from volseg.experiment.sources import load_trained
+from volseg.models import build_network
+
+STORED = Path(__file__).with_name("nnunet")
+CHECKPOINT = STORED / "model" / "fold_0" / "checkpoint_final.pth"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a copy of the stored model folder, to be changed."""
+    return shutil.copytree(STORED / "model", tmp_path / "model")
+
+
+def change_plans(model, **changes):
+    """Change values of the one configuration, or of the plans (``plans__KEY``)."""
+    file = model / "plans.json"
+    plans = json.loads(file.read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        of = plans if key.startswith("plans__") else plans["configurations"]["base"]
+        of[key.removeprefix("plans__")] = value
+    file.write_text(json.dumps(plans), encoding="utf-8")
+    return plans
+
+
+def change_weights(model, change):
+    file = model / "fold_0" / "checkpoint_final.pth"
+    with torch.serialization.safe_globals([]):
+        content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def test_label_maps_are_nnunets(tmp_path):
+    predict(STORED / "model", [STORED / "images"], tmp_path)
+    ours, theirs = (nib.load(folder / "case_0.nii.gz") for folder in (tmp_path, STORED / "theirs"))
+    expected = np.asarray(theirs.dataobj)
+    assert sorted(np.unique(expected)) == [0, 1, 2]
+    # nnU-Net sums logits in float16, so that single voxels on a border may differ.
+    assert (np.asarray(ours.dataobj) == expected).mean() >= 0.9999
+    np.testing.assert_allclose(ours.affine, theirs.affine, atol=1e-5)
+
+
+def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
+    assert is_nnunet_model(model)
+    assert not is_nnunet_model(model / "fold_0")
+    trained = load_trained(model)
+    assert trained.build_predictor().mirror_axes == (0, 1)
+    assert trained.task.regions == {"whole": (1, 2), "core": (2,)}
+    assert load_trained(model, overrides=["inference.mirror=false"]).build_predictor().mirror_axes == ()
+    with pytest.raises(ConfigError, match=r"windows of the patch of its plans, \[8, 24, 24\], got .*\(32, 32, 32\)"):
+        load_trained(model, overrides=["inference.window=[32,32,32]"])
+
+
+def test_folds_are_an_ensemble(model):
+    shutil.copytree(model / "fold_0", model / "fold_1")
+    shutil.copytree(model / "fold_0", model / "fold_all")
+    assert read_nnunet(model).folds == ("0", "1")
+    assert read_nnunet(model, folds=["all"]).folds == ("all",)
+    assert len(load_nnunet(model).models) == 2
+    with pytest.raises(CheckpointError, match=r"has no fold_7/checkpoint_final\.pth; it has folds 0, 1, all"):
+        read_nnunet(model, folds=[7])
+    with pytest.raises(CheckpointError, match=r"no fold with checkpoint_best\.pth; .*have: checkpoint_final\.pth"):
+        load_trained(model, checkpoint="best")
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("echo harm",)
+
+
+class Rebuilt:
+    """A pickle of numpy's that is more than a number."""
+
+    def __reduce__(self):
+        return np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b")
+
+
+@pytest.mark.parametrize(("harm", "named"), [(Malicious, "system"), (Rebuilt, "_reconstruct")])
+def test_a_checkpoint_that_could_run_code_is_refused(model, harm, named):
+    change_weights(model, lambda content: content.update(logging=harm()))
+    with pytest.raises(CheckpointError, match=f"could run anybody's code.*{named}.*with nnU-Net itself"):
+        load_nnunet(model)
+
+
+def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
+    for number in (np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)):
+        change_weights(model, lambda content, number=number: content.update(_best_ema=number))
+        assert read_checkpoint(model / "fold_0" / "checkpoint_final.pth").trainer == "nnUNetTrainer"
+    file = model / "fold_0" / "checkpoint_final.pth"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="is damaged, or no checkpoint"):
+        read_checkpoint(file)
+    torch.save({"state_dict": {}}, file)
+    with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):
+        read_checkpoint(file)
+
+
+def drop(weights):
+    del weights["decoder.transpconvs.0.bias"]
+
+
+def add(weights):
+    weights["encoder.extra.weight"] = torch.zeros(1)
+
+
+def widen(weights):
+    for name in [name for name in weights if name.endswith("decoder.seg_layers.1.weight")]:
+        weights[name] = torch.zeros(3, *weights[name].shape[1:])
+
+
+def part(weights):
+    weights["decoder.encoder.stages.0.0.convs.0.conv.weight"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, r"has no tensor 'decoder\.transpconvs\.0\.bias'"),
+        (add, r"holds 'encoder\.extra\.weight', for which the network of its plans has no place"),
+        (widen, r"seg_layers\.1\.weight has the shape \(3, 4, 1, 1, 1\); .* plans needs \(2, 4, 1, 1, 1\)"),
+        (part, r"should be the same tensor as encoder\.stages\.0\.0\.convs\.0\.conv\.weight, but they differ"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_network_are_refused(model, change, message):
+    change_weights(model, lambda content: change(content["network_weights"]))
+    with pytest.raises(CheckpointError, match=message):
+        load_nnunet(model)
+
+
+def test_every_weight_lands_in_its_place():
+    weights = read_checkpoint(CHECKPOINT).weights
+    plan = read_plan(STORED / "model" / "plans.json", "3d_fullres")
+    network = build_network(plan.network, in_channels=2, out_channels=2)
+    renamed = rename_weights(weights, network, "here")
+    assert renamed.keys() == network.state_dict().keys()
+    theirs = {id(tensor) for name, tensor in weights.items() if not name.startswith("decoder.seg_layers.0")}
+    assert {id(tensor) for tensor in renamed.values()} <= theirs
+    assert len({tensor.data_ptr() for tensor in renamed.values()}) == len(renamed)  # none is used twice
+
+
+ARCHITECTURE = json.loads((STORED / "model" / "plans.json").read_text(encoding="utf-8"))["configurations"]["base"][
+    "architecture"
+]
+
+
+def other_architecture(name=None, **arguments):
+    changed = {**ARCHITECTURE, "arch_kwargs": {**ARCHITECTURE["arch_kwargs"], **arguments}}
+    return {**changed, "network_class_name": name} if name else changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": [24, 24]}, r"takes planes \(patch_size \[24, 24\]\); volumes are predicted here"),
+        ({"previous_stage": "3d_lowres"}, "is the second stage of a cascade, which takes the label maps of 3d_lowres"),
+        ({"preprocessor_name": "MyPreprocessor"}, "prepares images by MyPreprocessor"),
+        ({"plans__image_reader_writer": "NaturalImage2DIO"}, "reads images by NaturalImage2DIO"),
+        ({"normalization_schemes": ["CTNormalization", "MyScheme"]}, "normalises by MyScheme; .*CTNormalization"),
+        ({"resampling_fn_data": "my_resampling"}, "resampling_fn_data names 'my_resampling'"),
+        ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "takes splines of order 3; what can be followed: 1"),
+        ({"resampling_fn_data_kwargs": {"ordr": 3}}, "the argument 'ordr', which is not known"),
+        ({"architecture": other_architecture("a.b.Primus")}, "names the network Primus; .*PlainConvUNet, Residual"),
+        ({"architecture": other_architecture(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
+        ({"architecture": other_architecture(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
+        ({"architecture": other_architecture(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
+        ({"architecture": other_architecture(squeeze=True)}, "the parameter 'squeeze', which cannot be followed"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(model, changes, message):
+    change_plans(model, **changes)
+    with pytest.raises(ConfigError, match=message):
+        load_nnunet(model)
+
+
+def test_trainers_with_another_network_are_refused_and_unknown_ones_told(model, caplog):
+    change_weights(model, lambda content: content.update(trainer_name="nnUNetTrainerBN"))
+    with pytest.raises(ConfigError, match="trained by nnUNetTrainerBN, whose network is another"):
+        load_nnunet(model)
+    for name, told in (("nnUNetTrainer_4000epochs_NoMirroring", 0), ("OurTrainer", 1)):
+        change_weights(model, lambda content, name=name: content.update(trainer_name=name))
+        with caplog.at_level(logging.WARNING, logger="volseg.exchange"):
+            read_nnunet(model)
+        assert len([record for record in caplog.records if "is not nnU-Net's own" in record.getMessage()]) == told
+
+
+def test_plans_of_before_describe_the_same_network(model):
+    plain, arguments = read_plan(model / "plans.json", "3d_fullres"), ARCHITECTURE["arch_kwargs"]
+    plans = change_plans(
+        model,
+        UNet_class_name="PlainConvUNet",
+        UNet_base_num_features=4,
+        unet_max_num_features=8,
+        n_conv_per_stage_encoder=[2, 2, 2],
+        n_conv_per_stage_decoder=[2, 2],
+        pool_op_kernel_sizes=arguments["strides"],
+        conv_kernel_sizes=arguments["kernel_sizes"],
+    )
+    del plans["configurations"]["base"]["architecture"]
+    (model / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
+    old = read_plan(model / "plans.json", "3d_fullres")
+    assert dict(old.network) == {**plain.network, "filters": [4, 8, 8]}
+
+
+def test_damaged_plans_are_named(model):
+    change_plans(model, plans__transpose_forward=[0, 1, 1])
+    with pytest.raises(DataError, match=r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"):
+        load_nnunet(model)
+    (model / "plans.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="should hold nnU-Net's plans"):
+        load_nnunet(model)
+
+
+SPLINES = Resampling(order=3, separates=None)
+
+
+@pytest.mark.parametrize("shape", [(15, 9, 20), (5, 13, 8), (10, 7, 31)])
+@pytest.mark.parametrize("order", [1, 3])
+def test_splines_are_scipys(shape, order):
+    volume = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 10, 13, 17))).float()
+    factors = np.divide(shape, volume.shape[1:])
+    expected = [zoom(one, factors, order=order, mode="nearest", grid_mode=True) for one in volume.double().numpy()]
+    expected = [made.clip(one.min(), one.max()) for made, one in zip(expected, volume.numpy(), strict=True)]
+    found = resample(volume, shape, Resampling(order=order), None)
+    # float32 of values of order one
+    np.testing.assert_allclose(found.numpy(), np.stack(expected), atol=1e-6)
+
+
+def test_thick_slices_are_resampled_in_their_planes_and_repeated():
+    volume = torch.rand(1, 4, 9, 9)
+    found = resample(volume, (8, 12, 12), SPLINES, 0)
+    for number in range(8):  # two of the new planes lie in each old one
+        old = volume[0, number // 2].double().numpy()
+        plane = zoom(old, 12 / 9, order=3, mode="nearest", grid_mode=True).clip(old.min(), old.max())
+        np.testing.assert_allclose(found[0, number].numpy(), plane, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after", "axis"),
+    [
+        (SPLINES, (5, 1, 1), (2, 1, 1), 0),
+        (SPLINES, (1, 1, 2), (1, 1, 4), 2),
+        (SPLINES, (3, 1, 1), (2, 1, 1), None),
+        (SPLINES, (4, 4, 1), (1, 1, 1), None),
+        (Resampling(separates=False), (9, 1, 1), (1, 1, 1), None),
+        (Resampling(separates=True), (1, 2, 1), (1, 1, 1), 1),
+    ],
+)
+def test_thick_axes_are_nnunets(rule, before, after, axis):
+    assert find_thick_axis(rule, before, after) == axis
+
+
+def prepare(model, voxels, affine=None):
+    image = MetaTensor(torch.as_tensor(voxels).float(), affine=torch.eye(4) if affine is None else affine)
+    plan = read_plan(model / "plans.json", "3d_fullres")
+    return build_preprocessing(plan)({"case": "one", "image": image})["image"]
+
+
+def test_moments_are_those_inside_and_holes_count_as_inside(model):
+    change_plans(model, spacing=[1.0, 1.0, 1.0])
+    voxels = torch.zeros(2, 9, 9, 9)
+    voxels[:, 2:7, 2:7, 2:7] = torch.rand(2, 5, 5, 5) + 5
+    voxels[:, 4, 4, 4] = 0  # enclosed: inside, as nnU-Net fills it
+    prepared = prepare(model, voxels).as_tensor()
+    assert prepared.shape == (2, 5, 5, 5)  # cropped to what is not 0
+    for channel in prepared:
+        assert abs(channel.mean()) < 1e-5
+        assert abs(channel.std(correction=0) - 1) < 1e-5
+
+
+def test_an_empty_image_is_not_cropped(model):
+    change_plans(model, spacing=[1.0, 1.0, 1.0])
+    assert prepare(model, torch.zeros(2, 6, 7, 8)).shape == (2, 8, 7, 6)  # slowest axis first
+
+
+def test_the_prepared_volume_knows_its_place():
+    case = {"case": "case_0", "image": tuple(sorted((STORED / "images").glob("*.nii.gz")))}
+    read = Read(["image"])(case)
+    trained = load_nnunet(STORED / "model")
+    prepared = trained.preprocessing(read)["image"]
+    spots = []
+    for volume in (read["image"], prepared):
+        bright = (volume.as_tensor()[0] == volume.as_tensor()[0].max()).nonzero()[0].double()
+        spots.append((volume.affine.double() @ torch.cat([bright, torch.ones(1).double()]))[:3])
+    # the brightest voxel keeps its place to a voxel of the coarser grid, though axes were permuted and cropped
+    assert (spots[0] - spots[1]).norm() < prepared.affine[:3, :3].norm(dim=0).norm()
+
+
+def test_an_image_of_other_channels_is_refused(model):
+    with pytest.raises(DataError, match=r"case one: the image has 1 channel\(s\), the plans normalise 2"):
+        prepare(model, torch.rand(1, 8, 8, 8))

@@ -1,0 +1,224 @@
+"""A run as one file predicts what the run predicts, anywhere; and nothing of the file is believed unchecked."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import read_archive, write_archive
+from volseg.exchange.tensors import pack_tensors, unpack_tensors
+from volseg.experiment import export, predict, train
+from volseg.experiment.sources import load_trained
+from volseg.files import digest_file
+
+
+@pytest.fixture(scope="module")
+def run(cross_validated):
+    """Return the folder of a run: fold 0 of the cross-validation, which nobody changes."""
+    return cross_validated / "fold_0"
+
+
+@pytest.fixture(scope="module")
+def archive(run, tmp_path_factory):
+    return export(run, tmp_path_factory.mktemp("exported") / "model.zip", licence="CC-BY-4.0")
+
+
+def test_it_predicts_what_the_run_predicts_without_anything_else(run, archive, task, tmp_path):
+    images = sorted((task / "imagesTs").glob("*.nii.gz"))
+    expected = predict(run, images, tmp_path / "by_run")
+    alone = tmp_path / "elsewhere"
+    alone.mkdir()
+    shutil.copy(archive, alone / "model.zip")
+    command = (
+        "import sys; from pathlib import Path; from volseg.experiment import predict; "
+        "predict(Path('model.zip'), [Path(image) for image in sys.argv[1:]], Path('maps'))"
+    )
+    subprocess.run([sys.executable, "-c", command, *map(str, images)], cwd=alone, check=True, timeout=300)
+    for case, path in expected.items():
+        assert digest_file(path) == digest_file(alone / "maps" / f"{case}.nii.gz")
+
+
+def test_equal_runs_give_equal_bytes_and_tell_nothing_of_people(run, archive, task, tmp_path):
+    again = export(run, tmp_path / "model.zip", licence="CC-BY-4.0")
+    assert again.read_bytes() == archive.read_bytes()
+    manifest, members = read_archive(archive)
+    assert manifest["licence"] == "CC-BY-4.0"
+    assert manifest["scores"][0]["cases"] == 2
+    assert 0 <= manifest["scores"][0]["foreground_mean"]["Dice"] <= 1
+    [split] = json.loads((run / "split.json").read_text(encoding="utf-8"))
+    named = [str(task), str(run), *split["train"], *split["val"]]
+    texts = [json.dumps(manifest), *(content.decode() for name, content in members.items() if "weights" not in name)]
+    assert not [name for name in named for text in texts if name in text]
+
+
+def test_the_weights_are_the_averaged_ones(run, archive):
+    _, members = read_archive(archive)
+    weights = unpack_tensors(members["0/weights.safetensors"], "here")
+    state = load_trained(run).models[0].state_dict()
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+
+
+def test_a_cross_validation_is_an_ensemble_in_one_file(cross_validated, task, tmp_path):
+    file = export(cross_validated, tmp_path / "cv.zip")
+    images = sorted((task / "imagesTs").glob("*.nii.gz"))
+    by_folder = predict(cross_validated, images, tmp_path / "by_folder")
+    by_file = predict(file, images, tmp_path / "by_file")
+    assert len(load_trained(file).models) == 3
+    for case in by_folder:
+        assert digest_file(by_folder[case]) == digest_file(by_file[case])
+
+
+def rewrite(archive, path, change, **options):
+    """Write the archive anew with changed members; ``change`` takes and returns name to bytes."""
+    with zipfile.ZipFile(archive) as opened:
+        members = {name: opened.read(name) for name in opened.namelist()}
+    with zipfile.ZipFile(path, "w", **options) as made:
+        for name, content in change(members).items():
+            made.writestr(name, content)
+    return path
+
+
+def change_manifest(**changes):
+    def change(members):
+        manifest = {**json.loads(members["manifest.json"]), **changes}
+        return {**members, "manifest.json": json.dumps(manifest).encode()}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda members: {**members, "0/task.json": members["0/task.json"] + b" "}, r"0/task\.json has \d+ bytes, not"),
+        (
+            lambda members: {**members, "0/task.json": members["0/task.json"].replace(b"1", b"2", 1)},
+            r"0/task\.json is not what was exported, for its SHA-256 differs",
+        ),
+        (lambda members: {**members, "0/more.json": b"{}"}, r"its manifest differ in '0/more\.json'"),
+        (lambda members: {**members, "../evil": b""}, r"holds '\.\./evil', which is no plain name inside it"),
+        (lambda members: {**members, "/etc/evil": b""}, r"holds '/etc/evil', which is no plain name inside it"),
+        (lambda members: {**members, "c:\\evil": b""}, "which is no plain name inside it"),
+        (change_manifest(version=2), r"is of version 2, this volseg .* reads 1; it was written by volseg"),
+        (change_manifest(format="other"), "is not of the format volseg-model"),
+        (change_manifest(networks=3), r"has no 1/weights\.safetensors"),
+        (change_manifest(networks="many"), "how many networks it holds, got 'many'"),
+        (lambda members: {**members, "manifest.json": b"{"}, "cannot be read"),
+    ],
+)
+def test_what_was_changed_is_refused(archive, tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_trained(rewrite(archive, tmp_path / "changed.zip", change))
+
+
+def test_bombs_and_cut_files_are_refused(archive, tmp_path):
+    bomb = rewrite(archive, tmp_path / "bomb.zip", lambda members: members, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed or encrypted; volseg export stores it"):
+        load_trained(bomb)
+    cut = tmp_path / "cut.zip"
+    cut.write_bytes(archive.read_bytes()[:-2000])
+    with pytest.raises(ConfigError, match="is a file; name a run folder of volseg train"):
+        load_trained(cut)
+    with pytest.raises(CheckpointError, match="is damaged, or no file of volseg export"):
+        read_archive(cut)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"123", "3 bytes are no safetensors file"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
+        ((2).to_bytes(8, "little") + b"[]", "its header cannot be read"),
+        (pack_tensors({"a": torch.ones(3)}) + b"surplus", "7 bytes belong to no tensor"),
+        (pack_tensors({"a": torch.ones(3)})[:-1], "a should lie at bytes 0 on, got 0 to 12"),
+        (pack_tensors({"a": torch.ones(3)}).replace(b'"shape":[3]', b'"shape":[9]'), "is damaged: a should lie"),
+        (pack_tensors({"a": torch.ones(3)}).replace(b"F32", b"F3Z"), "its header cannot be read .*F3Z"),
+    ],
+)
+def test_damaged_tensors_are_refused(content, message):
+    with pytest.raises(CheckpointError, match=message):
+        unpack_tensors(content, "here")
+
+
+def test_tensors_of_every_type_come_back():
+    dtypes = (torch.float64, torch.bfloat16, torch.bool)
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
+    tensors |= {"none": torch.empty(0, 3), "one": torch.tensor(2.5)}
+    found = unpack_tensors(pack_tensors(tensors), "here")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+
+
+def test_the_library_reads_them_too():
+    library = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    tensors = {"a": torch.rand(2, 3), "b": torch.arange(4)}
+    assert all(torch.equal(library.load(pack_tensors(tensors))[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(unpack_tensors(library.save(tensors), "here")[name], tensors[name]) for name in tensors)
+
+
+def test_what_cannot_be_exported_is_told(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"exported to a file such as model\.zip, got"):
+        export(run, tmp_path)
+    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
+        export(tmp_path, tmp_path / "model.zip")
+    with pytest.raises(
+        ConfigError, match="--to takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did you mean"
+    ):
+        export(run, tmp_path / "model.onnx", to="onxx")
+    with pytest.raises(CheckpointError, match="which is no plain name inside it"):
+        write_archive(tmp_path / "model.zip", {}, {"../evil": b""})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # newer torch says so to whoever loads it
+def test_torchscript_gives_the_networks_logits(run, tmp_path):
+    file = export(run, tmp_path / "model.pt", to="torchscript")
+    script, network = torch.jit.load(file), load_trained(run).models[0]
+    for sides in ((16, 16, 16), (24, 16, 32)):
+        image = torch.rand(1, 1, *sides)
+        with torch.no_grad():
+            torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_gives_the_networks_logits_or_says_what_is_missing(run, tmp_path):
+    try:
+        import onnxruntime  # an optional extra
+        import onnxscript  # noqa: F401
+    except ImportError:
+        with pytest.raises(
+            ConfigError, match=r"ONNX needs packages that are not installed \(onnx.*pip install 'volseg"
+        ):
+            export(run, tmp_path / "model.onnx", to="onnx")
+        return
+    session = onnxruntime.InferenceSession(str(export(run, tmp_path / "model.onnx", to="onnx")))
+    network, image = load_trained(run).models[0], torch.rand(3, 1, 16, 16, 16)
+    with torch.no_grad():
+        found = torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
+        torch.testing.assert_close(found, network(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("network", ["MONAI's", "ours"])
+def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_path):
+    if network == "ours":  # which goes in as TorchScript
+        spec = "network={name: ResEncUNet, strides: [1, 2], kernel_size: [3, 3], filters: [4, 8], blocks: [1, 1]}"
+        run = train(configured(spec, "training.epochs=1", "training.iterations=2")).folder.path
+    bundle = export(run, tmp_path / "bundle", to="monai-bundle")
+    command = (
+        "import sys; sys.modules['volseg'] = None; from monai.bundle import run; "
+        "run(config_file='configs/inference.json', meta_file='configs/metadata.json', dataset_dir=sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", command, str(task / "imagesTs")], cwd=bundle, check=True, timeout=300)
+    for case, path in predict(run, [task / "imagesTs"], tmp_path / "ours").items():
+        ours = np.asarray(nib.load(path).dataobj)
+        theirs = np.asarray(nib.load(bundle / "eval" / f"{case}_seg.nii.gz").dataobj)
+        # Both interpolate probabilities, MONAI by way of its own inverses
+        assert (ours == theirs).mean() >= 0.999
+    with pytest.raises(ConfigError, match="is there already; a MONAI bundle is written to a new folder"):
+        export(run, bundle, to="monai-bundle")

@@ -1,0 +1,76 @@
+"""`volseg postprocess`: from the validation cases of runs to a file, and from the file to other people's label maps."""
+
+import shutil
+
+import nibabel
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from volseg.cli import app
+from volseg.data import load_task
+from volseg.errors import ConfigError, DataError
+from volseg.experiment import apply_postprocessing, determine_postprocessing, train
+from volseg.experiment.run_folder import RunFolder
+
+
+@pytest.fixture
+def crossed(configured, task, tmp_path):
+    """Return a folder with two finished folds whose predictions are the labels with a stray piece each."""
+    folder = tmp_path / "crossed"
+    labels = {case["case"]: case["label"] for case in load_task(task).training}
+    for number in (0, 1):
+        run = train(
+            configured("training.epochs=1", f"split.fold={number}", f"output={folder / f'fold_{number}'}")
+        ).folder
+        for name in run.split().validation:
+            label = nibabel.load(labels[name])
+            voxels = np.asarray(label.dataobj).astype(np.uint8)
+            assert not voxels[:2, :2, :2].any()
+            voxels[0, 0, 0] = 1
+            nibabel.save(nibabel.Nifti1Image(voxels, label.affine), run.validation / f"{name}.nii.gz")
+    return folder
+
+
+def test_runs_and_cross_validations_are_measured_and_label_maps_changed(crossed, task, tmp_path):
+    runs = [RunFolder(crossed / f"fold_{number}") for number in (0, 1)]
+    result = CliRunner().invoke(app, ["postprocess", str(crossed)])
+    assert result.exit_code == 0, result.output
+    assert "keep largest  all" in result.output
+    measured = determine_postprocessing(crossed)
+    assert set(measured.cases) == {name for run in runs for name in run.split().validation}
+    assert len(determine_postprocessing(runs[0].path).cases) == len(runs[0].split().validation)
+
+    output = tmp_path / "changed"
+    arguments = ["postprocess", str(crossed), "--apply", str(runs[0].validation), "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "Dice before" not in result.output  # measured already
+    for case in load_task(task).training:
+        if case["case"] in runs[0].split().validation:
+            changed, label = (nibabel.load(path) for path in (output / f"{case['case']}.nii.gz", case["label"]))
+            np.testing.assert_array_equal(np.asarray(changed.dataobj), np.asarray(label.dataobj))
+            np.testing.assert_array_equal(changed.affine, label.affine)
+
+    runs[0].forget_validation()  # as a training that goes on does
+    assert not runs[0].postprocessing_file.exists()
+
+
+def test_what_cannot_be_measured_or_changed_is_refused(crossed, task, tmp_path):
+    with pytest.raises(ConfigError, match="neither a run folder nor the folder of a cross-validation"):
+        determine_postprocessing(tmp_path)
+    run = RunFolder(crossed / "fold_0")
+    gone = run.validation / f"{run.split().validation[0]}.nii.gz"
+    shutil.move(gone, tmp_path)
+    with pytest.raises(DataError, match=f"lacks {gone}; write its predictions anew: volseg validate {run.path}"):
+        determine_postprocessing(crossed)
+    shutil.move(tmp_path / gone.name, gone)
+    determine_postprocessing(crossed)
+    with pytest.raises(ConfigError, match="holds the label maps as they are"):
+        apply_postprocessing(crossed, run.validation, run.validation)
+    with pytest.raises(DataError, match="is no folder of label maps"):
+        apply_postprocessing(crossed, tmp_path / "none", tmp_path / "out")
+    with pytest.raises(DataError, match=r"\.nii\.gz: the label map holds"):
+        apply_postprocessing(crossed, task / "imagesTr", tmp_path / "out")
+    result = CliRunner().invoke(app, ["postprocess", str(crossed), "--apply", str(run.validation)])
+    assert result.exit_code == 2

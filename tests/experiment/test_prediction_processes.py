@@ -1,0 +1,112 @@
+"""Cases that several processes predict come to what one process makes of them; a process that fails is named."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from volseg.errors import ConfigError
+from volseg.experiment import predict, prediction_processes, train
+from volseg.experiment.prediction_processes import predict_in_processes
+
+
+@pytest.fixture
+def images(task, tmp_path):
+    """Return a folder of images, one of which is damaged behind its header."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, image in enumerate(sorted((task / "imagesTr").glob("*.nii.gz"))[:4]):
+        (folder / f"scan_{number}.nii.gz").write_bytes(image.read_bytes())
+    damaged = bytearray((folder / "scan_0.nii.gz").read_bytes())
+    damaged[-6] ^= 1  # of the checksum
+    (folder / "scan_broken.nii.gz").write_bytes(damaged)
+    return folder
+
+
+def test_two_processes_predict_what_one_does(configured, images, tmp_path):
+    source = train(configured()).folder
+    alone = predict(source, [images], tmp_path / "alone")
+    together = predict(source, [images], tmp_path / "together", gpus=2)
+    assert [case.state for case in together.cases] == [case.state for case in alone.cases]
+    (failed,) = together.failures
+    assert failed.case == "scan_broken"
+    assert failed.message == alone.failures[0].message
+    for name, path in alone.label_maps.items():
+        assert together.label_maps[name].read_bytes() == path.read_bytes()
+
+
+def test_a_config_that_takes_several_gpus_is_told_what_that_means(configured, images, tmp_path):
+    source = train(configured()).folder
+    with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
+        predict(source, [images], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
+
+
+CASES = [{"case": f"case_{number}", "image": f"case_{number}.nii.gz"} for number in range(6)]
+
+WORKER = """
+import json, os, signal, sys
+
+def say(answer):
+    print(json.dumps(answer), flush=True)
+
+order = json.loads(sys.stdin.readline())
+while say({"asks": True}) or (case := json.loads(sys.stdin.readline())):
+    if case["case"] in order["dies_with"]:
+        print("the GPU fell off the bus", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    [file] = case["image"]
+    told = {"state": "predicted", "error": "", "message": "", "seconds": {"read": 0.5}}
+    say({"case": case["case"], "file": file, **told})
+"""
+"""A process that predicts, in a few lines: one of ours takes seconds to import what it needs."""
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Let processes run a few lines in place of a network's prediction."""
+    start = prediction_processes._start
+
+    def started(command, *arguments):
+        return start([sys.executable, "-c", WORKER], *arguments)
+
+    monkeypatch.setattr(prediction_processes, "_start", started)
+
+
+def test_each_case_is_asked_for_once(played):
+    results = list(predict_in_processes(CASES, [None, None, None], {"dies_with": []}))
+    assert sorted(result.case for result in results) == [case["case"] for case in CASES]
+    assert all(str(result.file) == f"{result.case}.nii.gz" for result in results)
+    assert all(result.seconds == {"read": 0.5} for result in results)
+
+
+def test_a_process_that_dies_is_named_and_the_others_go_on(played):
+    results = {result.case: result for result in predict_in_processes(CASES, [None, "1"], {"dies_with": ["case_2"]})}
+    assert sorted(results) == [case["case"] for case in CASES]
+    failed = [result for result in results.values() if result.state == "failed"]
+    assert [result.case for result in failed] == ["case_2"]
+    assert f"ended with status {-signal.SIGKILL}" in failed[0].message
+    assert "| the GPU fell off the bus" in failed[0].message
+
+
+def test_where_all_processes_die_the_rest_is_told(played):
+    order = {"dies_with": [case["case"] for case in CASES]}
+    results = {result.case: result for result in predict_in_processes(CASES, [None, None], order)}
+    assert sorted(results) == [case["case"] for case in CASES]
+    assert all(result.state == "failed" for result in results.values())
+    assert sum("every process that predicted has failed" in result.message for result in results.values()) == 4
+
+
+def test_who_stops_listening_leaves_no_process(played, monkeypatch):
+    processes = []
+    start = prediction_processes._start
+    monkeypatch.setattr(
+        prediction_processes, "_start", lambda *arguments: processes.append(start(*arguments)) or processes[-1]
+    )
+    results = predict_in_processes(CASES, [None, None], {"dies_with": []})
+    next(results)
+    results.close()
+    assert [process.poll() is not None for process in processes] == [True, True]
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)

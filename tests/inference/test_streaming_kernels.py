@@ -1,0 +1,111 @@
+"""The kernels that blend and decide, against the plain way: on a GPU, or anywhere by Triton's interpreter."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from kernels import DEVICE, fewer, with_kernels
+
+from volseg.device.triton_tiles import available
+from volseg.inference import blending
+from volseg.inference.decision import LabelRule, decide, measure_entropy
+from volseg.inference.sampling import Aligned, Held, sample_grid
+from volseg.inference.windows import compute_importance
+from volseg.transforms.grid import Grid
+
+if available():
+    from volseg.inference import triton_blending, triton_decision
+
+SHAPE = (5, 6, 7)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@with_kernels
+@pytest.mark.parametrize("link", ["softmax", "sigmoid", ""])
+@pytest.mark.parametrize(
+    ("num_classes", "dtype"), fewer([(3, torch.float32), (117, torch.bfloat16), (1, torch.float16)], 2)
+)
+@pytest.mark.parametrize(("axis", "first"), [(0, (5, 0, 1)), (1, (-2, 3, 4)), (2, (1, -1, 12))])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis, first, channels_last):
+    """Along the ring's axis it goes around the end, along the others what lies beside the blend is left out."""
+    window, importance = draw(1, num_classes, *SHAPE).to(dtype), compute_importance(SHAPE, torch.device(DEVICE))
+    window = window.to(memory_format=torch.channels_last_3d) if channels_last else window
+    sides = [7, 8, 9]
+    sides[axis] = max(sides[axis], SHAPE[axis] + 1)
+    blend = draw(num_classes, *sides, seed=1)
+    expected = blend.cpu()
+    triton_blending.add_window(blend, window[0], importance, first, axis, link)
+    blending.add_window(expected, window[0].cpu().float(), importance.cpu(), first, axis, link)
+    # float32: exponentials, and products and sums that are rounded once or twice, of numbers around 1.
+    torch.testing.assert_close(blend.cpu(), expected, atol=2e-6, rtol=0)
+    assert not expected.equal(draw(num_classes, *sides, seed=1).cpu())
+
+
+def grids(spacing, flip: bool) -> tuple[Grid, Grid]:
+    affine = torch.zeros(4, 4, dtype=torch.float64)
+    for axis, (along, side) in enumerate(zip((2, 0, 1), spacing, strict=True)):
+        affine[along, axis] = side
+    affine[3, 3] = 1
+    affine[:3, 3] = torch.tensor([-0.7, 0.4, 0.9])
+    if flip:
+        affine[0] *= -1
+        affine[0, 3] = 8.0
+    return Grid((9, 8, 11), affine), Grid((10, 9, 8), torch.eye(4, dtype=torch.float64))
+
+
+@with_kernels
+@pytest.mark.parametrize("rule", [LabelRule((0, 1, 2)), LabelRule((0, 7, 500)), LabelRule((3, 1, 4), regions=True)])
+@pytest.mark.parametrize("spacing", fewer([(0.8, 1.0, 1.3), (1.0, 1.0, 1.0), (1.0, 0.7, 1.0)], 2))
+@pytest.mark.parametrize("flip", [False, True])
+def test_labels_are_those_of_plain_torch(rule, spacing, flip):
+    target, source = grids(spacing, flip)
+    sampling = sample_grid(target, source)
+    assert isinstance(sampling, Aligned)
+    logits = 3 * draw(3, *source.shape)
+    probabilities = logits.sigmoid() if rule.regions else logits.softmax(0)
+    ring = probabilities.roll(3, 1)  # voxel i along D lies at (i + 3) % 10
+    held, cells = Held(ring, (-3, 0, 0)), (range(2, 10), range(9), range(1, 8))
+    table, compared = rule.table(probabilities.device), 0
+    read = {str(place): values for place, values in sampling.read(held, cells, 2**20)}
+    for place, labels, entropy in triton_decision.decide(
+        sampling, held, cells, table, rule.dtype, regions=rule.regions, entropy=True
+    ):
+        values = read[str(place)]
+        assert labels.dtype == rule.dtype
+        # Where two probabilities, or one and a half, are as near as float32 tells, either may come out.
+        largest = values.sort(0).values
+        sure = (values - 0.5).abs().amin(0) > 1e-6 if rule.regions else largest[-1] - largest[-2] > 1e-6
+        assert sure.float().mean() > 0.99
+        assert labels[sure].equal(decide(values, rule)[sure])
+        torch.testing.assert_close(entropy, measure_entropy(values, rule.regions), atol=1e-5, rtol=0)  # logarithms
+        compared += labels.numel()
+    assert compared > 200
+
+
+@with_kernels
+def test_of_equal_classes_the_first_is_taken():
+    sampling = sample_grid(*[Grid((4, 4, 4), torch.eye(4, dtype=torch.float64))] * 2)
+    held = Held(torch.full((5, 4, 4, 4), 0.2, device=DEVICE))
+    ((_, labels, _),) = triton_decision.decide(sampling, held, (range(4),) * 3, None, torch.uint8)
+    assert not labels.any()
+
+
+@with_kernels
+def test_a_voxels_label_does_not_depend_on_the_box_in_which_it_is_decided():
+    target, source = grids((0.8, 1.0, 1.3), False)
+    sampling = sample_grid(target, source)
+    held = Held(draw(4, *source.shape).softmax(0))
+    maps = []
+    for cuts in ([0, 10], [0, 4, 5, 10]):
+        labels = torch.zeros(target.shape, dtype=torch.uint8)
+        for start, stop in pairwise(cuts):
+            cells = (range(start, stop), range(9), range(8))
+            for place, part, _ in triton_decision.decide(sampling, held, cells, None, torch.uint8):
+                labels[place] = part.cpu()
+        maps.append(labels)
+    assert maps[0].equal(maps[1])
+    assert maps[0].any()

@@ -1,0 +1,61 @@
+"""One volume in every format that is read, in any orientation; for tests that compare places in the patient."""
+
+from itertools import permutations, product
+from pathlib import Path
+
+import nibabel
+import numpy as np
+
+CODES = [
+    "".join(pair[side] for pair, side in zip(order, sides, strict=True))
+    for order in permutations(("LR", "PA", "IS"))
+    for sides in product((0, 1), repeat=3)
+]
+
+
+def write_nifti(path: Path, voxels, affine):
+    nibabel.save(nibabel.Nifti1Image(voxels, affine), path)
+
+
+def write_itk(path: Path, voxels, affine):
+    import SimpleITK  # a machine that only runs GPU tests may lack it
+
+    SimpleITK.WriteImage(itk_image(voxels, affine), str(path))
+
+
+def write_dicom(path: Path, voxels, affine):
+    import SimpleITK  # a machine that only runs GPU tests may lack it
+
+    path.mkdir()
+    image = itk_image(voxels, affine)
+    writer = SimpleITK.ImageFileWriter()
+    writer.KeepOriginalImageUIDOn()
+    for index in range(image.GetDepth()):
+        piece = image[:, :, index : index + 1]
+        uid = "1.2.826.0.1.3680043.2.1125.7"
+        for tag, value in (("0008|0060", "MR"), ("0020|000e", uid), ("0008|0018", f"{uid}.{index + 1}")):
+            piece.SetMetaData(tag, value)
+        # Names against the order of the slices: the reader has to sort by position.
+        writer.SetFileName(str(path / f"{image.GetDepth() - index:03d}.dcm"))
+        writer.Execute(piece)
+
+
+def itk_image(voxels, affine):
+    import SimpleITK  # a machine that only runs GPU tests may lack it
+
+    lps = np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
+    spacing = np.linalg.norm(lps[:3, :3], axis=0)
+    image = SimpleITK.GetImageFromArray(voxels.T)
+    image.SetSpacing(spacing.tolist())
+    image.SetDirection((lps[:3, :3] / spacing).ravel().tolist())
+    image.SetOrigin(lps[:3, 3].tolist())
+    return image
+
+
+FORMATS = {
+    "a.nii": write_nifti,
+    "a.nii.gz": write_nifti,
+    "a.mha": write_itk,
+    "a.nrrd": write_itk,
+    "a_dicom": write_dicom,
+}

@@ -1,0 +1,44 @@
+"""The verb export: a run as one file, or in a format that others run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from volseg.cli.options import Checkpoint, Components
+
+__all__ = ["exchange_app"]
+
+exchange_app = typer.Typer()
+
+
+@exchange_app.command(epilog="Example: volseg export runs/task04_unet model.zip --licence CC-BY-4.0")
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|CV", help="Folder of `volseg train` or `volseg cross-validate`.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write, such as model.zip; with monai-bundle a new folder.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="archive (one file for volseg predict), torchscript, onnx or monai-bundle: of one network.",
+        ),
+    ] = "archive",
+    checkpoint: Checkpoint = "latest",
+    licence: Annotated[
+        str, typer.Option(help="Under which the weights may be used, such as CC-BY-4.0.")
+    ] = "not stated",
+    components: Components = None,
+) -> None:
+    """Write a trained network as one file that predicts without its run, or for other programs.
+
+    What other programs get is run and compared with the network before it is kept.
+    """
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    typer.echo(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence))

@@ -1,0 +1,129 @@
+"""The verbs that use a trained network: validate and predict."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from volseg.cli.options import Checkpoint, Components
+
+__all__ = ["prediction_app"]
+
+prediction_app = typer.Typer()
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="What predicts: a run folder, or a cross-validation's, of which every finished fold is taken.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Compute otherwise than the training did: inference.mirror=true, device=cpu, training.precision=fp32 ...",
+    ),
+]
+
+
+@prediction_app.command(epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true")
+def validate(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN|CV", help="Folder of `volseg train`, or of `volseg cross-validate`.")
+    ],
+    checkpoint: Checkpoint = "latest",
+    settings: Settings = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write to; default in RUN, named by the settings.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a validation that is there.")] = False,
+    components: Components = None,
+) -> None:
+    """Predict the run's validation cases, or those of every finished fold, and write their summary.json."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    words = experiment.validate_words(
+        run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
+    )
+    typer.echo(words)
+
+
+@prediction_app.command(
+    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions"
+)
+def predict(
+    source: SourceArgument,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, folders of them, DICOM folders, or tables (CSV)."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default SOURCE/predictions.")
+    ] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="SOURCE", help="One more that predicts; their probabilities are averaged."),
+    ] = None,
+    checkpoint: Checkpoint = "latest",
+    settings: Settings = None,
+    series: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="UID|TEXT", help="Of DICOM only the series with this UID, or this text in their description."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
+    ] = False,
+    skip_existing: Annotated[
+        bool, typer.Option("--skip-existing", help="Keep label maps that are there, whatever made them.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace label maps that are there.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Read all images before the first is predicted; end at the first failure.")
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Predict in N processes, each on a GPU of its own, by cases."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
+    components: Components = None,
+) -> None:
+    """Write a label map for each image, as NIfTI on the image's own grid.
+
+    A case that fails is named, and the others go on. Exit status 1 if one failed.
+    """
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    predicted = experiment.predict(
+        [source, *(others or ())],
+        images,
+        output,
+        checkpoint=checkpoint,
+        overrides=settings or (),
+        series=series or (),
+        resume=resume,
+        skip_existing=skip_existing,
+        overwrite=overwrite,
+        strict=strict,
+        gpus=gpus,
+    )
+    typer.echo(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
+    if predicted.failures:
+        raise typer.Exit(1)
+
+
+@prediction_app.command(hidden=True)
+def predict_cases(components: Components = None) -> None:
+    """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    experiment.serve_predictions()

@@ -1,0 +1,236 @@
+"""Which DICOM series lie in and below a folder, what they are called, and which of them are images to segment.
+
+A series is named by one of its files, its first: several may share a folder, as they do where a PACS exported them.
+Scouts, structure sets, segmentations, reports and captured screens are told apart by what their headers say, and are
+left out unless one is asked for.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from volseg.data.dicom_elements import Tag, read_elements
+from volseg.data.names import find_doubled, list_some
+from volseg.errors import DataError, ReaderError
+
+__all__ = ["FoundSeries", "Series", "choose_series", "find_series", "gather_series", "name_series"]
+
+CHARACTERS, IMAGE_TYPE, STUDY_DATE, MODALITY, DESCRIPTION = (
+    (0x0008, 0x0005),
+    (0x0008, 0x0008),
+    (0x0008, 0x0020),
+    (0x0008, 0x0060),
+    (0x0008, 0x103E),
+)
+PATIENT, SERIES_UID, NUMBER, ORIENTATION, FRAMES, ROWS = (
+    (0x0010, 0x0020),
+    (0x0020, 0x000E),
+    (0x0020, 0x0011),
+    (0x0020, 0x0037),
+    (0x0028, 0x0008),
+    (0x0028, 0x0010),
+)
+READ = {
+    CHARACTERS,
+    IMAGE_TYPE,
+    STUDY_DATE,
+    MODALITY,
+    DESCRIPTION,
+    PATIENT,
+    SERIES_UID,
+    NUMBER,
+    ORIENTATION,
+    FRAMES,
+    ROWS,
+}
+
+DERIVED = {
+    "SEG": "a segmentation",
+    "RTSTRUCT": "a structure set",
+    "RTDOSE": "a dose",
+    "RTPLAN": "a plan",
+    "RTIMAGE": "a portal image",
+    "SR": "a report",
+    "DOC": "a document",
+    "PR": "a presentation state",
+    "KO": "a note",
+    "REG": "a registration",
+}
+"""Modalities of what was made from images."""
+
+SCOUT = re.compile(r"\b(scout|locali[sz]er|topogram|surview|survey|scanogram)s?\b", re.IGNORECASE)
+UTF_8 = "ISO_IR 192"
+LONGEST_PART = 40
+"""Letters of each part of a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The files of one series in one folder."""
+
+    uid: str
+    files: tuple[Path, ...]
+    """Sorted by name, which need not be the order of the slices."""
+    patient: str
+    date: str
+    """Of the study, as YYYYMMDD."""
+    number: str
+    description: str
+    modality: str
+    left_out: str = ""
+    """What it is, if it is no image to segment."""
+
+    @property
+    def first(self) -> Path:
+        """What stands for the series where a path is asked for."""
+        return self.files[0]
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie."""
+        return self.files[0].parent
+
+    def __str__(self) -> str:
+        said = " ".join(part for part in (self.modality, repr(self.description) if self.description else "") if part)
+        return f"{self.uid} ({said or 'without description'}, {len(self.files)} file(s) in {self.folder})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSeries:
+    """What DICOM lies somewhere."""
+
+    images: tuple[Series, ...]
+    others: tuple[Series, ...]
+    """Each says in ``left_out`` what it is."""
+    damaged: tuple[Path, ...]
+    """Files called ``.dcm`` that are none."""
+
+
+def find_series(folder: Path) -> FoundSeries:
+    """Return the series in and below a folder, in the order of their folders; hidden files and folders are passed over.
+
+    Only the first elements of each file are read.
+    """
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files.extend(Path(parent, name) for name in sorted(names) if not name.startswith("."))
+    return gather_series(files)
+
+
+def gather_series(files: Iterable[Path]) -> FoundSeries:
+    """Return the series that files belong to; what is no DICOM is passed over.
+
+    Raises
+    ------
+    DataError
+        The files of a series lie in several folders.
+    """
+    headers: dict[tuple[Path, str], dict[Path, Mapping[Tag, bytes]]] = defaultdict(dict)
+    damaged = []
+    for file in files:
+        try:
+            found = read_elements(file, READ)
+        except ReaderError:  # the reader says what is wrong with it, if it is asked to read its series
+            found = None
+        if found is not None and SERIES_UID in found:
+            headers[file.parent, _decode(found[SERIES_UID])][file] = found
+        elif found is None and file.suffix.lower() == ".dcm":
+            damaged.append(file)
+    if torn := find_doubled(uid for _, uid in headers):
+        folders = [str(folder) for folder, uid in headers if uid == torn[0]]
+        raise DataError(
+            f"series {torn[0]} lies in {len(folders)} folders, {list_some(folders)}; put its files into one, or name "
+            "one of these folders"
+        )
+    series = [_describe(uid, of) for (_, uid), of in headers.items()]
+    return FoundSeries(
+        images=tuple(one for one in series if not one.left_out),
+        others=tuple(one for one in series if one.left_out),
+        damaged=tuple(damaged),
+    )
+
+
+def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) -> tuple[Series, ...]:
+    """Return the images, or what is ``wanted`` by UID or by a part of the description, in whatever case.
+
+    Raises
+    ------
+    DataError
+        There is none; names what there is.
+    """
+    everything = (*found.images, *found.others)
+    if wanted:
+        chosen = tuple(series for series in everything if any(_is_meant(series, text) for text in wanted))
+    else:
+        chosen = found.images
+    if not chosen:
+        asked = f"no series is or is called {' or '.join(map(repr, wanted))}" if wanted else "no series is an image"
+        told = [f"{series}{f': {series.left_out}' if series.left_out else ''}" for series in everything]
+        raise DataError(
+            f"{where}: {asked}; there are {list_some(told, 10) or 'none'}. Choose by --series UID, or by a part of a "
+            "description"
+        )
+    return chosen
+
+
+def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
+    """Return each series under a name that a file can have: patient, date of the study, number and description.
+
+    Where two would be called alike, each gets eight digits of its UID's digest besides.
+    """
+    names = [_name(series) for series in chosen]
+    doubled = set(find_doubled(names))
+    return {
+        f"{name}_{blake2b(series.uid.encode(), digest_size=4).hexdigest()}" if name in doubled else name: series
+        for name, series in zip(names, chosen, strict=True)
+    }
+
+
+def _is_meant(series: Series, text: str) -> bool:
+    return series.uid == text or text.casefold() in series.description.casefold()
+
+
+def _name(series: Series) -> str:
+    parts = (series.patient or "patient", series.date, series.number, series.description)
+    plain = (re.sub(r"[^A-Za-z0-9.-]+", "-", part).strip("-.")[:LONGEST_PART] for part in parts)
+    return "_".join(part for part in plain if part) or "series"
+
+
+def _describe(uid: str, headers: Mapping[Path, Mapping[Tag, bytes]]) -> Series:
+    first = next(iter(headers.values()))
+    encoding = "utf-8" if _decode(first.get(CHARACTERS, b"")) == UTF_8 else "latin-1"
+    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in (PATIENT, DESCRIPTION)}
+    date, number, modality = (_decode(first.get(tag, b"")) for tag in (STUDY_DATE, NUMBER, MODALITY))
+    return Series(
+        uid=uid,
+        files=tuple(headers),
+        patient=texts[PATIENT],
+        date=date,
+        number=number,
+        description=texts[DESCRIPTION],
+        modality=modality,
+        left_out=_tell_other(list(headers.values()), modality, texts[DESCRIPTION]),
+    )
+
+
+def _tell_other(headers: Sequence[Mapping[Tag, bytes]], modality: str, description: str) -> str:
+    """Return what a series is if it is no image to segment."""
+    if modality in DERIVED:
+        return DERIVED[modality]
+    if not any(ROWS in header for header in headers):
+        return "no image"
+    if all("LOCALIZER" in _decode(header.get(IMAGE_TYPE, b"")).split("\\") for header in headers):
+        return "a localizer"
+    if SCOUT.search(description):
+        return "a localizer, by its description"
+    has_place = any(ORIENTATION in header or FRAMES in header for header in headers)
+    return "" if has_place else "an image without a place in the patient"
+
+
+def _decode(value: bytes, encoding: str = "latin-1") -> str:
+    return value.decode(encoding, errors="replace").strip("\0 ")

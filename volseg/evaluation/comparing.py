@@ -1,0 +1,225 @@
+"""Is one method better than another, on the same cases? Paired differences, their interval, and Wilcoxon's test.
+
+Cases differ more than methods do, so that two means with their spreads say little; each case is compared with itself.
+Of three methods or more all pairs are compared. The p values of one metric, over all labels and pairs, are corrected
+together after Holm. What they say is about these cases and these trained networks: whether a training with another
+seed would differ as much is not in them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import wilcoxon
+
+from volseg.data.names import find_doubled, list_some
+from volseg.errors import DataError
+from volseg.evaluation.intervals import mean_intervals
+from volseg.evaluation.summary import JUDGED, Summary, collect_scores, read_names, read_summary
+from volseg.evaluation.surfaces import DISTANCES
+from volseg.evaluation.tables import name_cases
+
+__all__ = ["Method", "PairedResult", "compare_methods", "read_method"]
+
+PLACES = ("summary.json", "validation/summary.json")
+"""Where a cross-validation or a folder of predictions has its summary, and where a run has."""
+
+
+COMPARED = tuple(name for name in JUDGED if name != "IoU")
+"""IoU ranks cases as Dice does, of which it is a function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method's scores of each case."""
+
+    name: str
+    summary: Summary
+    labels: Mapping[str, str]
+    """Key of the summary to the label's name, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedResult:
+    """One metric of one label, by two methods on the same cases. Differences are the second less the first."""
+
+    metric: str
+    label: str
+    first: str
+    second: str
+    num_cases: int
+    """In which both have a value."""
+    mean_first: float
+    mean_second: float
+    """Over the cases whose difference is finite."""
+    mean_difference: float
+    low: float
+    high: float
+    """Percentile bootstrap interval of the mean difference."""
+    median_difference: float
+    num_better: int
+    """Cases in which the second is better."""
+    num_worse: int
+    num_equal: int
+    num_undefined: int
+    """Cases with a distance that one or both lack; they count in ranks and medians, and in no mean."""
+    p_value: float
+    """Of Wilcoxon's signed-rank test, two-sided."""
+    p_holm: float
+    """Corrected for the other labels and pairs."""
+    differences: tuple[float, ...]
+    """By case, in the order of their ids; NaN where one has no value."""
+
+
+def read_method(source: str | Path, name: str | None = None) -> Method:
+    """Read the scores of a run, a cross-validation, a folder of predictions, or a ``summary.json``.
+
+    Raises
+    ------
+    DataError
+        If there is no summary, or it holds a case twice.
+    """
+    source = Path(source)
+    files = [source] if source.is_file() else [source / place for place in PLACES if (source / place).is_file()]
+    if not files:
+        raise DataError(
+            f"{source} has no {' or '.join(PLACES)}; name a run, a cross-validation, or predictions that "
+            "`volseg evaluate` has scored"
+        )
+    summary = read_summary(files[0])
+    if doubled := find_doubled(name_cases(summary)):
+        raise DataError(f"{files[0]} holds {list_some(doubled)} more than once; score each case once")
+    return Method(name=name or source.name or str(source), summary=summary, labels=read_names(files[0]))
+
+
+def compare_methods(methods: Sequence[Method], metrics: Sequence[str] = COMPARED) -> list[PairedResult]:
+    """Compare every two methods, case by case.
+
+    Parameters
+    ----------
+    methods : sequence of Method
+        Two or more, of the same cases and labels.
+    metrics : sequence of str
+        Which; those that not all of them have are left out.
+
+    Raises
+    ------
+    DataError
+        For one method, or others cases or labels.
+
+    References
+    ----------
+    .. [1] Wilcoxon, Individual comparisons by ranking methods, Biometrics Bull. 1 (1945), 80-83, doi:10.2307/3001968.
+    .. [2] Holm, A simple sequentially rejective multiple test procedure, Scand. J. Statist. 6 (1979), 65-70.
+    """
+    _require_same(methods)
+    labels = [label for label in methods[0].summary["mean"] if label != "0"]
+    shared = [metric for metric in metrics if all(_has(method, metric) for method in methods)]
+    results = []
+    for metric in shared:
+        of_metric = [_compare(metric, label, one, other) for label in labels for one, other in combinations(methods, 2)]
+        corrected = _correct([result["p_value"] for result in of_metric])
+        results += [PairedResult(**result, p_holm=p) for result, p in zip(of_metric, corrected, strict=True)]
+    return results
+
+
+def _has(method: Method, metric: str) -> bool:
+    return all(metric in mean for mean in method.summary["mean"].values())
+
+
+def _require_same(methods: Sequence[Method]) -> None:
+    if len(methods) < 2:
+        raise DataError(f"a comparison needs two methods or more, got {len(methods)}")
+    if doubled := find_doubled(method.name for method in methods):
+        raise DataError(f"two methods are called {doubled[0]!r}; they cannot be told apart")
+    first, *others = methods
+    for other in others:
+        for kind, mine, theirs in (
+            ("case", set(name_cases(first.summary)), set(name_cases(other.summary))),
+            ("label", set(first.summary["mean"]) - {"0"}, set(other.summary["mean"]) - {"0"}),
+        ):
+            if mine != theirs:
+                raise DataError(
+                    f"{first.name} and {other.name} cannot be compared in pairs: {len(mine & theirs)} {kind}(s) are in "
+                    f"both, {len(mine - theirs)} in the first alone ({list_some(sorted(mine - theirs)) or 'none'}), "
+                    f"{len(theirs - mine)} in the second alone ({list_some(sorted(theirs - mine)) or 'none'})"
+                )
+
+
+def _scores_by_case(method: Method, label: str, metric: str) -> NDArray[np.float64]:
+    order = np.argsort(np.array(name_cases(method.summary)))
+    return np.asarray(collect_scores(method.summary, label, metric)[order])
+
+
+def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
+    scores = [_scores_by_case(method, label, metric) for method in (first, second)]
+    differences = _subtract(scores[1], scores[0])
+    known = differences[~np.isnan(differences)]
+    is_finite = np.isfinite(scores[0]) & np.isfinite(scores[1])
+    finite = differences[is_finite]
+    better = -1 if metric in DISTANCES else 1
+    interval = mean_intervals(finite[:, None])[1] if finite.size else None
+    return {
+        "metric": metric,
+        "label": first.labels.get(label, second.labels.get(label, label)),
+        "first": first.name,
+        "second": second.name,
+        "num_cases": known.size,
+        "mean_first": _mean(scores[0][is_finite]),
+        "mean_second": _mean(scores[1][is_finite]),
+        "mean_difference": _mean(finite),
+        "low": interval.low if interval else math.nan,
+        "high": interval.high if interval else math.nan,
+        "median_difference": _find_median(known),
+        "num_better": int((better * known > 0).sum()),
+        "num_worse": int((better * known < 0).sum()),
+        "num_equal": int((known == 0).sum()),
+        "num_undefined": int(known.size - finite.size),
+        "p_value": _test(known),
+        "differences": tuple(differences.tolist()),
+    }
+
+
+def _subtract(second: NDArray[np.float64], first: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return differences; 0 where a distance is infinite by both methods."""
+    is_both = np.isinf(second) & np.isinf(first)
+    return np.where(is_both, 0.0, np.where(is_both, 0.0, second) - np.where(is_both, 0.0, first))
+
+
+def _test(differences: NDArray[np.float64]) -> float:
+    """Return the p value of Wilcoxon's signed-rank test; cases without a difference are left out, as he did."""
+    differences = differences[differences != 0]
+    if not differences.size:
+        return 1.0
+    # An infinite difference has the highest rank, which is all that the test asks of it.
+    most = 2 * np.abs(differences[np.isfinite(differences)]).max(initial=0) + 1
+    return float(wilcoxon(np.clip(differences, -most, most)).pvalue)
+
+
+def _correct(p_values: Sequence[float]) -> list[float]:
+    """Return p values after Holm: the smallest times their number, the next times one less, never below the one before.
+
+    >>> _correct([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(np.argsort(p_values, kind="stable").tolist()):
+        highest = max(highest, min(1.0, p_values[place] * (len(p_values) - rank)))
+        corrected[place] = highest
+    return corrected
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean()) if values.size else math.nan
+
+
+def _find_median(values: NDArray[np.float64]) -> float:
+    ordered = np.sort(values)
+    if not ordered.size:
+        return math.nan
+    low, high = ordered[(ordered.size - 1) // 2], ordered[ordered.size // 2]
+    return float(low) if low == high or (math.isinf(low) and math.isinf(high)) else float((low + high) / 2)

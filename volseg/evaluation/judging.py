@@ -1,0 +1,115 @@
+"""What ``volseg evaluate`` and ``volseg compare`` do: score folders, write what came of it, and say it."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from volseg.config.nearest import did_you_mean
+from volseg.data.names import list_some
+from volseg.errors import ConfigError
+from volseg.evaluation.comparing import compare_methods, read_method
+from volseg.evaluation.comparison_files import comparison_table, write_comparison
+from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
+from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
+from volseg.evaluation.surfaces import DISTANCES
+from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
+
+__all__ = ["compare_folders", "judge_folders", "judging_words"]
+
+KNOWN = {name.casefold(): name for name in (*JUDGED, *DISTANCES, *TABULATED)}
+MEASURED = {*DISTANCES, "NSD"}
+
+
+def judge_folders(
+    predictions: str | Path,
+    labels: str | Path,
+    *,
+    json_file: str | Path,
+    csv_file: str | Path,
+    metrics: Collection[str] | None = None,
+    force: bool = False,
+    **settings: Any,
+) -> EvaluatedFolders:
+    """Score two folders and write ``summary.json`` and ``cases.csv``.
+
+    Parameters
+    ----------
+    predictions, labels : path
+        See `evaluate_folders`.
+    json_file, csv_file : path
+        What is written.
+    metrics : collection of str, optional
+        Which are wanted, in any case of letters; distances are measured only if one of them is among these.
+    force : bool
+        Replace the two files.
+    **settings
+        Of `evaluate_folders`.
+
+    Raises
+    ------
+    DataError, ConfigError
+        See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
+    """
+    _require_new((Path(json_file), Path(csv_file)), force)
+    wanted = _find_metrics(metrics)
+    evaluated = evaluate_folders(
+        predictions,
+        labels,
+        distances=bool(MEASURED & set(wanted)),
+        needs_tolerance=metrics is not None and "NSD" in wanted,
+        **settings,
+    )
+    if evaluated.summary is not None:
+        write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), json_file)
+        write_cases(evaluated.summary, evaluated.names, csv_file)
+    return evaluated
+
+
+def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:
+    """Return what an evaluation ends by saying: the table, and what is not in it."""
+    pairs = evaluated.pairs
+    lines = (
+        [] if evaluated.summary is None else [scores_table(evaluated.summary, evaluated.names, _find_metrics(metrics))]
+    )
+    lines += ["", f"{len(pairs.matched) - len(evaluated.faults)} of {len(pairs.matched) + len(pairs.missing)} case(s)"]
+    lines += explain_scores(evaluated.scoring)
+    if pairs.missing:
+        lines += [f"not predicted: {list_some(pairs.missing)}"]
+    if pairs.surplus:
+        lines += [f"without a label, not scored: {list_some([path.name for path in pairs.surplus])}"]
+    lines += [f"could not be scored: {case}: {fault}" for case, fault in evaluated.faults.items()]
+    return "\n".join(lines)
+
+
+def compare_folders(sources: Sequence[str | Path], output: str | Path, *, force: bool = False) -> str:
+    """Compare runs, cross-validations or scored predictions; write the comparison, and return what to say of it.
+
+    Raises
+    ------
+    DataError, ConfigError
+        For sources without scores, of other cases or labels, or a comparison that is there already.
+    """
+    output = Path(output)
+    _require_new([output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")], force)
+    paths = [Path(source) for source in sources]
+    # The last part of a path is its name, unless two are called alike.
+    are_different = len({path.absolute().name for path in paths}) == len(paths)
+    methods = [read_method(path, path.absolute().name if are_different else str(path)) for path in paths]
+    results = compare_methods(methods)
+    written = write_comparison(results, methods, output)
+    return "\n".join([comparison_table(results), "", *map(str, written)])
+
+
+def _require_new(files: Sequence[Path], force: bool) -> None:
+    for file in files:
+        if file.exists() and not force:
+            raise ConfigError(f"{file} exists already; choose another place, or replace it by --force")
+
+
+def _find_metrics(names: Collection[str] | None) -> tuple[str, ...]:
+    if names is None:
+        return TABULATED
+    listed = [part.strip() for name in names for part in name.split(",")]
+    if strange := [name for name in listed if name.casefold() not in KNOWN]:
+        raise ConfigError(f"no metric is called {strange[0]!r}; {did_you_mean(strange[0], KNOWN.values())}")
+    return tuple(KNOWN[name.casefold()] for name in listed)

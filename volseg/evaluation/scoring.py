@@ -1,0 +1,176 @@
+"""What is measured of a structure beside its voxel counts: distances between surfaces, volumes in ml, lesions.
+
+What nobody can measure has no number, and a mean must not hide that:
+
+======================  ==========  ==========  ==============  ==========
+the structure is in     Dice, IoU   NSD         HD95, HD, ASSD  lesion_F1
+======================  ==========  ==========  ==============  ==========
+both                    as defined  as defined  as defined      as defined
+one of the two          0           0           infinite        0
+neither                 NaN         NaN         NaN             NaN
+======================  ==========  ==========  ==============  ==========
+
+An infinite distance is left out of the mean and counted beside it; the median has it as the largest of all. What is not
+a number does not count at all: there was nothing to find, and nothing was found.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volseg.config.nearest import did_you_mean
+from volseg.errors import ConfigError, DataError
+from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
+from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
+from volseg.evaluation.tolerances import find_tolerance
+
+__all__ = ["VOLUMES", "Scoring", "choose_scoring", "read_spacing"]
+
+logger = logging.getLogger(__name__)
+
+VOLUMES = ("volume_pred_ml", "volume_ref_ml", "volume_diff_ml")
+"""Of the prediction, of the reference, and the first less the second."""
+
+MOST_SKEW = 1e-3
+"""Cosine of the angle between two axes, above which voxels are no boxes."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """What is measured beside counts and overlap.
+
+    Raises
+    ------
+    DataError
+        For a tolerance or an overlap that is none.
+    """
+
+    distances: bool = True
+    """HD95, HD and ASSD in mm; NSD where ``tolerances`` has the structure."""
+    tolerances: Mapping[Any, float] = field(default_factory=dict)
+    """Structure to the distance (mm) within which two surfaces count as one."""
+    lesions: Collection[Any] = ()
+    """Structures that are lesions, of which is asked which were found."""
+    lesion_overlap: float = MINIMUM_OVERLAP
+
+    def __post_init__(self) -> None:
+        if wrong := {key: mm for key, mm in self.tolerances.items() if not 0 <= mm < math.inf}:
+            raise DataError(f"a tolerance of NSD is a distance in mm, 0 or more, got {wrong}")
+        if not 0 < self.lesion_overlap <= 1:
+            raise DataError(f"two lesions match from an overlap in (0, 1] on, got {self.lesion_overlap}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each structure's metrics are called; those of one that is not asked about are NaN."""
+        distances = (*DISTANCES, *(("NSD",) if self.tolerances else ())) if self.distances else ()
+        return (*distances, *VOLUMES, *(LESIONS if self.lesions else ()))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what somebody has to know who compares the numbers with others, as plain values for JSON."""
+        surfaces = {
+            "surface": "marching-cubes surface elements (google-deepmind/surface-distance)",
+            "percentiles": "HD95: the larger of the two directed ones, weighted by area",
+            "tolerance_mm": {str(key): mm for key, mm in self.tolerances.items()},
+        }
+        lesions = {"lesions": [str(key) for key in self.lesions], "lesion_overlap": self.lesion_overlap}
+        return {**(surfaces if self.distances else {}), **(lesions if self.lesions else {})}
+
+    def measure(
+        self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float] | None, ignored: Mask | None
+    ) -> dict[str, float]:
+        """Return what is asked about one structure.
+
+        Parameters
+        ----------
+        key
+            Which it is.
+        prediction, reference : array of bool
+            ``(D, H, W)``, a box around both; outside of it neither has the structure.
+        spacing : sequence of float or None
+            Sides of a voxel in mm; None where voxels are no boxes, whose surfaces are not measured.
+        ignored : array of bool or None
+            Voxels that nobody annotated, which count for nothing.
+        """
+        if ignored is not None:
+            prediction, reference = prediction & ~ignored, reference & ~ignored
+        measured: dict[str, float] = dict.fromkeys(self.names, math.nan)
+        if self.distances and spacing is not None:
+            measured |= self._measure_surfaces(key, prediction, reference, spacing, ignored)
+        if key in self.lesions:
+            measured |= match_lesions(prediction, reference, self.lesion_overlap).metrics()
+        return measured
+
+    def _measure_surfaces(
+        self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float], ignored: Mask | None
+    ) -> dict[str, float]:
+        found = bool(prediction.any()), bool(reference.any())
+        if not any(found):
+            return {}
+        if not all(found):
+            missed = dict.fromkeys(DISTANCES, math.inf)
+            return missed | ({"NSD": 0.0} if key in self.tolerances else {})
+        distances = measure_surfaces(prediction, reference, spacing, ignored=ignored)
+        return {} if distances is None else distances.metrics(self.tolerances.get(key))
+
+
+def choose_scoring(
+    structures: Mapping[Any, str],
+    task_name: str,
+    *,
+    distances: bool = True,
+    tolerance: float | Mapping[str, float] | None = None,
+    lesions: Collection[str] = (),
+    lesion_overlap: float = MINIMUM_OVERLAP,
+) -> Scoring:
+    """Return what is measured of structures, which are asked for by their names.
+
+    Parameters
+    ----------
+    structures : mapping
+        What is scored to its name.
+    task_name : str
+        Whose manifest may know the tolerance, where none is given.
+    distances, tolerance, lesions, lesion_overlap
+        See `volseg.config.schema.EvaluationConfig`.
+
+    Raises
+    ------
+    ConfigError
+        For a name that no structure has.
+    """
+    keys = {name: key for key, name in structures.items() if key != 0}
+    if tolerance is None:
+        tolerance = find_tolerance(task_name)
+    by_name = (
+        tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else dict.fromkeys(keys, tolerance)
+    )
+    for kind, named in (("a tolerance of NSD", by_name), ("lesions", lesions)):
+        if strange := [name for name in named if name not in keys]:
+            raise ConfigError(f"{kind}: no label is called {strange[0]!r}; {did_you_mean(strange[0], keys)}")
+    return Scoring(
+        distances=distances,
+        tolerances={keys[name]: mm for name, mm in by_name.items()},
+        lesions=tuple(keys[name] for name in lesions),
+        lesion_overlap=lesion_overlap,
+    )
+
+
+def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, float]:
+    """Return the sides of a voxel in mm, None where it is no box, and its volume in ml."""
+    axes = affine[:3, :3].double()
+    sides = axes.norm(dim=0)
+    skew = ((axes / sides).T @ (axes / sides)).fill_diagonal_(0).abs().max()
+    volume = abs(float(axes.det())) / 1000
+    if skew > MOST_SKEW:
+        logger.warning("voxels are sheared, axes meet at a cosine of %.3g: no distances between surfaces", float(skew))
+        return None, volume
+    depth, height, width = sides.tolist()
+    return (depth, height, width), volume

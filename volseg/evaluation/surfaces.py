@@ -1,0 +1,171 @@
+"""How far two surfaces lie apart, in mm: Hausdorff distances, average distance, and surface Dice within a tolerance.
+
+A structure's surface is made of surface elements, one wherever a neighbourhood of 2 x 2 x 2 voxels holds voxels inside
+and outside of it. An element lies in the middle of its neighbourhood and has the area that marching cubes gives it.
+This is the definition of DeepMind's ``surface-distance``, by which the Medical Segmentation Decathlon was judged, and
+of MONAI's ``use_subvoxels=True``. Why not voxels on the border, each counted as one: their number depends on how the
+surface lies in the grid and on the spacing, and a voxel's centre lies half a voxel inside of the surface.
+
+Distances come from a k-d tree of the elements: that costs what the surface costs, and a distance transform what the box
+around it does, ten times as much for an organ. The scattered voxels of a network that has not learnt yet are all
+surface, far from the other one, and there it is the transform that costs less. Both are exact: equal bits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from monai.metrics.utils import create_table_neighbour_code_to_surface_area
+from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_edt
+from scipy.spatial import KDTree
+
+from volseg.errors import DataError
+
+__all__ = ["DISTANCES", "SurfaceDistances", "measure_surfaces"]
+
+DISTANCES = ("HD95", "HD", "ASSD")
+"""Metrics in mm, of which less is better."""
+
+ALL_INSIDE = 255
+"""Code of a neighbourhood whose eight voxels lie inside."""
+
+VOXELS_PER_ELEMENT = 16
+"""With fewer, the transform is taken: it needs 0.3 us for a voxel, the tree 1 to 10 us for an element."""
+
+Mask = NDArray[np.bool_]
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SurfaceDistances:
+    """The elements of two surfaces: how far each lies from the other surface (mm), and its area (mm^2)."""
+
+    of_prediction: Numbers
+    of_reference: Numbers
+    areas_of_prediction: Numbers
+    areas_of_reference: Numbers
+
+    def hausdorff(self, percent: float = 100.0) -> float:
+        """Return the larger of the two directed distances that ``percent`` of a surface's area does not exceed."""
+        directed = (
+            _find_percentile(self.of_prediction, self.areas_of_prediction, percent),
+            _find_percentile(self.of_reference, self.areas_of_reference, percent),
+        )
+        return max(directed)
+
+    def average(self) -> float:
+        """Return the mean distance over the area of both surfaces: ASSD."""
+        total = self.areas_of_prediction.sum() + self.areas_of_reference.sum()
+        moment = self.of_prediction @ self.areas_of_prediction + self.of_reference @ self.areas_of_reference
+        return float(moment / total)
+
+    def surface_dice(self, tolerance: float) -> float:
+        """Return the share of both surfaces' area that lies within ``tolerance`` mm of the other: NSD."""
+        close = self.areas_of_prediction[self.of_prediction <= tolerance].sum()
+        close += self.areas_of_reference[self.of_reference <= tolerance].sum()
+        return float(close / (self.areas_of_prediction.sum() + self.areas_of_reference.sum()))
+
+    def metrics(self, tolerance: float | None) -> dict[str, float]:
+        """Return HD95, HD and ASSD in mm, and NSD where there is a tolerance."""
+        distances = {"HD95": self.hausdorff(95), "HD": self.hausdorff(), "ASSD": self.average()}
+        return distances if tolerance is None else {**distances, "NSD": self.surface_dice(tolerance)}
+
+
+def measure_surfaces(
+    prediction: Mask, reference: Mask, spacing: Sequence[float], *, ignored: Mask | None = None
+) -> SurfaceDistances | None:
+    """Measure the distances between the surfaces of two structures.
+
+    Parameters
+    ----------
+    prediction, reference : array of bool
+        ``(D, H, W)``; what lies outside of them is background, so that a structure ends at the border of its volume.
+        A box around both will do.
+    spacing : sequence of float
+        Sides of a voxel in mm.
+    ignored : array of bool, optional
+        Voxels that nobody annotated. A neighbourhood that has one has no element: nobody knows whether it is surface.
+
+    Returns
+    -------
+    SurfaceDistances or None
+        None where one of the two has no surface: there is nothing to be measured.
+
+    Raises
+    ------
+    DataError
+        For shapes or a spacing that do not fit together.
+
+    References
+    ----------
+    .. [1] Nikolov et al., Clinically applicable segmentation of head and neck anatomy for radiotherapy, J. Med.
+       Internet Res. 23 (2021), e26151, doi:10.2196/26151; https://github.com/google-deepmind/surface-distance.
+
+    Examples
+    --------
+    >>> cube = np.zeros((6, 6, 6), dtype=bool)
+    >>> cube[1:4, 1:4, 1:4] = True
+    >>> measured = measure_surfaces(np.roll(cube, 1, axis=0), cube, (2.0, 1.0, 1.0))
+    >>> measured.hausdorff(), round(measured.surface_dice(1.0), 3)
+    (2.0, 0.8)
+    """
+    shapes = {mask.shape for mask in (prediction, reference, *(() if ignored is None else (ignored,)))}
+    if len(shapes) > 1 or prediction.ndim != 3 or len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
+        raise DataError(
+            f"surfaces need masks (D, H, W) of one shape and three sides in mm, got {sorted(shapes)} and {spacing}"
+        )
+    unknown = None if ignored is None else _encode_neighbourhoods(ignored) != 0
+    areas = create_table_neighbour_code_to_surface_area([float(side) for side in spacing])[0].double().numpy()
+    (points, own), (others, theirs) = (_find_elements(mask, unknown, areas) for mask in (prediction, reference))
+    if not len(points) or not len(others):
+        return None
+    size = tuple(side + 1 for side in prediction.shape)
+    return SurfaceDistances(
+        of_prediction=_measure_distances(points, others, size, spacing),
+        of_reference=_measure_distances(others, points, size, spacing),
+        areas_of_prediction=own,
+        areas_of_reference=theirs,
+    )
+
+
+def _encode_neighbourhoods(mask: Mask) -> NDArray[np.uint8]:
+    """Return for each 2 x 2 x 2 voxels, from one before the first on, which of them lie inside: a bit each."""
+    code = np.pad(mask, 1).view(np.uint8)
+    code = code[:, :, 1:] | code[:, :, :-1] << np.uint8(1)
+    code = code[:, 1:] | code[:, :-1] << np.uint8(2)
+    return code[1:] | code[:-1] << np.uint8(4)
+
+
+def _find_elements(mask: Mask, unknown: Mask | None, areas: Numbers) -> tuple[NDArray[np.intp], Numbers]:
+    """Return index ``(N, 3)`` and area of each surface element."""
+    codes = _encode_neighbourhoods(mask)
+    is_element = (codes != 0) & (codes != ALL_INSIDE)
+    if unknown is not None:
+        is_element &= ~unknown
+    return np.argwhere(is_element), areas[codes[is_element]]
+
+
+def _measure_distances(
+    points: NDArray[np.intp], others: NDArray[np.intp], size: tuple[int, ...], spacing: Sequence[float]
+) -> Numbers:
+    """Return how far each of ``points`` lies from the nearest of ``others``, in mm; all indices are below ``size``."""
+    sides = np.asarray(spacing, dtype=np.float64)
+    if len(points) * VOXELS_PER_ELEMENT > math.prod(size):
+        is_away = np.ones(size, dtype=bool)
+        is_away[tuple(others.T)] = False
+        distances: Numbers = distance_transform_edt(is_away, sampling=sides)[tuple(points.T)]
+        return distances
+    # Neither balanced nor compact: the tree is asked once, and building it would take longer than asking.
+    tree = KDTree(others * sides, balanced_tree=False, compact_nodes=False)
+    nearest = tree.query(points * sides)[1]
+    # From indices, as a distance transform has it: products that are subtracted are rounded, and a tolerance that is a
+    # multiple of a voxel's side would hold or not by where in the volume a point lies.
+    return np.sqrt((((points - others[nearest]) * sides) ** 2).sum(1))
+
+
+def _find_percentile(distances: Numbers, areas: Numbers, percent: float) -> float:
+    order = np.argsort(distances)
+    share = np.cumsum(areas[order]) / areas.sum()
+    return float(distances[order][min(int(np.searchsorted(share, percent / 100)), len(order) - 1)])

@@ -1,0 +1,103 @@
+"""Scores for reading: a table of means, medians and intervals, and a CSV of every case and label."""
+
+import csv
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from volseg.data.readers import stem
+from volseg.evaluation.scoring import Scoring
+from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
+from volseg.files import replacing
+
+__all__ = ["explain_scores", "format_table", "name_cases", "scores_table", "write_cases"]
+
+UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
+TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
+
+
+def name_cases(summary: Summary) -> list[str]:
+    """Return the id of each case, by the file of its reference, or of its prediction where that is unknown."""
+    return [
+        stem(case.get("reference_file") or case.get("prediction_file") or f"case {number}")
+        for number, case in enumerate(summary["metric_per_case"], 1)
+    ]
+
+
+def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection[str] = TABULATED) -> str:
+    """Return a Markdown table: for each metric and label the mean with its interval, the median, and undefined cases.
+
+    Parameters
+    ----------
+    summary : Summary
+        As `summarise` or `read_summary` returned it.
+    names : mapping
+        Key of the summary to the label's name.
+    metrics : collection of str
+        Which; those that were not measured are left out.
+    """
+    full = complete_summary(summary)
+    rows = [("metric", "label", "mean", "95 % interval", "median", "undefined")]
+    for metric in metrics:
+        for key, mean in summary["mean"].items():
+            if key == "0" or metric not in mean:
+                continue
+            low, high = full["intervals"]["mean"][key].get(metric, (math.nan, math.nan))
+            undefined = full["undefined"][key].get(metric)
+            rows.append(
+                (
+                    f"{metric} ({UNITS[metric]})" if metric in UNITS and not metric.endswith("_ml") else metric,
+                    names.get(key, key),
+                    _format(mean[metric], metric),
+                    "" if metric not in JUDGED else f"{_format(low, metric)} to {_format(high, metric)}",
+                    _format(full["median"][key][metric], metric) if metric in full["median"][key] else "",
+                    "" if undefined is None else str(undefined),
+                )
+            )
+    return format_table(rows)
+
+
+def explain_scores(scoring: Scoring) -> list[str]:
+    """Return what has to be known to read the table."""
+    lines = []
+    if mm := sorted(set(scoring.tolerances.values())):
+        lines.append(f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm.")
+    elif scoring.distances:
+        lines.append("NSD: not measured, for no tolerance (mm) was given, and none is known of this task.")
+    if scoring.distances:
+        lines.append("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+    return lines
+
+
+def format_table(rows: Collection[tuple[str, ...]]) -> str:
+    """Return a Markdown table whose columns are as wide as they need to be; the first row is the header."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]])
+
+
+def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
+    """Write a CSV with a row for each case and label, in one step or not at all; return the path.
+
+    An undefined distance is ``inf``, what is not a number an empty cell.
+    """
+    path = Path(path)
+    first = next(iter(summary["metric_per_case"][0]["metrics"].values()))
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["case", "label", "name", *first, "prediction_file", "reference_file"])
+        for case_id, case in zip(name_cases(summary), summary["metric_per_case"], strict=True):
+            files = [case.get("prediction_file") or "", case.get("reference_file") or ""]
+            for key, metrics in case["metrics"].items():
+                values = ["" if math.isnan(metrics[name]) else metrics[name] for name in first]
+                table.writerow([case_id, str(read_structure(key)), names.get(key, key), *values, *files])
+    return path
+
+
+def _format(value: float, metric: str) -> str:
+    if not math.isfinite(value):
+        return "infinite" if math.isinf(value) else "-"
+    return f"{value:.3f}" if metric in UNITS else f"{value:.4f}"

@@ -1,0 +1,256 @@
+"""A network as a MONAI bundle: MONAI alone prepares, predicts and writes, by ``python -m monai.bundle run``.
+
+MONAI's own networks are described by their name and parameters, with weights in ``models/model.pt``; another network is
+TorchScript in ``models/model.ts``, so that neither needs volseg. The preprocessing is said in MONAI's transforms; a
+step that has no counterpart there is refused, for a bundle that predicts otherwise than its run is none.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.networks import nets
+from torch import nn
+
+from volseg.errors import ConfigError
+from volseg.version import __version__
+
+__all__ = ["BundleSource", "is_monais", "write_bundle"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleSource:
+    """What a bundle is made of."""
+
+    name: str
+    network: nn.Module
+    spec: Mapping[str, Any]
+    """Name and all parameters of the network."""
+    script: bytes | None
+    """The network as TorchScript, where MONAI does not have it."""
+    channels: Sequence[str]
+    labels: Mapping[int, str]
+    preprocessing: Sequence[Mapping[str, Any]]
+    window: Sequence[int] | None
+    overlap: float
+    multiple: Sequence[int]
+    """What the sides of a volume must be multiples of."""
+    minimum: Sequence[int]
+    licence: str
+
+
+def write_bundle(source: BundleSource, folder: Path) -> None:
+    """Write the files of a bundle into ``folder``, which is there and empty.
+
+    Raises
+    ------
+    ConfigError
+        If a step of the preprocessing has no counterpart in MONAI.
+    """
+    (folder / "configs").mkdir()
+    (folder / "models").mkdir()
+    contents = {"metadata.json": _describe(source), "inference.json": _list_steps(source)}
+    for name, content in contents.items():
+        (folder / "configs" / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if source.script is None:
+        torch.save(dict(source.network.state_dict()), folder / "models" / "model.pt")
+    else:
+        (folder / "models" / "model.ts").write_bytes(source.script)
+
+
+def is_monais(spec: Mapping[str, Any], network: nn.Module) -> bool:
+    """Say whether MONAI builds the network by its name alone, with the weights' names."""
+    kind = getattr(nets, str(spec.get("name")), None)
+    return isinstance(kind, type) and isinstance(network, kind)
+
+
+def _describe(source: BundleSource) -> dict[str, Any]:
+    channels = {str(number): name for number, name in enumerate(source.labels.values())}
+    shape = list(source.window) if source.window else ["*", "*", "*"]
+    return {
+        "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20220324.json",
+        "version": "0.1.0",
+        "changelog": {"0.1.0": f"exported by volseg {__version__}"},
+        "monai_version": "1.6.0",
+        "pytorch_version": torch.__version__.partition("+")[0],
+        "numpy_version": "1.26.0",
+        "optional_packages_version": {"nibabel": "5.3.0"},
+        "task": f"segmentation: {source.name}",
+        "description": f"{source.name}, trained with volseg {__version__}",
+        "authors": "not stated",
+        "copyright": "not stated",
+        "license": source.licence,
+        "network_data_format": {
+            "inputs": {
+                "image": {
+                    "type": "image",
+                    "format": "magnitude",
+                    "num_channels": len(source.channels),
+                    "spatial_shape": shape,
+                    "dtype": "float32",
+                    "value_range": [],
+                    "is_patch_data": source.window is not None,
+                    "channel_def": {str(number): name for number, name in enumerate(source.channels)},
+                }
+            },
+            "outputs": {
+                "pred": {
+                    "type": "image",
+                    "format": "segmentation",
+                    "num_channels": len(source.labels),
+                    "spatial_shape": shape,
+                    "dtype": "float32",
+                    "value_range": [0, 1],
+                    "is_patch_data": source.window is not None,
+                    "channel_def": channels,
+                }
+            },
+        },
+    }
+
+
+def _list_steps(source: BundleSource) -> dict[str, Any]:
+    """Return ``inference.json``: the volumes that ``dataset_dir`` names, through the network, into ``output_dir``."""
+    prepared = [
+        {"_target_": "LoadImaged", "keys": "image", "ensure_channel_first": True},
+        *(step for component in source.preprocessing for step in _translate(component, len(source.channels))),
+    ]
+    if source.window is None:
+        prepared += [
+            {"_target_": "SpatialPadd", "keys": "image", "spatial_size": list(source.minimum)},
+            {"_target_": "DivisiblePadd", "keys": "image", "k": list(source.multiple)},
+        ]
+    prepared.append({"_target_": "EnsureTyped", "keys": "image", "dtype": "$torch.float32"})
+    inferer: dict[str, Any] = {"_target_": "SimpleInferer"}
+    if source.window is not None:
+        inferer = {
+            "_target_": "SlidingWindowInferer",
+            "roi_size": list(source.window),
+            "sw_batch_size": 1,
+            "overlap": source.overlap,
+            "mode": "gaussian",
+        }
+    values = list(source.labels)
+    renamed = {
+        "_target_": "MapLabelValued",
+        "keys": "pred",
+        "orig_labels": list(range(len(values))),
+        "target_labels": values,
+    }
+    return {
+        "imports": ["$import glob", "$import os", "$import torch"],
+        "bundle_root": ".",
+        "dataset_dir": "$@bundle_root + '/images'",
+        "output_dir": "$@bundle_root + '/eval'",
+        "datalist": "$[{'image': file} for file in sorted(glob.glob(os.path.join(@dataset_dir, '*.nii.gz')))]",
+        "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
+        **_describe_network(source),
+        "preprocessing": {"_target_": "Compose", "transforms": prepared},
+        "inferer": inferer,
+        "postprocessing": {
+            "_target_": "Compose",
+            "transforms": [
+                {"_target_": "Activationsd", "keys": "pred", "softmax": True},
+                {
+                    "_target_": "Invertd",
+                    "keys": "pred",
+                    "transform": "@preprocessing",
+                    "orig_keys": "image",
+                    "nearest_interp": False,
+                    "to_tensor": True,
+                },
+                {"_target_": "AsDiscreted", "keys": "pred", "argmax": True},
+                *([] if values == list(range(len(values))) else [renamed]),
+                {
+                    "_target_": "SaveImaged",
+                    "keys": "pred",
+                    "output_dir": "@output_dir",
+                    "output_postfix": "seg",
+                    "separate_folder": False,
+                    "resample": False,
+                    "output_dtype": "$torch.uint8" if max(values) < 256 else "$torch.int32",
+                },
+            ],
+        },
+        # A network of MONAI keeps the meta data of what it is given, by which Invertd finds back.
+        "predict": (
+            "$lambda case: @postprocessing("
+            "{**case, 'pred': @inferer(case['image'][None].to(@device), @network)[0].cpu()})"
+        ),
+        "initialize": ["$torch.set_grad_enabled(False)"],
+        "run": ["$[@predict(@preprocessing(case)) for case in @datalist]"],
+    }
+
+
+def _describe_network(source: BundleSource) -> dict[str, Any]:
+    if source.script is not None:
+        return {"network": "$torch.jit.load(@bundle_root + '/models/model.ts', map_location=@device).eval()"}
+    parameters = {key: value for key, value in source.spec.items() if key != "name"}
+    sizes: dict[str, Any] = {"in_channels": len(source.channels), "out_channels": len(source.labels)}
+    kind = getattr(nets, str(source.spec["name"]))
+    if "spatial_dims" in kind.__init__.__code__.co_varnames:
+        sizes["spatial_dims"] = 3
+    return {
+        "network_def": {"_target_": f"monai.networks.nets.{source.spec['name']}", **sizes, **parameters},
+        "checkpoint": "$torch.load(@bundle_root + '/models/model.pt', map_location='cpu', weights_only=True)",
+        "network": "$(@network_def.load_state_dict(@checkpoint), @network_def.to(@device).eval())[1]",
+    }
+
+
+def _translate(component: Mapping[str, Any], channels: int) -> list[dict[str, Any]]:
+    """Return a step of the preprocessing in MONAI's transforms."""
+    given = {key: value for key, value in component.items() if key != "name"}
+    match component.get("name"):
+        case "Orientation":
+            axcodes, labels = given.get("axcodes", "RAS"), [["L", "R"], ["P", "A"], ["I", "S"]]
+            return [{"_target_": "Orientationd", "keys": "image", "axcodes": axcodes, "labels": labels}]
+        case "Spacing" if given.get("thick_slices", "linear") == "linear":
+            return [
+                {
+                    "_target_": "Spacingd",
+                    "keys": "image",
+                    "pixdim": list(given["spacing"]),
+                    "mode": "bilinear",
+                    "padding_mode": "border",
+                }
+            ]
+        case "CropForeground" if given.get("above") is None:
+            return [
+                {
+                    "_target_": "CropForegroundd",
+                    "keys": "image",
+                    "source_key": "image",
+                    "select_fn": "$lambda image: image != 0",
+                    "margin": given.get("margin", 0),
+                    "allow_smaller": True,
+                }
+            ]
+        case "ZScore" if given.get("channels") in (None, list(range(channels))):
+            return [
+                {
+                    "_target_": "NormalizeIntensityd",
+                    "keys": "image",
+                    "nonzero": given.get("nonzero", False),
+                    "channel_wise": True,
+                }
+            ]
+        case "ClipZScore" if given.get("mean") is not None and given.get("channels") in (None, list(range(channels))):
+            low, high, mean, std = (given[key] for key in ("lower", "upper", "mean", "std"))
+            return [
+                {
+                    "_target_": "ScaleIntensityRanged",
+                    "keys": "image",
+                    "a_min": low,
+                    "a_max": high,
+                    "b_min": (low - mean) / std,
+                    "b_max": (high - mean) / std,
+                    "clip": True,
+                }
+            ]
+    raise ConfigError(
+        f"a MONAI bundle cannot hold the step {dict(component)} of the preprocessing; it can: Orientation, Spacing "
+        "(thick_slices: linear), CropForeground, ZScore, ClipZScore (with mean and std). Export an archive instead"
+    )

@@ -1,0 +1,150 @@
+"""A model folder of nnU-Net 2: which files it has, and what they say together."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.data.layouts.declared import read_channel_names, read_regions
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.exchange.nnunet.checkpoint import NnunetWeights, read_checkpoint
+from volseg.exchange.nnunet.plans import NnunetPlan, read_plan
+
+__all__ = ["CHECKPOINT", "NnunetModel", "is_nnunet_model", "read_nnunet"]
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint_final.pth"
+
+FILES = ("plans.json", "dataset.json")
+
+OTHER_NETWORKS = re.compile(r"nnUNetTrainerBN|nnUNet_Primus.*|.*UMamba.*|nnUNetTrainer.*(Swin|Transformer).*")
+"""Trainers that build another network than their plans describe."""
+
+KNOWN_TRAINERS = re.compile(
+    r"nnUNetTrainer(_?(Benchmark|\d+(epochs?|ep)?|noDataLoading|DA5|ord0|Segord0|NoDA|DASegOrd0|NoMirroring|noDummy2DDA"
+    r"|onlyMirror01|warmup|CosAnneal|Adan|Adam|Vanilla|\den\d|DiceLoss|DiceCELoss|noSmooth|Topk10Loss|LS01"
+    r"|DiceTopK10Loss|CELoss|NoDeepSupervision|probabilisticOversampling))*"
+)
+"""Trainers of nnU-Net's own that build the network of their plans."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NnunetModel:
+    """What a model folder holds."""
+
+    folder: Path
+    plan: NnunetPlan
+    task: Task
+    mirror_axes: tuple[int, ...]
+    folds: tuple[str, ...]
+    checkpoints: tuple[Path, ...]
+    weights: tuple[Mapping[str, Tensor], ...]
+    """Of each fold, by nnU-Net's names."""
+
+
+def is_nnunet_model(path: str | Path) -> bool:
+    """Say whether a folder is a model folder of nnU-Net 2."""
+    return all((Path(path) / name).is_file() for name in FILES) and any(Path(path).glob("fold_*"))
+
+
+def read_nnunet(
+    folder: str | Path, *, checkpoint: str = CHECKPOINT, folds: Sequence[str | int] | None = None
+) -> NnunetModel:
+    """Read a model folder.
+
+    Parameters
+    ----------
+    folder : path
+        With ``plans.json``, ``dataset.json`` and ``fold_0`` ... or ``fold_all``.
+    checkpoint : str
+        Name of the file in each fold's folder.
+    folds : sequence, optional
+        Which to take; by default all that are numbered and have the checkpoint, else ``all``, as nnU-Net does.
+
+    Raises
+    ------
+    ConfigError
+        For a configuration, a network or a trainer that cannot be followed.
+    CheckpointError
+        For a checkpoint that is absent, damaged, or unsafe to read.
+    DataError
+        For plans or a ``dataset.json`` that cannot be read.
+    """
+    folder = Path(folder)
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ConfigError(f"{folder} is no model folder of nnU-Net 2: it has no {missing[0]}")
+    chosen = _choose_folds(folder, checkpoint, folds)
+    files = tuple(folder / f"fold_{fold}" / checkpoint for fold in chosen)
+    read = [read_checkpoint(file) for file in files]
+    first = read[0]
+    if any(other.configuration != first.configuration for other in read):
+        raise ConfigError(f"{folder}: its folds are of several configurations; keep those of one")
+    _require_trainer(first, folder)
+    plan = read_plan(folder / "plans.json", first.configuration)
+    return NnunetModel(
+        folder=folder,
+        plan=plan,
+        task=_read_task(folder, plan),
+        mirror_axes=first.mirror_axes,
+        folds=tuple(chosen),
+        checkpoints=files,
+        weights=tuple(one.weights for one in read),
+    )
+
+
+def _choose_folds(folder: Path, checkpoint: str, wanted: Sequence[str | int] | None) -> list[str]:
+    found = sorted(path.parent.name[5:] for path in folder.glob(f"fold_*/{checkpoint}"))
+    if wanted is not None:
+        if absent := [str(fold) for fold in wanted if str(fold) not in found]:
+            raise CheckpointError(f"{folder} has no fold_{absent[0]}/{checkpoint}; it has folds {', '.join(found)}")
+        return [str(fold) for fold in wanted]
+    numbered = [fold for fold in found if fold != "all"]
+    if not found:
+        others = sorted({path.name for path in folder.glob("fold_*/*.pth")})
+        raise CheckpointError(
+            f"{folder} has no fold with {checkpoint}; "
+            + (f"what its folds have: {', '.join(others)}" if others else "copy the folds' checkpoints too")
+        )
+    return numbered or found
+
+
+def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
+    """Raise for a trainer whose network the plans do not describe; say so where it is not known."""
+    if OTHER_NETWORKS.fullmatch(weights.trainer):
+        raise ConfigError(
+            f"{folder} was trained by {weights.trainer}, whose network is another than its plans describe; predict "
+            "with nnU-Net itself"
+        )
+    if not KNOWN_TRAINERS.fullmatch(weights.trainer):
+        logger.warning(
+            "%s was trained by %s, which is not nnU-Net's own; its weights are taken for those of the plans' network",
+            *(folder, weights.trainer),
+        )
+
+
+def _read_task(folder: Path, plan: NnunetPlan) -> Task:
+    file = folder / "dataset.json"
+    declared = read_json(file)
+    if not isinstance(declared, dict):
+        raise DataError(f"{file} should describe nnU-Net's data set; copy the model folder again")
+    channels, labels = read_channel_names(declared, file), read_regions(declared, file)
+    if len(channels) != len(plan.schemes):
+        raise DataError(f"{file} names {len(channels)} channel(s), the plans normalise {len(plan.schemes)}")
+    if not labels.regions and list(labels.labels) != list(range(len(labels.labels))):
+        raise DataError(f"{file} declares the labels {sorted(labels.labels)}; nnU-Net writes 0, 1, 2 ... without a gap")
+    return Task(
+        name=plan.dataset,
+        root=folder,
+        modalities=channels,
+        labels=labels.labels,
+        regions=labels.regions,
+        ignore=labels.ignore,
+        training=(),
+        test=(),
+    )

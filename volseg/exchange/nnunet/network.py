@@ -1,0 +1,167 @@
+"""nnU-Net's networks by our own, and its tensors by our names.
+
+The table of names is made of the network's structure, and must come out even: every tensor of the checkpoint has its
+place, every place its tensor, of the same shape. So weights of a network that only looks alike are refused.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from volseg.errors import CheckpointError, ConfigError
+
+__all__ = ["read_network", "rename_weights"]
+
+NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
+"""nnU-Net's networks that are rebuilt here, and what each calls its blocks."""
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "conv_op": ("torch.nn.modules.conv.Conv3d", "torch.nn.Conv3d"),
+    "norm_op": ("torch.nn.modules.instancenorm.InstanceNorm3d", "torch.nn.InstanceNorm3d"),
+    "nonlin": ("torch.nn.LeakyReLU", "torch.nn.modules.activation.LeakyReLU"),
+    "conv_bias": (True,),
+    "dropout_op": (None,),
+    "nonlin_first": (False,),
+    "stem_channels": (None,),
+    "bottleneck_channels": (None,),
+}
+"""What the networks here are made of, as plans write it; another value is another network."""
+
+
+def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the spec of our network that is the configuration's, with all its parameters.
+
+    Raises
+    ------
+    ConfigError
+        For another network, or one made of other layers.
+    """
+    name, given = _read_architecture(configuration, where)
+    if name not in NETWORKS:
+        raise ConfigError(f"{where} names the network {name}; what can be rebuilt: {', '.join(NETWORKS)}")
+    counts = NETWORKS[name]
+    sizes = ("n_stages", "features_per_stage", "kernel_sizes", "strides", counts, "n_conv_per_stage_decoder")
+    if missing := [key for key in sizes if key not in given]:
+        raise ConfigError(f"{where} leaves out {missing[0]} of the network {name}")
+    optional = {"norm_op_kwargs", "nonlin_kwargs", "dropout_op_kwargs", "deep_supervision"}
+    if strange := sorted(given.keys() - set(sizes) - FIXED.keys() - optional):
+        raise ConfigError(f"{where} gives {name} the parameter {strange[0]!r}, which cannot be followed here")
+    for key, values in FIXED.items():
+        if given.get(key, values[0] if key not in ("conv_bias", "norm_op", "nonlin") else None) not in values:
+            raise ConfigError(f"{where} builds {name} with {key}: {given.get(key)!r}; what can be rebuilt: {values[0]}")
+    norm, slope = given.get("norm_op_kwargs") or {}, given.get("nonlin_kwargs") or {}
+    if {"eps": 1e-5, **norm} != {"eps": 1e-5, "affine": True} or {"inplace": True, **slope} != {"inplace": True}:
+        raise ConfigError(
+            f"{where} builds {name} with norm {norm} and activation {slope}; what can be rebuilt: an affine norm of "
+            "eps 1e-5, and a leaky ReLU of slope 0.01"
+        )
+    stages = given["n_stages"]
+    return {
+        "name": "PlainConvUNet" if name == "PlainConvUNet" else "ResEncUNet",
+        "strides": _repeat(given["strides"], stages),
+        "kernel_size": _repeat(given["kernel_sizes"], stages),
+        "filters": _repeat(given["features_per_stage"], stages),
+        "blocks": _repeat(given[counts], stages),
+        "decoder_blocks": _repeat(given["n_conv_per_stage_decoder"], stages - 1),
+    }
+
+
+def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """Return the network's name and arguments, of new plans or of those before nnU-Net 2.5."""
+    if isinstance(new := configuration.get("architecture"), dict):
+        arguments = new.get("arch_kwargs")
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"{where} should hold architecture.arch_kwargs")
+        return str(new.get("network_class_name")).rpartition(".")[2], dict(arguments)
+    name = str(configuration.get("UNet_class_name"))
+    old = ("n_conv_per_stage_encoder", "n_conv_per_stage_decoder", "conv_kernel_sizes", "pool_op_kernel_sizes")
+    numbers = ("UNet_base_num_features", "unet_max_num_features")
+    if missing := [key for key in (*old, *numbers) if key not in configuration]:
+        raise ConfigError(f"{where} describes no network: neither architecture nor {missing[0]} is there")
+    blocks, up, kernels, strides = (configuration[key] for key in old)
+    base, most = (configuration[key] for key in numbers)
+    return name, {
+        "n_stages": len(blocks),
+        "features_per_stage": [min(base * 2**stage, most) for stage in range(len(blocks))],
+        "kernel_sizes": kernels,
+        "strides": strides,
+        NETWORKS.get(name, "blocks"): blocks,
+        "n_conv_per_stage_decoder": up,
+        "conv_bias": True,
+        "norm_op": FIXED["norm_op"][0],
+        "nonlin": FIXED["nonlin"][0],
+        "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+    }
+
+
+def _repeat(value: Any, count: int) -> list[Any]:
+    return [value] * count if isinstance(value, int) else list(value)
+
+
+def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str) -> dict[str, Tensor]:
+    """Return nnU-Net's tensors by the names that ``network``, built by `read_network`'s spec, has for them.
+
+    Raises
+    ------
+    CheckpointError
+        Unless every tensor has its one place, of its shape.
+    """
+    theirs = _merge_aliases(weights, where)
+    places = network.state_dict()
+    last = sum(name.startswith("ups.") and name.endswith(".weight") for name in places) - 1
+    table = dict(_pair_names(places, last))
+    # Heads of deep supervision: trained with, never predicted with.
+    heads = {f"decoder.seg_layers.{stage}.{kind}" for stage in range(last) for kind in ("weight", "bias")}
+    if missing := [name for name in table.values() if name not in theirs]:
+        raise CheckpointError(f"{where} has no tensor {missing[0]!r}, which the network of its plans needs")
+    if surplus := sorted(theirs.keys() - set(table.values()) - heads):
+        raise CheckpointError(f"{where} holds {surplus[0]!r}, for which the network of its plans has no place")
+    assert table.keys() == places.keys(), "the table is made of the network"
+    renamed = {ours: theirs[name] for ours, name in table.items()}
+    for ours, tensor in renamed.items():
+        if tensor.shape != places[ours].shape:
+            raise CheckpointError(
+                f"{where}: {table[ours]} has the shape {tuple(tensor.shape)}; the network of its plans needs "
+                f"{tuple(places[ours].shape)}"
+            )
+    return renamed
+
+
+def _merge_aliases(weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return each tensor once: nnU-Net's modules hold each layer under two names, and the encoder once more."""
+    merged: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        plain = name.removeprefix("decoder.") if name.startswith("decoder.encoder.") else name
+        plain = plain.replace(".all_modules.0.", ".conv.").replace(".all_modules.1.", ".norm.")
+        if plain in merged and not torch.equal(merged[plain], tensor):
+            raise CheckpointError(f"{where}: {name} should be the same tensor as {plain}, but they differ")
+        merged[plain] = tensor
+    return merged
+
+
+def _pair_names(places: Iterable[str], last: int) -> Iterator[tuple[str, str]]:
+    """Yield each name of ours with nnU-Net's; ``last`` is the finest stage on the way up, which has the head."""
+    for ours in places:
+        part, *rest = ours.split(".")
+        match part, rest:
+            case "stem", [layer, kind]:
+                yield ours, f"encoder.stem.convs.0.{_layer(layer)}.{kind}"
+            case "encoder", [stage, block, layer, kind]:  # plain
+                yield ours, f"encoder.stages.{stage}.0.convs.{block}.{_layer(layer)}.{kind}"
+            case "encoder", [stage, block, "first" | "second" as place, layer, kind]:
+                number = 1 if place == "first" else 2
+                yield ours, f"encoder.stages.{stage}.blocks.{block}.conv{number}.{_layer(layer)}.{kind}"
+            case "encoder", [stage, block, "skip", place, layer, kind]:
+                yield ours, f"encoder.stages.{stage}.blocks.{block}.skip.{place}.{_layer(layer)}.{kind}"
+            case "ups", [stage, kind]:
+                yield ours, f"decoder.transpconvs.{stage}.{kind}"
+            case "decoder", [stage, block, layer, kind]:
+                yield ours, f"decoder.stages.{stage}.convs.{block}.{_layer(layer)}.{kind}"
+            case "heads", ["0", kind]:
+                yield ours, f"decoder.seg_layers.{last}.{kind}"
+
+
+def _layer(number: str) -> str:
+    return ("conv", "norm")[int(number)]

@@ -1,0 +1,155 @@
+"""What nnU-Net's plans say of one configuration: its geometry, its intensities, its network."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from volseg.data.json_files import read_json
+from volseg.errors import ConfigError, DataError
+from volseg.exchange.nnunet.network import read_network
+from volseg.exchange.nnunet.resampling import Resampling
+
+__all__ = ["CONFIGURATIONS", "NnunetPlan", "read_plan"]
+
+CONFIGURATIONS = ("3d_fullres", "3d_lowres")
+
+READERS = {"SimpleITKIO": False, "NibabelIO": False, "SimpleITKIOWithReorient": True, "NibabelIOWithReorient": True}
+"""nnU-Net's readers of volumes, and whether they turn the axes to RAS."""
+
+SCHEMES = (
+    "CTNormalization",
+    "ZScoreNormalization",
+    "NoNormalization",
+    "RescaleTo01Normalization",
+    "RGBTo01Normalization",
+)
+
+Sides = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NnunetPlan:
+    """One configuration of a model folder."""
+
+    name: str
+    """Of the configuration."""
+    dataset: str
+    network: Mapping[str, Any]
+    patch: tuple[int, int, int]
+    spacing: Sides
+    """Voxel sides (mm) that the network sees, in the order of its axes."""
+    transpose: tuple[int, int, int]
+    """Which of the axes of the file, slowest first (D, H, W as SimpleITK counts), each axis of the network is."""
+    turns_to_ras: bool
+    schemes: tuple[str, ...]
+    masked: tuple[bool, ...]
+    """Whether a channel's moments are those of the voxels that are not outside."""
+    moments: Mapping[str, Mapping[str, float]]
+    """Intensities of the data set's foreground by channel number."""
+    of_images: Resampling
+    of_logits: Resampling
+
+
+def read_plan(file: Path, name: str) -> NnunetPlan:
+    """Read configuration ``name`` of a ``plans.json``.
+
+    Raises
+    ------
+    ConfigError
+        For a configuration that cannot be followed, with what it asks for.
+    DataError
+        If the file is damaged.
+    """
+    plans = read_json(file)
+    if not isinstance(plans, dict) or not isinstance(plans.get("configurations"), dict):
+        raise DataError(f"{file} should hold nnU-Net's plans with their configurations; copy the model folder again")
+    given = _resolve(plans["configurations"], name, file)
+    where = f"{file}, {name}"
+    if given.get("previous_stage"):
+        raise ConfigError(
+            f"{where} is the second stage of a cascade, which takes the label maps of {given['previous_stage']} beside "
+            f"the image; predict with {' or '.join(CONFIGURATIONS)}"
+        )
+    if not isinstance(given.get("patch_size"), list) or len(given["patch_size"]) != 3:
+        raise ConfigError(f"{where} takes planes (patch_size {given.get('patch_size')}); volumes are predicted here: "
+                          f"name the folder of {' or '.join(CONFIGURATIONS)}")  # fmt: skip
+    if given.get("preprocessor_name", "DefaultPreprocessor") != "DefaultPreprocessor":
+        raise ConfigError(f"{where} prepares images by {given['preprocessor_name']}; known: DefaultPreprocessor")
+    reader = plans.get("image_reader_writer")
+    if reader not in READERS:
+        raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
+    schemes, masked = given.get("normalization_schemes"), given.get("use_mask_for_norm")
+    if not isinstance(schemes, list) or not isinstance(masked, list) or len(schemes) != len(masked):
+        raise DataError(f"{where} should give each channel a scheme and a mask, got {schemes} and {masked}")
+    if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
+        raise ConfigError(f"{where} normalises by {unknown[0]}; what can be followed: {', '.join(SCHEMES)}")
+    return NnunetPlan(
+        name=name,
+        dataset=str(plans.get("dataset_name") or file.parent.parent.name),
+        network=read_network(given, where),
+        patch=_three(given["patch_size"], int, f"{where}: patch_size"),
+        spacing=_three(given.get("spacing"), float, f"{where}: spacing"),
+        transpose=_read_transpose(plans.get("transpose_forward"), file),
+        turns_to_ras=READERS[reader],
+        schemes=tuple(schemes),
+        masked=tuple(map(bool, masked)),
+        moments=_read_moments(plans, schemes, file),
+        of_images=_read_resampling(given, "data", where),
+        of_logits=_read_resampling(given, "probabilities", where),
+    )
+
+
+def _resolve(configurations: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
+    """Return a configuration with what it inherits."""
+    chain, wanted = [], name
+    while True:
+        found = configurations.get(wanted)
+        if not isinstance(found, dict) or found in chain:
+            raise DataError(f"{file} has no configuration {wanted!r} that could be read; it has {list(configurations)}")
+        chain.append(found)
+        if "inherits_from" not in found:
+            return {key: value for one in reversed(chain) for key, value in one.items()}
+        wanted = found["inherits_from"]
+
+
+def _three(values: Any, kind: type, where: str) -> tuple[Any, Any, Any]:
+    try:
+        a, b, c = (kind(value) for value in values)
+    except (TypeError, ValueError) as fault:
+        raise DataError(f"{where} should be three numbers, got {values!r}") from fault
+    if min(a, b, c) <= 0:
+        raise DataError(f"{where} should be three positive numbers, got {values!r}")
+    return a, b, c
+
+
+def _read_transpose(order: Any, file: Path) -> tuple[int, int, int]:
+    if not isinstance(order, list) or sorted(order) != [0, 1, 2]:
+        raise DataError(f"{file}: transpose_forward should be an order of 0, 1, 2, got {order!r}")
+    a, b, c = order
+    return a, b, c
+
+
+def _read_moments(plans: Mapping[str, Any], schemes: list[str], file: Path) -> dict[str, dict[str, float]]:
+    """Return the intensities that CT's scheme needs, where a channel has that scheme."""
+    keys = ("foreground_intensity_properties_per_channel", "foreground_intensity_properties_by_modality")
+    found: Mapping[str, Any] = next((plans[key] for key in keys if key in plans), {})
+    moments = {}
+    for channel, scheme in enumerate(schemes):
+        if scheme != "CTNormalization":
+            continue
+        given = found.get(str(channel), {})
+        wanted = ("mean", "std", "percentile_00_5", "percentile_99_5")
+        if not all(isinstance(given.get(key), int | float) for key in wanted):
+            raise DataError(f"{file} should hold {', '.join(wanted)} of channel {channel}, got {given!r}")
+        moments[str(channel)] = {key: float(given[key]) for key in wanted}
+    return moments
+
+
+def _read_resampling(given: Mapping[str, Any], what: str, where: str) -> Resampling:
+    key = f"resampling_fn_{what}"
+    arguments = given.get(f"{key}_kwargs") or {}
+    rule = Resampling.read(given.get(key), arguments, f"{where}: {key}")
+    if what == "probabilities" and (rule.order, rule.order_thick) not in ((1, 0), (1, 1)):
+        raise ConfigError(f"{where}: {key} takes splines of order {rule.order}; what can be followed: 1")
+    return rule

@@ -1,0 +1,173 @@
+"""Trained networks that no training here made: their files become the same objects as a run's."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from volseg.config.base import validated
+from volseg.config.loading import override
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import read_archive
+from volseg.exchange.nnunet.folder import NnunetModel, read_nnunet
+from volseg.exchange.nnunet.network import rename_weights
+from volseg.exchange.nnunet.predictor import NnunetPredictor
+from volseg.exchange.nnunet.preprocessing import build_preprocessing
+from volseg.exchange.tensors import unpack_tensors
+from volseg.experiment.building import build_model, choose_device, preprocessing_of
+from volseg.experiment.component_record import require_components
+from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.trained import Trained
+from volseg.files import digest_file
+from volseg.models import build_network
+
+__all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
+
+WEIGHTS = "weights.safetensors"
+MEMBERS = ("task.json", "network.json", "components.json", "postprocessing.json")
+"""Files of a run folder that an archive holds as they are, where there are any."""
+
+NNUNET_CHECKPOINTS = {
+    "latest": "checkpoint_final.pth",
+    "best": "checkpoint_best.pth",
+    "previous": "checkpoint_latest.pth",
+}
+"""nnU-Net's names of the checkpoints that a run has too."""
+
+
+def load_nnunet(
+    folder: str | Path,
+    *,
+    checkpoint: str = "checkpoint_final.pth",
+    folds: Sequence[str | int] | None = None,
+    overrides: Sequence[str] = (),
+) -> Trained:
+    """Load a model folder of nnU-Net 2, to predict as nnU-Net does.
+
+    Parameters
+    ----------
+    folder : path
+        With ``plans.json``, ``dataset.json`` and the folders of its folds.
+    checkpoint : str
+        Name of the file in each fold's folder.
+    folds : sequence, optional
+        Which to take; all numbered ones by default.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``.
+
+    Raises
+    ------
+    ConfigError
+        For what cannot be followed: planes, cascades, other networks, trainers, schemes; named.
+    CheckpointError
+        For a checkpoint that is absent, damaged, unsafe to read, or of another network.
+    DataError
+        For plans or a ``dataset.json`` that cannot be read.
+    """
+    read = read_nnunet(folder, checkpoint=checkpoint, folds=folds)
+    config = _describe(read, overrides)
+    device = choose_device(config)
+    models = []
+    for file, weights in zip(read.checkpoints, read.weights, strict=True):
+        plain = build_network(
+            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+        )
+        renamed = rename_weights(weights, plain, str(file))
+        model = build_model(config, read.task, device, trains=False)
+        model.load_state_dict(renamed)
+        models.append(model.eval())
+    digests = [digest_file(file) for file in read.checkpoints]
+    return Trained(
+        source=read.folder,
+        config=config,
+        task=read.task,
+        preprocessing=build_preprocessing(read.plan),
+        models=tuple(models),
+        weights=digests[0] if len(digests) == 1 else blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
+        mirror_axes=read.mirror_axes,
+        kind=NnunetPredictor,
+    )
+
+
+def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
+    """Return a config that says what the plans do; its optimizer is nnU-Net's and trains nothing."""
+    plan = read.plan
+    values: dict[str, Any] = {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "_", f"{plan.dataset}_{plan.name}").lstrip("._-") or plan.name,
+        "data": {"root": str(read.folder)},
+        "patch": {"size": plan.patch},
+        "network": dict(plan.network),
+        "optimizer": {"name": "SGD", "lr": 0.01},
+        "preprocessing": [],
+        "inference": {"window": plan.patch, "overlap": 0.5, "mirror": bool(read.mirror_axes)},
+    }
+    for assignment in overrides:
+        values = override(values, assignment)
+    config = validated(ExperimentConfig, values, str(read.folder))
+    if config.inference.window != plan.patch:
+        raise ConfigError(
+            f"nnU-Net predicts by windows of the patch of its plans, {list(plan.patch)}, got inference.window "
+            f"{config.inference.window}; leave it out"
+        )
+    # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
+    if config.training.precision == "auto" and choose_device(config).type == "cuda":
+        config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp16"})})
+    return config
+
+
+def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Trained]:
+    """Load what `volseg export` wrote: a network, or those of the folds of a cross-validation.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged, was changed, or is of a version that is not known.
+    ConfigError
+        If it needs components that are not here, or devices.
+    """
+    file = Path(file)
+    manifest, members = read_archive(file)
+    count = manifest.get("networks")
+    if not isinstance(count, int) or not 1 <= count <= len(members):
+        raise CheckpointError(
+            f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
+        )
+    loaded = []
+    with TemporaryDirectory() as folder:
+        for number in range(count):
+            run = RunFolder(Path(folder) / str(number))
+            run.path.mkdir()
+            for name in (*MEMBERS, "config.yaml"):
+                if (content := members.get(f"{number}/{name}")) is not None:
+                    (run.path / name).write_bytes(content)
+            where = f"{number}/{WEIGHTS}"
+            if where not in members:
+                raise CheckpointError(f"{file} has no {where}; copy it again")
+            loaded.append(_load_member(file, run, unpack_tensors(members[where], f"{file}: {where}"), overrides))
+    digests = [hashlib.sha256(members[f"{number}/{WEIGHTS}"]).hexdigest() for number in range(count)]
+    return [replace(one, weights=digest) for one, digest in zip(loaded, digests, strict=True)]
+
+
+def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], overrides: Sequence[str]) -> Trained:
+    config, task = run.config(overrides), run.task()
+    require_components(run.path, resumes=False)
+    model = build_model(run.plan().complete(config), task, choose_device(config), trains=False)
+    try:
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as fault:
+        raise CheckpointError(f"{file}: its weights are not of the network in its config: {fault}") from fault
+    return Trained(
+        source=file,
+        config=config,
+        task=task,
+        preprocessing=preprocessing_of(config),
+        models=(model.eval(),),
+        weights="",
+    )

@@ -1,0 +1,175 @@
+"""What can be predicted with: a run, the folds of a cross-validation, several of them, or what came from elsewhere."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+from volseg.data.names import list_some
+from volseg.errors import CheckpointError, ConfigError
+from volseg.exchange.archive import is_archive
+from volseg.exchange.nnunet import is_nnunet_model
+from volseg.experiment.folds import was_trained_to_its_end
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
+from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
+from volseg.transforms.preprocessing import Preprocessing
+from volseg.workflow.checkpoints import LATEST, load_checkpoint
+
+__all__ = ["Source", "find_folds", "load_trained"]
+
+logger = logging.getLogger(__name__)
+
+Source = str | Path | RunFolder
+"""A run folder, a cross-validation's folder, a file that a run was exported to, or a model folder of nnU-Net 2."""
+
+
+def load_trained(
+    source: Source | Sequence[Source],
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    *,
+    allowed: Sequence[str] = PREDICTION_KEYS,
+) -> Trained:
+    """Load what is to be predicted with; of several networks the probabilities are averaged.
+
+    Parameters
+    ----------
+    source : path, RunFolder, or sequence of them
+        A run folder; a cross-validation's, of which every finished fold is taken; a file that `volseg export` wrote; a
+        model folder of nnU-Net 2; or several of these.
+    checkpoint : str
+        ``latest`` (the end of the training), ``best`` or ``previous``.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``.
+    allowed : sequence of str
+        Keys, and sections, that may be overridden.
+
+    Raises
+    ------
+    ConfigError
+        If a source is nothing of this kind, a key may not be overridden, or several sources do not go together.
+    CheckpointError
+        If a checkpoint is absent, damaged, or of another network.
+    """
+    require_keys(overrides, allowed)
+    named = [source] if isinstance(source, Source) else list(source)
+    if not named:
+        raise ConfigError("a prediction needs a trained network, got none; name a run folder")
+    loaded = [trained for one in named for trained in _load_each(one, checkpoint, overrides)]
+    return loaded[0] if len(loaded) == 1 else _join(loaded, _path_of(named[0]))
+
+
+def find_folds(folder: Path) -> list[RunFolder]:
+    """Return the finished folds of a cross-validation, in order; none where the folder holds no folds.
+
+    Those that were begun and not finished are left out, and named.
+
+    Raises
+    ------
+    ConfigError
+        If there are folds and none is finished.
+    """
+    begun = {int(path.name[5:]): RunFolder(path) for path in folder.glob("fold_*") if path.name[5:].isdecimal()}
+    begun = {number: begun[number] for number in sorted(begun) if begun[number].exists}
+    finished = [number for number, run in begun.items() if _is_finished(run)]
+    left = [str(number) for number in begun if number not in finished]
+    if begun and not finished:
+        raise ConfigError(
+            f"no fold of {folder} is finished (begun: {', '.join(left)}); go on with them by volseg cross-validate "
+            f"CONFIG --resume, or name one of its run folders, such as {begun[int(left[0])].path}"
+        )
+    if begun:
+        config = begun[finished[0]].config().split
+        of = "" if config.file else f" of {config.num_folds}"
+        logger.info("%s: fold(s) %s%s together", folder, ", ".join(map(str, finished)), of)
+    if left:
+        logger.warning("%s: not used, for they were begun and not finished: fold(s) %s", folder, ", ".join(left))
+    return [begun[number] for number in finished]
+
+
+def _is_finished(run: RunFolder) -> bool:
+    if not (run.validation / "summary.json").exists():
+        return False
+    try:
+        return was_trained_to_its_end(load_checkpoint(run.checkpoints / LATEST), run.config())
+    except CheckpointError:
+        return False  # what is left of the run may still be resumed
+
+
+def _path_of(source: Source) -> Path:
+    return source.path if isinstance(source, RunFolder) else Path(source)
+
+
+def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> list[Trained]:
+    """Return the networks of one source."""
+    path = _path_of(source)
+    if RunFolder(path).exists or isinstance(source, RunFolder):
+        return [load_run(RunFolder(path), checkpoint, overrides)]
+    if folds := find_folds(path):
+        return [load_run(fold, checkpoint, overrides) for fold in folds]
+    if is_nnunet_model(path):
+        return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
+    if is_archive(path):
+        return load_archive(path, overrides)
+    raise ConfigError(f"{path} {_describe(path)}")
+
+
+def _describe(path: Path) -> str:
+    """Return what a source is that cannot be predicted with, and what could."""
+    needed = (
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, or a model "
+        "folder of nnU-Net 2"
+    )
+    if not path.exists():
+        return f"does not exist; {needed}"
+    if not path.is_dir():
+        return f"is a file; {needed}"
+    held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
+    return f"is no run folder: it has no config.yaml; and no cross-validation: it has no fold_0; {holds}. {needed}"
+
+
+def _join(members: Sequence[Trained], source: Path) -> Trained:
+    """Return several networks as one; all must be of one task and read the same images.
+
+    Raises
+    ------
+    ConfigError
+        Says what differs, of which two, and whether it can be set.
+    """
+    first = members[0]
+    for other in members[1:]:
+        if differing := [
+            f"{what} ({one} and {two})"
+            for (what, one), (_, two) in zip(_list_shared(first), _list_shared(other), strict=True)
+            if one != two
+        ]:
+            raise ConfigError(
+                f"{first.source} and {other.source} cannot predict together, for they differ in "
+                f"{'; '.join(differing)}. Networks of one ensemble share task and preprocessing; inference and "
+                "precision can be set for all by --set"
+            )
+    weights = blake2b("".join(member.weights for member in members).encode(), digest_size=16).hexdigest()
+    models = tuple(model for member in members for model in member.models)
+    return replace(first, source=source, models=models, weights=weights)
+
+
+def _list_shared(trained: Trained) -> list[tuple[str, object]]:
+    """Return what all networks of an ensemble must have in common."""
+    config, task = trained.config, trained.task
+    preprocessing = trained.preprocessing
+    # What does not say what it does may do something else, even by the same name.
+    steps = preprocessing.components if isinstance(preprocessing, Preprocessing) else None
+    return [
+        ("channels", task.modalities),
+        ("labels", task.labels),
+        ("regions", {name: tuple(values) for name, values in task.regions.items()}),
+        ("preprocessing", steps if steps is not None else id(preprocessing)),
+        ("outputs of the network", config.network.outputs),
+        ("inference", config.inference.model_dump()),
+        ("precision", config.training.precision),
+        ("rules of prediction", trained.kind.__name__),
+        ("axes of mirroring", trained.mirror_axes),
+    ]

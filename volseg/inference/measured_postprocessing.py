@@ -1,0 +1,275 @@
+"""Which postprocessing helps: every step is tried on predictions whose labels are known, and kept where they gain.
+
+As nnU-Net determines it [1]_: first the largest component of the whole foreground, then of each structure. Holes are
+tried after that, which nnU-Net does not. A step is kept if the mean Dice rises and that of no structure falls. nnU-Net
+asks this of the foreground as a whole, and of a single structure only that its own Dice rises, which for regions that
+overlap may cost another one.
+
+Scores are those of `volseg.evaluation`: the mean over cases per structure, and the mean of these. A case that neither
+has nor predicts a structure does not count there.
+
+References
+----------
+.. [1] Isensee et al., Nat Methods 18 (2021), 203-211, doi:10.1038/s41592-020-01008-z; nnunetv2 2.8.1,
+   ``postprocessing/remove_connected_components.py``.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from volseg.data.cases import Task
+from volseg.data.readers import read_volume
+from volseg.errors import DataError, GridError
+from volseg.evaluation.overlap import evaluate_case
+from volseg.inference.postprocessing import Changes, Postprocessing, Step
+from volseg.version import __version__
+
+__all__ = ["Judged", "MeasuredPostprocessing", "TriedStep", "measure_postprocessing"]
+
+RULE = "a step is kept if the mean Dice over the structures rises and that of no structure falls"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A prediction and the label that it is judged by."""
+
+    case: str
+    prediction: Path
+    reference: Path
+    labelled: tuple[int, ...] | None = None
+    """The values that were looked for, where these are not all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedStep:
+    """What a step would have done to the scores, NaN where there are none."""
+
+    step: Step
+    name: str
+    """Of the structure."""
+    before: tuple[float, ...]
+    """Mean Dice of each structure."""
+    after: tuple[float, ...]
+    changed_cases: int
+    changed_voxels: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the step helps."""
+        falls = any(
+            later < earlier for earlier, later in zip(self.before, self.after, strict=True)
+        )  # no order with a NaN
+        return _average(self.after) > _average(self.before) and not falls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPostprocessing:
+    """The steps that help, and everything that was tried."""
+
+    postprocessing: Postprocessing
+    names: tuple[str, ...]
+    """Of the structures."""
+    tried: tuple[TriedStep, ...]
+    cases: tuple[str, ...]
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``postprocessing.json``; return the path."""
+        return self.postprocessing.save(
+            path,
+            {
+                "tried": [
+                    {
+                        "operation": tried.step.operation,
+                        "structure": tried.name,
+                        "values": list(tried.step.values),
+                        "kept": tried.is_kept,
+                        "dice_before": self._tabulate(tried.before),
+                        "dice_after": self._tabulate(tried.after),
+                        "changed_cases": tried.changed_cases,
+                        "changed_voxels": tried.changed_voxels,
+                    }
+                    for tried in self.tried
+                ],
+                "rule": RULE,
+                "components": "26 neighbours",
+                "holes": "6 neighbours",
+                "cases": list(self.cases),
+                "version": __version__,
+            },
+        )
+
+    def lines(self) -> list[str]:
+        """Return a table of what was tried."""
+        width = max(len(tried.name) for tried in self.tried)
+        table = [f"{'step':<14}{'structure':<{width + 2}}{'Dice before':>12}{'after':>9}{'cases':>7}  kept"]
+        for tried in self.tried:
+            step = tried.step.operation.replace("_", " ")
+            means = f"{_average(tried.before):>12.4f}{_average(tried.after):>9.4f}"
+            table.append(
+                f"{step:<14}{tried.name:<{width + 2}}{means}{tried.changed_cases:>7}  "
+                f"{'yes' if tried.is_kept else 'no'}"
+            )
+        return table
+
+    def _tabulate(self, dice: Sequence[float]) -> dict[str, float | None]:
+        """Return scores by name; null for what is not a number."""
+        rows = {"mean": _average(dice), **dict(zip(self.names, dice, strict=True))}
+        return {name: None if math.isnan(value) else value for name, value in rows.items()}
+
+
+def measure_postprocessing(
+    predictions: Sequence[Judged], task: Task, *, show: Callable[[Iterable[Any]], Iterable[Any]] = iter
+) -> MeasuredPostprocessing:
+    """Try every step on predictions, in order, each on what the steps kept so far have left.
+
+    Parameters
+    ----------
+    predictions : sequence of Judged
+        Of cases that the network was not trained on.
+    task : Task
+        Whose values the files hold.
+    show : callable
+        Wraps the loop over the steps, for instance in a progress bar.
+
+    Raises
+    ------
+    DataError
+        For no prediction, or one that cannot be judged by its label.
+    """
+    if not predictions:
+        raise DataError("postprocessing is measured on predictions with labels, and there is none")
+    order = Postprocessing.of(task)
+    held = [_HeldCase.read(prediction, task, order) for prediction in predictions]
+    kept: list[Step] = []
+    tried = []
+    before = _list_dice(held)
+    for name, step in show(_list_steps(task)):
+        changes = [case.find_changes(order, step) for case in held]
+        found = [case if changed is None else case.after(changed) for case, changed in zip(held, changes, strict=True)]
+        sizes = [len(changed.old) for changed in changes if changed is not None]
+        attempt = TriedStep(
+            step=step,
+            name=name,
+            before=before,
+            after=_list_dice(found),
+            changed_cases=len(sizes),
+            changed_voxels=sum(sizes),
+        )
+        tried.append(attempt)
+        if attempt.is_kept:
+            kept.append(step)
+            held = [
+                case if changed is None else case.holding(changed) for case, changed in zip(found, changes, strict=True)
+            ]
+            before = attempt.after
+    return MeasuredPostprocessing(
+        postprocessing=replace(order, steps=tuple(kept)),
+        names=tuple(task.structures.values()),
+        tried=tuple(tried),
+        cases=tuple(prediction.case for prediction in predictions),
+    )
+
+
+def _list_steps(task: Task) -> list[tuple[str, Step]]:
+    """Return what to try, with the names of the structures."""
+    structures = {name: tuple(key) if isinstance(key, tuple) else (key,) for key, name in task.structures.items()}
+    foreground = task.class_values[1:]
+    steps = [("all", Step(operation="keep_largest", values=foreground))]
+    if list(structures.values()) == [foreground]:  # the only structure is the foreground
+        steps = []
+    steps += [(name, Step(operation="keep_largest", values=values)) for name, values in structures.items()]
+    return steps + [(name, Step(operation="fill_holes", values=values)) for name, values in structures.items()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _HeldCase:
+    """A prediction and its label, compressed: of label maps a hundredth is left, so that all cases fit into memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    prediction: bytes
+    reference: bytes
+    structures: tuple[tuple[int, ...], ...]
+    ignore: int | None
+    counts: NDArray[np.float64]
+    """``(structures, 3)``: voxels in both, in the prediction, in the reference; NaN for what was not looked for."""
+
+    @classmethod
+    def read(cls, files: Judged, task: Task, order: Postprocessing) -> "_HeldCase":
+        prediction, reference = read_volume(files.prediction), read_volume(files.reference)
+        try:
+            metrics = evaluate_case(
+                prediction,
+                reference,
+                task.structures,
+                ignore=task.ignore,
+                values=task.class_values,
+                labelled=files.labelled,
+            )
+            voxels = order.require_values(prediction)
+        except (DataError, GridError) as fault:
+            raise type(fault)(f"{files.prediction} and {files.reference}: {fault}") from fault
+        found = [metrics[key] for key in task.structures]
+        return cls(
+            shape=voxels.shape,
+            dtype=voxels.dtype,
+            prediction=_pack(voxels),
+            # The reference may hold the value that is ignored as well.
+            reference=_pack(reference.numpy(force=True).reshape(voxels.shape).astype(np.int32)),
+            structures=order.structures,
+            ignore=task.ignore,
+            counts=np.array([[one["TP"], one["n_pred"], one["n_ref"]] for one in found], dtype=np.float64),
+        )
+
+    def find_changes(self, order: Postprocessing, step: Step) -> Changes | None:
+        return order.find_changes(self._unpack(self.prediction, self.dtype), step)
+
+    def after(self, changes: Changes) -> "_HeldCase":
+        """Return the case with the counts that it has after the changes; the voxels are those of before."""
+        reference = self._unpack(self.reference, np.dtype(np.int32))[changes.box][changes.where]
+        judged = slice(None) if self.ignore is None else reference != self.ignore
+        old, new, of = changes.old[judged], changes.new[judged], reference[judged]
+        counts = self.counts.copy()
+        for row, values in zip(counts, self.structures, strict=True):
+            was, is_now, should_be = (np.isin(voxels, values) for voxels in (old, new, of))
+            row[0] += int((is_now & should_be).sum()) - int((was & should_be).sum())
+            row[1] += int(is_now.sum()) - int(was.sum())
+        return replace(self, counts=counts)
+
+    def holding(self, changes: Changes) -> "_HeldCase":
+        """Return the case with its prediction changed."""
+        voxels = self._unpack(self.prediction, self.dtype).copy()
+        voxels[changes.box][changes.where] = changes.new
+        return replace(self, prediction=_pack(voxels))
+
+    def list_dice(self) -> NDArray[np.float64]:
+        """Return the Dice of each structure, NaN where it is neither there nor predicted."""
+        both, predicted, there = self.counts.T
+        total = predicted + there
+        return np.divide(2 * both, total, out=np.full(len(total), np.nan), where=total > 0)
+
+    def _unpack(self, packed: bytes, dtype: np.dtype) -> NDArray[Any]:
+        return np.frombuffer(zlib.decompress(packed), dtype=dtype).reshape(self.shape)
+
+
+def _pack(voxels: NDArray[Any]) -> bytes:
+    return zlib.compress(np.ascontiguousarray(voxels).data, level=1)
+
+
+def _list_dice(cases: Sequence[_HeldCase]) -> tuple[float, ...]:
+    """Return the mean Dice of each structure over the cases."""
+    per_case = np.array([case.list_dice() for case in cases])
+    return tuple(_average(column) for column in per_case.T.tolist())
+
+
+def _average(values: Sequence[float]) -> float:
+    """Return the mean of the values that are numbers, as a summary's; NaN where none is."""
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan

@@ -1,0 +1,262 @@
+"""What is done to a label map after the network: stray pieces removed, holes filled, where that has proved right.
+
+A `Postprocessing` is a list of steps that `volseg.inference.measured_postprocessing` found to help, kept in
+``postprocessing.json``. Pieces are components of 26 neighbours, as in nnU-Net (``skimage.measure.label`` with full
+connectivity), and all of the largest size stay; a hole is what 6 neighbours do not connect to the outside, as in
+`scipy.ndimage.binary_fill_holes`.
+
+A label map holds regions that overlap as values that stand for sets of them. So a voxel that leaves a structure takes
+the value that keeps most of its other structures and adds none; one that enters a structure the value that keeps all
+and adds fewest. Without regions this says: what is removed becomes background, and only background is filled.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from monai.data import MetaTensor
+from numpy.typing import NDArray
+from scipy.ndimage import generate_binary_structure, label
+from torch import Tensor
+
+from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.errors import DataError
+from volseg.files import replacing
+
+__all__ = ["FORMAT", "Changes", "Postprocessing", "Step"]
+
+FORMAT = 1
+"""Of ``postprocessing.json``; another one is refused."""
+
+OPERATIONS = ("keep_largest", "fill_holes")
+
+FULL = generate_binary_structure(3, 3)
+"""26 neighbours."""
+
+Voxels = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One thing that is done to one structure.
+
+    Parameters
+    ----------
+    operation : str
+        ``keep_largest`` removes all but the largest component, ``fill_holes`` fills what is enclosed.
+    values : tuple of int
+        Of the label map: those of the structure, or of the whole foreground.
+    """
+
+    operation: Literal["keep_largest", "fill_holes"]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Changes:
+    """The voxels that a step changes, in the order in which they lie in memory."""
+
+    box: tuple[slice, ...]
+    where: NDArray[np.bool_]
+    """``(d, h, w)`` of the box."""
+    old: Voxels
+    new: Voxels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Postprocessing:
+    """The steps that a label map of a task goes through, in order.
+
+    Parameters
+    ----------
+    labels : tuple of int
+        Every value that a label map may hold, 0 among them.
+    structures : tuple of tuple of int
+        The values of each structure: a label's own, or those of a region.
+    painted : tuple of int
+        The value that stands for each structure where several would do.
+    steps : tuple of Step
+        May be empty: then a label map stays as it is.
+    """
+
+    labels: tuple[int, ...]
+    structures: tuple[tuple[int, ...], ...]
+    painted: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+
+    @classmethod
+    def of(cls, task: Task, steps: tuple[Step, ...] = ()) -> "Postprocessing":
+        """Return the steps for label maps of ``task``."""
+        structures = tuple(key if isinstance(key, tuple) else (key,) for key in task.structures)
+        painted = tuple(value for value in task.output_values if value != 0)
+        return cls(labels=task.class_values, structures=structures, painted=painted, steps=steps)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Postprocessing":
+        """Read a ``postprocessing.json``.
+
+        Raises
+        ------
+        DataError
+            If the file is none, or of a format or with steps that this version does not know.
+        """
+        content = read_json(Path(path), "a postprocessing.json")
+        found = content.get("format") if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise DataError(
+                f"{path} should be a postprocessing.json of format {FORMAT}, got {found!r}; write it anew by "
+                "`volseg postprocess`"
+            )
+        try:
+            steps = tuple(Step(operation=step["operation"], values=tuple(step["values"])) for step in content["steps"])
+            read = cls(
+                labels=tuple(content["labels"]),
+                structures=tuple(tuple(values) for values in content["structures"]),
+                painted=tuple(content["painted"]),
+                steps=steps,
+            )
+        except (KeyError, TypeError) as fault:
+            raise DataError(f"{path} is no postprocessing.json as volseg writes it: {fault!r}") from fault
+        read._require_sound(path)
+        return read
+
+    def save(self, path: str | Path, further: Mapping[str, Any] | None = None) -> Path:
+        """Write the steps, and what is known about them, as JSON in one step or not at all; return the path."""
+        path = Path(path)
+        content = {
+            "format": FORMAT,
+            "steps": [{"operation": step.operation, "values": list(step.values)} for step in self.steps],
+            "labels": list(self.labels),
+            "structures": [list(values) for values in self.structures],
+            "painted": list(self.painted),
+            **(further or {}),
+        }
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    def __call__(self, label_map: MetaTensor) -> MetaTensor:
+        """Return a label map ``(1, D, H, W)`` after the steps, on the device and with the metadata of ``label_map``.
+
+        Raises
+        ------
+        DataError
+            For values that the task does not have.
+        """
+        if not self.steps:
+            return label_map
+        voxels = self.require_values(label_map)
+        for step in self.steps:
+            if (changes := self.find_changes(voxels, step)) is not None:
+                voxels[changes.box][changes.where] = changes.new
+        is_narrow = label_map.dtype == torch.uint8 and max(self.labels) > 255
+        dtype = torch.int32 if is_narrow else label_map.dtype
+        changed = torch.from_numpy(voxels).reshape(label_map.shape).to(label_map.device, dtype)
+        return MetaTensor(changed).copy_meta_from(label_map)
+
+    def require_values(self, label_map: Tensor) -> Voxels:
+        """Return a copy ``(D, H, W)`` of a label map as integers.
+
+        Raises
+        ------
+        DataError
+            For values that the task does not have.
+        """
+        plain = label_map.as_subclass(Tensor).detach().cpu()
+        voxels = plain.reshape(plain.shape[-3:]).numpy()
+        found = np.unique(voxels)
+        if strange := sorted(set(found.tolist()) - set(self.labels)):
+            raise DataError(
+                f"the label map holds {strange[:5]}, but the postprocessing was determined for the values "
+                f"{list(self.labels)}; apply it to predictions of the same task"
+            )
+        return voxels.astype(np.uint8 if max(self.labels) <= 255 else np.int32)
+
+    def find_changes(self, voxels: Voxels, step: Step) -> Changes | None:
+        """Return what a step changes in a label map ``(D, H, W)``; None where that is nothing."""
+        mask = np.isin(voxels, step.values)
+        if (box := _find_box(mask)) is None:
+            return None
+        inner = mask[box]
+        where = _find_strays(inner) if step.operation == "keep_largest" else _find_holes(inner)
+        old = voxels[box][where]
+        new = self._list_replacements(step)[np.searchsorted(self.labels, old)].astype(voxels.dtype)
+        if not (changed := old != new).any():
+            return None
+        where[where] = changed
+        return Changes(box=box, where=where, old=old[changed], new=new[changed])
+
+    def _list_replacements(self, step: Step) -> Voxels:
+        """Return what a step makes of each of the labels where it changes them."""
+        held = {value: frozenset(k for k, of in enumerate(self.structures) if value in of) for value in self.labels}
+        if step.values not in self.structures:  # the foreground as a whole
+            return np.zeros(len(self.labels), dtype=np.int64)
+        place = self.structures.index(step.values)
+
+        def prefer(value: int) -> tuple[bool, int]:
+            return value != 0 and value not in self.painted, value
+
+        replacements = []
+        for value in self.labels:
+            if step.operation == "keep_largest":
+                wanted = held[value] - {place}
+                fitting = [other for other in self.labels if held[other] <= wanted]
+                chosen = min(fitting, key=lambda other: (-len(held[other]), *prefer(other)))
+            else:
+                wanted = held[value] | {place}
+                fitting = [other for other in self.labels if held[other] >= wanted] or [value]
+                chosen = min(fitting, key=lambda other: (len(held[other]), *prefer(other)))
+            replacements.append(chosen)
+        return np.array(replacements)
+
+    def _require_sound(self, path: str | Path) -> None:
+        sound = list(self.labels) == sorted(set(self.labels)) and 0 in self.labels and self.structures
+        known = all(
+            step.operation in OPERATIONS and step.values and set(step.values) <= set(self.labels) - {0}
+            for step in self.steps
+        )
+        within = all(set(values) <= set(self.labels) for values in self.structures)
+        if not (sound and known and within):
+            raise DataError(
+                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations of "
+                f"{', '.join(OPERATIONS)} on those labels. Write it anew by `volseg postprocess`"
+            )
+
+
+def _find_box(mask: NDArray[np.bool_]) -> tuple[slice, ...] | None:
+    """Return the smallest box that holds a mask; None for an empty one."""
+    box = []
+    for axis in range(mask.ndim):
+        (places,) = np.nonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
+        if not len(places):
+            return None
+        box.append(slice(int(places[0]), int(places[-1]) + 1))
+    return tuple(box)
+
+
+def _find_strays(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return what lies in the mask, but in none of its largest components."""
+    components, count = label(mask, FULL)
+    if count == 1:
+        return np.zeros_like(mask)
+    sizes = np.bincount(components.ravel())
+    sizes[0] = 0
+    is_stray = sizes < sizes.max()
+    is_stray[0] = False
+    return np.asarray(is_stray[components])
+
+
+def _find_holes(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return what the mask, which touches every face of its array, encloses."""
+    components, count = label(~mask)
+    is_hole = np.ones(count + 1, dtype=bool)
+    is_hole[0] = False
+    for axis in range(mask.ndim):
+        for face in (0, -1):
+            is_hole[components.take(face, axis=axis)] = False
+    return np.asarray(is_hole[components])
