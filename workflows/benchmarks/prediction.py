@@ -6,6 +6,7 @@ In four minutes of one H200, rows of further calls are added to the same file:
 
     prediction.py --rows ours --total 200 --result FILE
     prediction.py --rows ours_torch monai nnunet --cases 512x512x600x3 --total 150 --result FILE
+    prediction.py --profile 512x512x200x3 --result PROFILE
     prediction.py --rows ours --spacing file --cases 512x512x600x3 512x512x600x117 --total 150 --result FILE
 
 Every row of every case is a process of its own, with a limit: one that is cut or fails keeps the parts that it ended,
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scratch", type=Path, help="folder for images and label maps; by default one that is removed")
     parser.add_argument("--result", type=Path, help="JSON; rows that it has of the same settings stay")
+    parser.add_argument("--profile", metavar="CASE", help="where the time of ours goes, to the result's file, and end")
     parser.add_argument("--only", nargs=2, metavar=("ROW", "CASE"), help="measure here; a line of JSON after each part")
     chosen = parser.parse_args()
     if chosen.only:
@@ -102,6 +104,11 @@ def main() -> None:
     rows = chosen.rows or [row for row in ROWS if row != "ours_eager" and (row != "nnunet" or find_spec("nnunetv2"))]
     with tempfile.TemporaryDirectory() as scratch:
         chosen.scratch = chosen.scratch or Path(scratch)
+        if chosen.profile:
+            found = json.dumps(profile(chosen), indent=1)
+            print(found)
+            chosen.result.write_text(found + "\n", encoding="utf-8")
+            return
         measure_all(rows, chosen)
 
 
@@ -162,7 +169,9 @@ def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, 
             failed = f"cut after {chosen.seconds:.0f} s"
     lines = [line for line in out.decode("utf-8").splitlines() if line.startswith("{")]
     ended = json.loads(lines[-1]) if lines else {}
-    return {"image_gib": image.stat().st_size / 2**30, **ended} | ({} if failed is None else {"failed": failed})
+    said = [line for line in words.read_text(encoding="utf-8", errors="replace").splitlines() if "CUDA graph" in line]
+    described = {"image_gib": image.stat().st_size / 2**30, "said": said, **ended}
+    return described | ({} if failed is None else {"failed": failed})
 
 
 def parse(case: str) -> tuple[tuple[int, int, int], int]:
@@ -298,6 +307,68 @@ def prepared(image: Path, chosen: argparse.Namespace) -> Case:
     """Read the image and bring it to the network's grid, as all rows do."""
     spacing = [] if chosen.spacing == "file" else [{"name": "Spacing", "spacing": list(NETWORK_SPACING)}]
     return prepare({"case": "ct", "image": image}, build_preprocessing([*spacing, INTENSITIES]))
+
+
+def profile(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return what a pass takes in each way to run it, and what the device and Python do in one prediction of a case."""
+    shape, classes = parse(chosen.profile)
+    device = torch.device(chosen.device, *([0] if chosen.device == "cuda" else []))
+    window = torch.randn(1, 1, *chosen.window, device=device)
+    found: dict[str, Any] = {"pass_ms": {}, "environment": environment()}
+    for kind in ("fast", "torch", "channels_last"):
+        torch.manual_seed(0)
+        network = make_network(chosen.filters, classes).to(device).eval()
+        if kind == "channels_last":
+            network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        model = FastKernels(network, device) if kind == "fast" else network
+        (recorded,) = record_models([model])
+        for way, run in (("launched", model), ("recorded", recorded)):
+            for count in (1, 2):
+                windows = window.expand(count, -1, -1, -1, -1).contiguous()
+                found["pass_ms"][f"{kind}, {way}, {count}"] = time_pass(run, windows, device)
+    case = prepared(make_image(chosen.scratch, shape), chosen)
+    torch.manual_seed(0)
+    network = make_network(chosen.filters, classes).to(device).eval()
+    (recorded,) = record_models([FastKernels(network, device)])
+    predictor = Predictor(
+        model=(recorded,),
+        num_classes=classes,
+        window=chosen.window,
+        windows_per_step=chosen.windows or choose_windows_per_step(chosen.window, classes, device),
+        device=device,
+        autocast=torch.bfloat16 if device.type == "cuda" else None,
+    )
+    predictor(case)
+    begin = time.perf_counter()
+    predictor(case)
+    found["seconds"] = time.perf_counter() - begin
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with torch.profiler.profile(activities=activities) as watching:
+        predictor(case)
+    events = watching.key_averages()
+    on_device = sorted(events, key=lambda event: -event.self_device_time_total)
+    found["device_seconds"] = sum(event.self_device_time_total for event in events) / 1e6
+    found["device_ms"] = {e.key[:90]: [e.self_device_time_total / 1e3, e.count] for e in on_device[:30]}
+    by_host = sorted(events, key=lambda event: -event.self_cpu_time_total)
+    found["host_ms"] = {e.key[:90]: [e.self_cpu_time_total / 1e3, e.count] for e in by_host[:30]}
+    found["recorded"] = [getattr(recorded, "num_recorded", 0), getattr(recorded, "refused", "on a CPU")]
+    return found
+
+
+def time_pass(run: Callable[[torch.Tensor], Any], windows: torch.Tensor, device: torch.device) -> float:
+    """Return the milliseconds of one of 20 passes, after 5."""
+    with torch.no_grad():
+        for number in range(25):
+            if number == 5:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                begin = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, device.type == "cuda"):
+                run(windows)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 50
 
 
 Measure = Callable[[Path, Parts], Path]
