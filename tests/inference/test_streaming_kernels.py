@@ -29,8 +29,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     ("num_classes", "dtype"), fewer([(3, torch.float32), (117, torch.bfloat16), (1, torch.float16)], 2)
 )
 @pytest.mark.parametrize(("axis", "first"), [(0, (5, 0, 1)), (1, (-2, 3, 4)), (2, (1, -1, 12))])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis, first, channels_last):
+@pytest.mark.parametrize(("channels_last", "flips"), [(False, []), (True, []), (False, [-3, -1]), (True, [-2])])
+def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis, first, channels_last, flips):
     """Along the ring's axis it goes around the end, along the others what lies beside the blend is left out."""
     window, importance = draw(1, num_classes, *SHAPE).to(dtype), compute_importance(SHAPE, torch.device(DEVICE))
     window = window.to(memory_format=torch.channels_last_3d) if channels_last else window
@@ -38,11 +38,26 @@ def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis
     sides[axis] = max(sides[axis], SHAPE[axis] + 1)
     blend = draw(num_classes, *sides, seed=1)
     expected = blend.cpu()
-    triton_blending.add_window(blend, window[0], importance, first, axis, link)
-    blending.add_window(expected, window[0].cpu().float(), importance.cpu(), first, axis, link)
+    triton_blending.add_window(blend, window[0], importance, first, axis, link, flips)
+    blending.add_window(expected, window[0].cpu().float(), importance.cpu(), first, axis, link, flips)
     # float32: exponentials, and products and sums that are rounded once or twice, of numbers around 1.
     torch.testing.assert_close(blend.cpu(), expected, atol=2e-6, rtol=0)
     assert not expected.equal(draw(num_classes, *sides, seed=1).cpu())
+
+
+@with_kernels
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, by which the interpreter computes
+def test_a_class_may_be_impossible_and_a_logit_that_is_no_number_shows():
+    logits = draw(3, *SHAPE)
+    logits[0, 0] = float("-inf")
+    logits[1, 2, 3, 4] = float("nan")
+    logits[2, 4, 5, 6] = float("inf")
+    importance = torch.ones(SHAPE, device=DEVICE)
+    blend = torch.zeros_like(logits)
+    triton_blending.add_window(blend, logits, importance, (0, 0, 0), 0, "softmax", ())
+    torch.testing.assert_close(blend, logits.softmax(0), atol=1e-6, rtol=0, equal_nan=True)  # exponentials
+    assert blend.isnan().sum() == 2 * 3
+    assert not blend[0, 0].any()
 
 
 def grids(spacing, flip: bool) -> tuple[Grid, Grid]:

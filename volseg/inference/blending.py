@@ -69,9 +69,12 @@ def blend_slabs(
     """
     sides = [plan.depth if axis == plan.axis else len(part) for axis, part in enumerate(region.held)]
     d, h, w = (0 if axis == plan.axis else part.start for axis, part in enumerate(region.held))
+    origin = d, h, w
     importance = plan.windowing.importance(plan.window, stitch_on)
     blend = torch.empty(len(images), step.num_classes, *sides, device=stitch_on)
     weights = torch.empty(1, *sides, device=stitch_on)
+    by_pass = takes(blend) and device == stitch_on
+    share = importance / step.num_passes if by_pass else importance
     for layer in plan.layers:
         for planes in locate_planes(layer.fresh, plan.depth):
             _narrow(blend, plan.axis, planes).zero_()
@@ -80,7 +83,7 @@ def blend_slabs(
         places = [(index, corner) for index in range(len(images)) for corner in corners]
         empty = _find_empty(images, places, plan.window) if skips_background else set()
         for index, corner in sorted(empty):
-            at = [place - start for place, start in zip(corner, (d, h, w), strict=True)]
+            at = [place - start for place, start in zip(corner, origin, strict=True)]
             ones = torch.ones_like(importance)[None]
             if not step.regions:
                 add_window(blend[index, :1], ones.clone(), importance, at, plan.axis)
@@ -90,19 +93,26 @@ def blend_slabs(
         for first in range(0, len(computed), windows_per_step):
             together = computed[first : first + windows_per_step]
             cut = [_cut(images[index], corner, plan.window) for index, corner in together]
-            outputs, link = _run(step, torch.stack(cut).to(device, torch.float32), stitch_on)
-            for (index, corner), output in zip(together, outputs, strict=True):
-                at = [place - start for place, start in zip(corner, (d, h, w), strict=True)]
-                add_window(blend[index], output, importance, at, plan.axis, link)
+            ats = [[place - start for place, start in zip(corner, origin, strict=True)] for _, corner in together]
+            for outputs, link, flips in _run(step, torch.stack(cut).to(device, torch.float32), by_pass):
+                for (index, _), at, output in zip(together, ats, outputs.to(stitch_on), strict=True):
+                    add_window(blend[index], output, share, at, plan.axis, link, flips)
+            for (index, _), at in zip(together, ats, strict=True):
                 if index == 0:
                     add_window(weights, torch.ones_like(importance)[None], importance, at, plan.axis)
         for planes in locate_planes(layer.finished, plan.depth):
             _narrow(blend, plan.axis, planes).div_(_narrow(weights, plan.axis, planes))
-        yield Slab(blend, (d, h, w), layer, len(places), len(empty))
+        yield Slab(blend, origin, layer, len(places), len(empty))
 
 
 def add_window(
-    blend: Tensor, window: Tensor, importance: Tensor, first: Sequence[int], axis: int, link: str = ""
+    blend: Tensor,
+    window: Tensor,
+    importance: Tensor,
+    first: Sequence[int],
+    axis: int,
+    link: str = "",
+    flips: Sequence[int] = (),
 ) -> None:
     """Add a window, each voxel times its importance, to a blend.
 
@@ -120,11 +130,13 @@ def add_window(
         The ring's.
     link : str
         ``softmax`` or ``sigmoid``, if the window holds logits.
+    flips : sequence of int
+        Dims along which the window is mirrored: -3, -2, -1.
     """
     if takes(blend):
-        triton_blending.add_window(blend, window, importance, first, axis, link)
+        triton_blending.add_window(blend, window, importance, first, axis, link, flips)
         return
-    window = LINKS[link](window).mul_(importance)
+    window = LINKS[link](window.flip(tuple(flips)) if flips else window).mul_(importance)
     spans = [
         _overlap(at, wide, side, ring=dim == axis)
         for dim, (at, wide, side) in enumerate(zip(first, importance.shape, blend.shape[1:], strict=True))
@@ -140,12 +152,17 @@ LINKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _run(step: WindowStep, windows: Tensor, stitch_on: torch.device) -> tuple[Tensor, str]:
-    """Return logits and their link where one kernel does the rest, else probabilities."""
-    if step.num_passes == 1 and windows.is_cuda and stitch_on == windows.device:
-        ((logits, _),) = step.passes(windows)
-        return logits, step.link
-    return step(windows).to(stitch_on), ""
+def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:
+    """Yield what is to be added for a batch of windows, with its link and mirrored dims.
+
+    Where one kernel does the rest, each pass's logits, so that no probabilities of a whole window exist, which for many
+    classes take more than the network; else the mean over the passes.
+    """
+    if by_pass:
+        for logits, flips in step.passes(windows):
+            yield logits, step.link, flips
+    else:
+        yield step(windows), "", []
 
 
 def _find_empty(

@@ -136,12 +136,11 @@ class Streamer:
     def _predict_by(
         self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also]
     ) -> list[Prediction | None]:
-        padded, fillings = [], []
+        fillings = []
         for image in images:
-            w, _, h, _, d, _ = margins = _compute_margins(image.shape[-3:], plan.shape)
-            padded.append(pad(image.as_tensor(), margins))
+            w, _, h, _, d, _ = _compute_margins(image.shape[-3:], plan.shape)
             fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
-        for slab, finished, ready in self._blend(plan, torch.stack(padded)):
+        for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
             for filling, of_image in zip(fillings, slab.blend, strict=True):
                 filling.take(Held(of_image, slab.origin), finished, ready)
         return [filling.finish() for filling in fillings]
@@ -273,6 +272,13 @@ def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, 
     return tuple(sides) if window is None else tuple(map(max, sides, window))
 
 
+def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
+    """Return images as a batch ``(B, C, D, H, W)``, padded; one that needs no padding is not copied."""
+    if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
+        return images[0].as_tensor()[None]
+    return torch.stack([pad(image.as_tensor(), _compute_margins(image.shape[-3:], shape)) for image in images])
+
+
 def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return what to pad before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
@@ -297,4 +303,4 @@ def _count_free_bytes(device: torch.device) -> int:
 
 
 def _say(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -48,7 +48,7 @@ if triton is not None:
             value = value * (1 - weight_h) + after * weight_h
         return value
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["D", "H", "W"])  # of a box, which differ from slab to slab
     def _decide_kernel(
         x, table_d, table_h, table_w, weights_d, weights_h, weights_w, values, labels, entropies,
         K, KS, D, H, W, scale,
@@ -148,4 +148,5 @@ def _locate(axis: AxisTable, part: range, held: Held) -> tuple[Tensor, Tensor]:
     )
     places = places.int() if farthest < 2**31 else places
     weights = torch.zeros(len(part)) if axis.weight is None else axis.weight[here]
-    return places.to(device), weights.to(device)
+    # Staged by the driver: the GPU is not waited for.
+    return places.to(device, non_blocking=True), weights.to(device, non_blocking=True)
