@@ -32,7 +32,6 @@ from volseg.data.splits import folds, write_splits
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.overlap import evaluate_case
 from volseg.experiment import cross_validate, load_config
-from volseg.experiment.building import build_predictor
 from volseg.experiment.fold_processes import train_in_processes
 from volseg.experiment.folds import plan_folds
 from volseg.experiment.sources import load_trained
@@ -67,10 +66,9 @@ def train_folds(config: ExperimentConfig, task: Task, at_once: int) -> None:
     cross_validate(config)  # trains none: it gathers
 
 
-def score(trained: Trained, cases: Sequence[Case], *, mirror: bool) -> Scores:
+def score(trained: Trained, cases: Sequence[Case]) -> Scores:
     """Return the Dice of each prepared case and label, on the case's own grid."""
-    predictor = build_predictor(trained.config, trained.task, trained.models, mirror=mirror)
-    found = {}
+    predictor, found = trained.build_predictor(), {}
     for case, prediction in predictor.stream(cases, batch_size=trained.config.inference.batch):
         metrics = evaluate_case(prediction.labels.cpu(), case["reference"], trained.task.structures)
         found[case["case"]] = [metrics[key]["Dice"] for key in trained.task.structures]
@@ -103,16 +101,16 @@ def predict_all(
     runs: Path, cases: Sequence[Case], num_folds: int, names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what single folds and the ensemble reach, and how far the ensemble is ahead, mirrored and not."""
-    single = [load_trained(runs / f"fold_{number}") for number in range(num_folds)]
-    together = load_trained([runs / f"fold_{number}" for number in range(num_folds)])
-    prepared = prepare_all(cases, together.preprocessing, keep_reference=True)
+    places = [runs / f"fold_{number}" for number in range(num_folds)]
+    prepared = prepare_all(cases, load_trained(places[0]).preprocessing, keep_reference=True)
     reached: dict[str, Any] = {}
     ahead: dict[str, Any] = {}
     ensembles: dict[bool, Scores] = {}
     for mirror in (False, True):
         kind = "mirrored" if mirror else "plain"
-        by_fold = [score(trained, prepared, mirror=mirror) for trained in single]
-        ensembles[mirror] = ensemble = score(together, prepared, mirror=mirror)
+        settings = [f"inference.mirror={str(mirror).lower()}"]
+        by_fold = [score(load_trained(place, overrides=settings), prepared) for place in places]
+        ensembles[mirror] = ensemble = score(load_trained(places, overrides=settings), prepared)
         reached[kind] = {
             "ensemble": describe(ensemble, names),
             **{f"fold_{number}": describe(scores, names) for number, scores in enumerate(by_fold)},

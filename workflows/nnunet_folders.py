@@ -3,7 +3,7 @@
 Needs nnunetv2 beside volseg, in an environment of its own:
 
     pip install nnunetv2==2.8.1 volseg
-    python workflows/nnunet_folders.py --folder DIR --json workflows/benchmarks/results/nnunet_folders.json
+    python workflows/nnunet_folders.py --folder DIR --json workflows/benchmarks/results/nnunet_cpu_folders.json
 
 Each case is a model folder that nnU-Net's own trainer wrote: a small network, trained for some dozens of steps on
 synthetic volumes so that its label maps mean something, and one with random weights. ``--store`` keeps a tiny one with
@@ -319,7 +319,7 @@ def compare(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = train_folder(spec, folder)
     names = write_images(spec, folder / "images")
     predict_by_nnunet(model, folder / "images", folder / "theirs", spec["folds"])
-    predict(model, [folder / "images"], folder / "ours")
+    predict(model, [folder / "images"], folder / "ours").require_all()
     rows = []
     for name in names:
         ours, theirs = (nib.load(folder / of / f"{name}.nii.gz") for of in ("ours", "theirs"))

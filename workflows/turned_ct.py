@@ -8,8 +8,9 @@ probabilities are interpolated there::
     python workflows/turned_ct.py ../shared/data/ct --output unet_cpu_turned_ct.json
 
 Near the border of the CT the network sees other things on another grid: on an oblique one, air beyond it. So voxels
-within 9 mm of the border are compared apart (``everywhere`` counts them). What resampling itself costs is told apart
-from the way through the grid: the CT resampled there *and back* goes through the network too (``back``).
+within 9 mm of the border are left out (``everywhere`` counts them). What resampling itself costs is told apart from the
+way through the grid: the CT resampled there *and back* goes through the network too (``back``). By default the CT is
+smoothed first: trilinear interpolation takes the noise of a CT away, and a network answers to noise.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
+from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
@@ -31,10 +33,10 @@ from volseg.data.preprocessed import prepare
 from volseg.data.readers import read_volume
 from volseg.evaluation.overlap import evaluate_case
 from volseg.experiment import load_config, train
-from volseg.experiment.building import build_predictor
 from volseg.experiment.sources import load_trained
 from volseg.experiment.trained import Trained
 from volseg.inference.original_grid import label_map_on, resample
+from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.monitoring.environment import environment
@@ -48,15 +50,24 @@ preprocessing:
   - {name: Orientation, axcodes: RAS}
   - {name: Spacing, spacing: [3, 3, 3]}
   - {name: ClipZScore, lower: -200, upper: 300, mean: 0, std: 100}
-patch: {size: [48, 48, 24], batch: 2, foreground: 0.7}
-network: {name: UNet, channels: [8, 16, 32], strides: [2, 2], num_res_units: 1, norm: INSTANCE}
+patch: {size: [64, 64, 24], batch: 2, foreground: 0.7}
+augmentation:
+  margin: 0.2
+  mirror: {probability: 0}        # left is not right: of one CT that would be two tasks
+  rotation: {probability: 0.4, degrees: [10, 10, 20]}
+  gamma: {probability: 0}         # HU are HU
+  inverted_gamma: {probability: 0}
+network: {name: UNet, channels: [8, 16, 32, 64], strides: [2, 2, 2], num_res_units: 1, norm: INSTANCE}
 optimizer: {name: AdamW, lr: 3.0e-3}
 schedule: {name: cosine, warmup: 0.05}
-training: {epochs: 1, iterations: 300, ema: 0.98}
+training: {epochs: 1, iterations: 500, ema: 0.98}
 """
 
-STRUCTURES = {1: ("liver", (5,)), 2: ("spleen", (1,)), 3: ("back muscles", (86, 87))}
-"""Value, name, and the values in the CT's label file (TotalSegmentator's)."""
+STRUCTURES = {1: ("liver", (5,)), 2: ("back muscles", (86, 87)), 3: ("rest of the trunk", ())}
+"""Value, name, and the values in the CT's label file (TotalSegmentator's); the last one is what else is no air."""
+
+SKIN = -300
+"""HU above which a voxel is no air."""
 
 MARGIN_MM = 9.0
 """From the border of the CT: three voxels."""
@@ -74,13 +85,19 @@ RESAMPLED: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 """Spacing (mm) and turns about x, y and z (degrees)."""
 
 
-def make_task(folder: Path, ct: Path) -> Path:
-    """Write the CT and its structures as a task of one case."""
+def make_task(folder: Path, ct: Path, smooth_mm: float) -> Path:
+    """Write the CT, smoothed by a Gaussian of this standard deviation, and its structures as a task of one case."""
     for name in ("imagesTr", "labelsTr"):
         (folder / name).mkdir(parents=True)
-    (folder / "imagesTr" / "ct.nii.gz").symlink_to((ct / "slab_3mm.nii.gz").resolve())
+    image = nibabel.load(ct / "slab_3mm.nii.gz")
+    sigma = smooth_mm / np.array(image.header.get_zooms())
+    hu = gaussian_filter(np.asarray(image.dataobj, dtype=np.float32), sigma, mode="nearest")
+    nibabel.save(nibabel.Nifti1Image(hu, image.affine), folder / "imagesTr" / "ct.nii.gz")
     label = nibabel.load(ct / "slab_3mm_labels.nii.gz")
-    voxels, kept = np.asarray(label.dataobj), np.zeros(label.shape, np.uint8)
+    voxels = np.asarray(label.dataobj)
+    trunk = Step(operation="keep_largest", values=(3,)), Step(operation="fill_holes", values=(3,))
+    order = Postprocessing(labels=(0, 3), structures=((3,),), painted=(3,), steps=trunk)
+    kept = order(MetaTensor(3 * torch.from_numpy(hu > SKIN).byte()[None])).numpy()[0]
     for value, (_, theirs) in STRUCTURES.items():
         kept[np.isin(voxels, theirs)] = value
     nibabel.save(nibabel.Nifti1Image(kept, label.affine), folder / "labelsTr" / "ct.nii.gz")
@@ -161,22 +178,25 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the config"
     )
+    parser.add_argument(
+        "--smooth", type=float, default=3.0, metavar="MM", help="standard deviation, before anything else; 0: not"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        result = measure(Path(name), given.ct, given.orders, given.set)
+        result = measure(Path(name), given.ct, given.orders, given.smooth, given.set)
     given.output.write_text(json.dumps({**result, "environment": environment()}, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(folder: Path, ct: Path, num_orders: int, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(folder: Path, ct: Path, num_orders: int, smooth_mm: float, overrides: Sequence[str]) -> dict[str, Any]:
     """Return everything but the environment."""
     config = folder / "config.yaml"
     config.write_text(CONFIG, encoding="utf-8")
-    root = make_task(folder / "Task01_CT", ct)
+    root = make_task(folder / "Task01_CT", ct, smooth_mm)
     run = train(load_config(config, [f"data.root={root}", f"output={folder / 'run'}", *overrides])).folder
     trained = load_trained(run)
-    predictor = build_predictor(trained.config, trained.task, trained.models, mirror=False)
+    predictor = trained.build_predictor()
     plain = folder / "ct.nii.gz"
-    nibabel.save(nibabel.load(ct / "slab_3mm.nii.gz"), plain)
+    nibabel.save(nibabel.load(root / "imagesTr" / "ct.nii.gz"), plain)
     image = read_volume(plain)
     grid, labels = Grid.of(image), nibabel.load(predict(trained, predictor, plain))
     learnt = compare(torch.from_numpy(np.asarray(labels.dataobj)), read_volume(root / "labelsTr" / "ct.nii.gz")[0])
@@ -198,7 +218,14 @@ def measure(folder: Path, ct: Path, num_orders: int, overrides: Sequence[str]) -
     for title, (spacing, degrees) in RESAMPLED.items():
         rows[title] = _measure_resampled(folder, trained, predictor, image, place_grid(grid, spacing, degrees))
         print(title, {key: round(value, 4) for key, value in rows[title]["dice"].items()}, "back", rows[title]["back"])
-    return {"config": CONFIG, "overrides": list(overrides), "learnt": learnt, "turned": turned, "resampled": rows}
+    return {
+        "config": CONFIG,
+        "overrides": list(overrides),
+        "smooth_mm": smooth_mm,
+        "learnt": learnt,
+        "turned": turned,
+        "resampled": rows,
+    }
 
 
 def _measure_resampled(

@@ -68,6 +68,7 @@ def test_an_override_reaches_into_a_list_and_a_component():
         ({"training": {"epochs": 0}}, "training.epochs: Input should be greater than or equal to 1, got 0"),
         ({"split": {"fold": 7}}, "split: fold must be below num_folds=5, got 7"),
         ({"network": {"dropout": 1}}, "network.name: Field required"),
+        ({"network": {"namee": "VNet"}}, "network.name: Field required; 'namee' is there, did you mean 'name'?"),
         ({"losses": []}, "losses: Tuple should have at least 1 item"),
         ({"parallel": {"split_size": 2}}, "split_size belongs to strategy: pipeline"),
         ({"name": "../outside"}, "name: String should match pattern"),

@@ -1,5 +1,7 @@
 """A batch is a function of seed, epoch and position, however the loop goes about it and wherever it is made."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -12,17 +14,23 @@ from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 PATCH = (12, 10, 8)
 ITERATIONS = 6
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = pytest.mark.gpu
+DEVICES = ["cpu", "cpu:one case", *(pytest.param(where, marks=GPU) for where in ("cuda", "cuda:one case"))]
+SIDES = [(20, 18, 16), (15, 21, 7), (11, 12, 30)]
+ROOM = {"no case": 0, "one case": 15 * 21 * 7 * 5, "two cases": (15 * 21 * 7 + 11 * 12 * 30) * 5}
 
 
-def made_on(device: str, rows=None) -> AugmentedBatches:
+def made_on(where: str, rows=None) -> AugmentedBatches:
+    """Return batches of a device that holds all cases it would by itself, or is given room for some."""
+    device, _, room = where.partition(":")
     generator = torch.Generator().manual_seed(0)
     cases = []
-    for number, sides in enumerate([(20, 18, 16), (15, 21, 7), (11, 12, 30)]):
+    for number, sides in enumerate(SIDES):
         image = torch.randn(1, *sides, generator=generator)
         cases.append({"case": f"case_{number}", "image": image, "label": (image > 0.5).to(torch.uint8)})
     augmentation = BatchAugmentation(AugmentationConfig(), PATCH, num_classes=2)
-    patches = PatchBatches(CaseBank(cases, device=device), PATCH, 4, ITERATIONS, source_size=augmentation.source_size)
+    bank = CaseBank(cases, device=device, budget_bytes=ROOM.get(room))
+    patches = PatchBatches(bank, PATCH, 4, ITERATIONS, source_size=augmentation.source_size)
     return AugmentedBatches(patches, augmentation, seed=0, device=device, rows=rows)
 
 
@@ -35,10 +43,11 @@ def assert_same(batches, expected):
 
 def one_by_one(batches: AugmentedBatches, epoch: int):
     """Return the epoch's batches, each made alone and waited for."""
-    cases, corners, names = batches.batches.places(epoch)
-    for position, ids in enumerate(names):
+    places = batches.batches.places(epoch)
+    for position, (ids, fetched) in enumerate(zip(places.names, batches.batches.fetch(places), strict=True)):
+        batches._bring(fetched, len(ids))
         batches.generator.manual_seed(mix_seed(batches.seed, epoch, position))
-        batch = batches._cut_and_augment(cases[position], corners[position])
+        batch = batches._cut_and_augment(*places.at(position))
         torch.cuda.synchronize()
         yield {**batch, "case": ids}
 
@@ -98,10 +107,39 @@ def test_the_bits_of_a_slice_do_not_depend_on_the_other_slices_of_its_process(de
         assert (own["label"] != whole["label"]).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("rows", [None, [slice(1, 4)], [slice(0, 1), slice(2, 4)]], ids=str)
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_batch_is_the_same_bits_wherever_its_cases_lie(device, room, rows):
+    partly = made_on(f"{device}:{room}", rows)
+    assert partly.batches.bank.num_on_device == list(ROOM).index(room)
+    whole = made_on(device, rows)
+    assert whole.batches.bank.on_device is (device == "cuda")
+    for epoch in range(2):
+        assert_same(partly.epoch(epoch), whole.epoch(epoch))
+
+
 @pytest.mark.gpu
-def test_recorded_batches_made_ahead_are_those_made_one_by_one():
-    expected = list(one_by_one(made_on("cuda"), 1))
-    batches, got = made_on("cuda"), []
+@pytest.mark.parametrize("room", ROOM)
+def test_no_fetched_patch_waits_for_the_device(room):
+    batches = made_on(f"cuda:{room}")
+    list(batches.epoch(0))  # recorded, and page-locked memory is there
+    epoch = batches.epoch(1)
+    next(epoch)  # the places are copied
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
+        list(epoch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["cuda", "cuda:one case", "cuda:no case"])
+def test_recorded_batches_made_ahead_are_those_made_one_by_one(where):
+    expected = list(one_by_one(made_on(where), 1))
+    batches, got = made_on(where), []
     product = torch.eye(2048, device="cuda")
     for batch in batches.epoch(1):
         for _ in range(20):  # the loop's own work, milliseconds behind the host, on another stream than the batches

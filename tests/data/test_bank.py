@@ -1,4 +1,6 @@
-"""The bank's two ways to keep cases give the same boxes."""
+"""However many cases a bank keeps on its device, it gives the same boxes."""
+
+import logging
 
 import pytest
 import torch
@@ -32,12 +34,12 @@ def by_padding(volume, corner, size):
 
 @settings(max_examples=40)
 @given(
-    keep=st.sampled_from(["device", "memory"]),
+    budget_bytes=st.integers(0, 6000),
     size=st.tuples(*[st.integers(1, 12)] * 3),
     places=st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(-8, 12)] * 3)), min_size=1, max_size=4),
 )
-def test_boxes_are_the_case_inside_and_zero_outside(keep, size, places):
-    bank = CaseBank(list(cases()), keep=keep)
+def test_boxes_are_the_case_inside_and_zero_outside(budget_bytes, size, places):
+    bank = CaseBank(list(cases()), budget_bytes=budget_bytes)
     image, label = bank.gather(
         torch.tensor([case for case, _ in places]), torch.tensor([corner for _, corner in places]), size
     )
@@ -52,6 +54,34 @@ def test_boxes_are_the_case_inside_and_zero_outside(keep, size, places):
 @pytest.mark.parametrize(("keep", "stacked"), [("auto", False), ("memory", False), ("device", True)])
 def test_on_a_cpu_cases_are_not_copied_unless_asked(keep, stacked):
     assert CaseBank(list(cases()), keep=keep).on_device is stacked
+
+
+SIZES_BYTES = [5 * 9 * 4 * 9, 7 * 3 * 6 * 9, 6 * 6 * 6 * 9]  # two channels of float32 and a label
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "resident"),
+    [
+        (SIZES_BYTES[1] - 1, [False, False, False]),
+        (SIZES_BYTES[1], [False, True, False]),
+        (SIZES_BYTES[0] + SIZES_BYTES[1], [True, True, False]),
+        (sum(SIZES_BYTES) - 1, [True, True, False]),
+        (sum(SIZES_BYTES), [True, True, True]),
+    ],
+)
+def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resident, caplog):
+    caplog.set_level(logging.INFO, "volseg")
+    bank = CaseBank(list(cases()), budget_bytes=budget_bytes)
+    assert bank.is_resident.tolist() == resident
+    assert (bank.num_on_device, bank.on_device) == (sum(resident), all(resident))
+    there = sum(size for size, lies in zip(SIZES_BYTES, resident, strict=True) if lies)
+    assert sum(stored.nbytes for stored in bank.stored) == there
+    if any(resident):
+        assert f"{sum(resident)} of 3 training cases lie on cpu" in caplog.text
+
+
+def test_main_memory_stays_main_memory_whatever_the_budget():
+    assert CaseBank(list(cases()), keep="memory", budget_bytes=10**9).num_on_device == 0
 
 
 @pytest.mark.parametrize("keep", ["device", "memory"])

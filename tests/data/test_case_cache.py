@@ -1,5 +1,6 @@
 """Cases that come from the cache are those that would be prepared without it, whatever happened to either."""
 
+import importlib
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data import case_cache, file_digests, stored_case
+from volseg.data import case_cache, code_digest, file_digests, stored_case
 from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
 from volseg.data.case_cache import CaseCache
@@ -33,7 +34,8 @@ from volseg.data.preparing import prepare_sound, prepare_together
 from volseg.data.reading_group import meet_readers
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.synthetic import make_task
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, DataError
+from volseg.experiment.own_components import REGISTRIES, load_components
 from volseg.transforms.preprocessing import build_preprocessing
 
 STEPS = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [1.0, 1.2, 1.0]}, {"name": "ZScore"}]
@@ -233,6 +235,55 @@ def test_code_from_elsewhere_is_part_of_the_name(task, folder, tmp_path, monkeyp
     module.unlink()
     with pytest.raises(ConfigError, match="the code of own_steps, which prepares cases, cannot be found"):
         key()
+
+
+def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, monkeypatch):
+    """A step's parameters may be the same, and the function that it calls in another file not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    helper = tmp_path / "own_helper"
+    helper.mkdir()
+    (helper / "__init__.py").write_text("", encoding="utf-8")
+    (helper / "halving.py").write_text("FACTOR = 0.5\n", encoding="utf-8")
+    step = "import os\nimport torch\nimport yaml\n\n\nclass Scale:\n    def __call__(self, case):\n"
+    step += "        from own_helper.halving import FACTOR\n\n        import no_such_module\n"
+    (tmp_path / "own_scaling.py").write_text(step, encoding="utf-8")
+    own_scaling = __import__("own_scaling")
+
+    def key():
+        preprocessing = build_preprocessing(STEPS)
+        preprocessing.transforms = (*preprocessing.transforms, own_scaling.Scale())
+        return CaseCache(folder, task, preprocessing).key_of(task.training[0])
+
+    keys = [key(), key()]
+    (helper / "halving.py").write_text("FACTOR = 0.25\n", encoding="utf-8")
+    keys.append(key())
+    monkeypatch.setattr(code_digest, "version", lambda name: "0.1")
+    keys.append(key())
+    (tmp_path / "no_such_module.py").write_text("", encoding="utf-8")
+    importlib.invalidate_caches()
+    keys.append(key())
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
+def test_a_file_of_components_counts_as_it_was_run(task, folder, tmp_path):
+    file = tmp_path / "components.py"
+    text = "import volseg\n\n\n@volseg.register('transform', 'Idle')\nclass Idle:\n    def __init__(self, fields):\n"
+    text += "        pass\n\n    def __call__(self, case):\n"
+    file.write_text(text + "        return case\n", encoding="utf-8")
+    load_components([file])
+
+    def key():
+        return CaseCache(folder, task, build_preprocessing([*STEPS, {"name": "Idle"}])).key_of(task.training[0])
+
+    try:
+        before = key()
+        file.write_text(text + "        return dict(case)\n", encoding="utf-8")  # while the training starts
+        assert key() == before
+        file.unlink()
+        assert key() == before
+    finally:
+        REGISTRIES["transform"].forget("Idle")
 
 
 def damage(file, how):
@@ -495,6 +546,26 @@ def test_batches_are_cut_from_mapped_files_without_a_copy_of_any_case(task, fold
     for file, told in found.items():
         assert told["Size:"] * 1024 >= Path(file).stat().st_size
         assert told["Anonymous:"] == 0
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 10**9])
+def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder, budget_bytes):
+    """Reading behind the end of a file that is mapped ends the process by SIGBUS, with nothing said."""
+    training = prepared_by(task, folder).training
+    batches = PatchBatches(CaseBank(training, budget_bytes=budget_bytes), (12, 14, 10), 2, 3)
+    mapped, other = (case["mapped"].path for case in training[:2])
+    other.rename(other.with_suffix(".away"))  # what is removed or replaced is mapped as it was
+    other.write_bytes(b"another")
+    before = len(list(batches.epoch(0)))
+    size = mapped.stat().st_size
+    os.truncate(mapped, size // 2)
+    if budget_bytes:  # nothing of it is read any more
+        assert len(list(batches.epoch(1))) == before
+    else:
+        with pytest.raises(
+            DataError, match=rf"{mapped.name} was cut off while it was used: it had {size} bytes and has"
+        ):
+            list(batches.epoch(1))
 
 
 def test_no_descriptor_stays_open(task, folder):

@@ -16,7 +16,7 @@ SHAPES = [(12, 14, 10), (9, 20, 11), (6, 15, 16)]
 PATCH = (8, 8, 8)
 
 
-def bank(keep="memory"):
+def bank(keep="memory", budget_bytes=None):
     generator = torch.Generator().manual_seed(0)
     cases = []
     for number, shape in enumerate(SHAPES):
@@ -31,12 +31,12 @@ def bank(keep="memory"):
                 "label": label,
             }
         )
-    return CaseBank(cases, keep=keep)
+    return CaseBank(cases, keep=keep, budget_bytes=budget_bytes)
 
 
-def batches(keep="memory", **changes):
+def batches(keep="memory", budget_bytes=None, **changes):
     settings = {"batch_size": 4, "iterations": 12, "foreground": 0.33, "seed": 3} | changes
-    return PatchBatches(bank(keep), PATCH, **settings)
+    return PatchBatches(bank(keep, budget_bytes), PATCH, **settings)
 
 
 def assert_same(first, second):
@@ -148,7 +148,15 @@ def test_an_epoch_can_start_anywhere():
     assert_same(batches().epoch(5, start=7), whole[7:])
 
 
-@pytest.mark.parametrize("other", [{"keep": "device"}, {"prefetch": 1}, {"prefetch": 20}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"keep": "device"},
+        {"keep": "auto", "budget_bytes": 9000, "prefetch": 2},
+        {"prefetch": 1},
+        {"prefetch": 20},
+    ],
+)
 def test_batches_are_the_same_however_they_are_made(other):
     assert_same(batches().epoch(0), batches(**other).epoch(0))
 

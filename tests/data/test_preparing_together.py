@@ -103,10 +103,10 @@ def read_and_kept(root):
     finally:
         restore()
     bank = CaseBank(prepared.training, keep="memory")
-    assert [bank._boxes._images[index].data_ptr() for index in range(len(bank))] == [
+    assert [bank._images[index].data_ptr() for index in range(len(bank))] == [
         case["image"].data_ptr() for case in prepared.training
     ]
-    assert bank._boxes._labels[0].data_ptr() == prepared.training[0]["label"].data_ptr()
+    assert bank._labels[0].data_ptr() == prepared.training[0]["label"].data_ptr()
     bank.gather(torch.arange(len(bank)), torch.zeros(len(bank), 3, dtype=torch.int64), (9, 9, 9))
     return {
         "files": files,

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes import start_group
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
+from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import allocate_with_room, extend, own_planes
 
@@ -33,8 +32,7 @@ def test_which_way_depends_on_what_all_shards_know() -> None:
     assert not small_enough(1, LIMIT // 2, torch.float32)
     assert small_enough(1, LIMIT // 8, torch.float64)
     assert not small_enough(2, LIMIT // 4, torch.float32)
-    group: Any = SimpleNamespace(rank=0)
-    assert Halo(group, ((1, 0), (0, 2))).width == 2  # another shard's counts
+    assert Halo(LocalDevices(["cpu"] * 2), ((1, 0), (0, 2))).width == 2  # another shard's counts
 
 
 def test_half_words_go_another_way() -> None:

@@ -270,11 +270,12 @@ class Convolutions(nn.Module):
 
 def build_thin() -> nn.Module:
     """Return layers down to slabs of one voxel, whose layout in memory is anybody's guess, and wide kernels there."""
-    downs = [nn.Conv3d(channels, 2 * channels, 2, stride=2) for channels in (8, 16, 32)]
-    wide = nn.Conv3d(64, 64, 5, padding=2)
-    return nn.Sequential(
-        nn.Conv3d(1, 8, 1), *downs, wide, nn.BatchNorm3d(64), nn.PReLU(64), nn.Conv3d(64, 2, 3, padding=1)
-    )
+    layers: list[nn.Module] = [nn.Conv3d(1, 8, 1)]
+    for channels in (8, 16, 32):
+        layers += [nn.Conv3d(channels, 2 * channels, 2, stride=2), nn.BatchNorm3d(2 * channels), nn.ELU()]
+    for _ in range(2):
+        layers += [nn.Conv3d(64, 64, 5, padding=2), nn.BatchNorm3d(64), nn.ELU()]
+    return nn.Sequential(*layers, nn.Conv3d(64, 2, 3, padding=1))
 
 
 def build_norms() -> nn.Module:

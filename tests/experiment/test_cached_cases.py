@@ -1,5 +1,7 @@
 """A training whose cases come prepared is the training that would prepare them."""
 
+import re
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -12,16 +14,20 @@ from volseg.experiment.cross_validation import cross_validate
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
 NUM_CASES = 6
+ROOM_FOR_SOME = 0.00025  # GiB, of the 0.0004 that the cases of a fold take
 
 
 def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_path, own_cache, read, caplog):
-    caplog.set_level("INFO", "volseg.experiment.cases")
+    """And whichever cases lie on the device: a CPU holds a second copy where it is given room for one."""
+    caplog.set_level("INFO", "volseg")
     outcomes = []
-    for name, cache in (("without", "none"), ("cold", "auto"), ("warm", "auto")):
+    for name, settings in (
+        ("without", ["data.cache=none"]),
+        ("cold", ["data.keep=device"]),
+        ("warm", [f"data.device_limit={ROOM_FOR_SOME}"]),
+    ):
         del read[:]
-        outcomes.append(
-            train(configured("training.deterministic=true", f"data.cache={cache}", f"output={tmp_path / name}"))
-        )
+        outcomes.append(train(configured("training.deterministic=true", f"output={tmp_path / name}", *settings)))
         assert len(read) == (0 if name == "warm" else NUM_CASES)
     assert len(list_entries(own_cache)) == NUM_CASES
     states = [load_checkpoint(outcome.folder.checkpoints / LATEST) for outcome in outcomes]
@@ -32,6 +38,8 @@ def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_p
         files = [(of.folder.path / "cases.json").read_text(encoding="utf-8") for of in (outcome, outcomes[0])]
         assert files[0] == files[1]
     assert f"6 prepared case(s) were found in {own_cache} and 0 added" in caplog.text
+    told = re.findall(r"(\d) of (\d) training cases lie on cpu", caplog.text)
+    assert [there < of for there, of in told] == [False, True]
 
 
 def test_folds_and_resumes_prepare_nothing_again(configured, read):
@@ -44,7 +52,12 @@ def test_folds_and_resumes_prepare_nothing_again(configured, read):
 
 def test_a_resumed_run_may_have_its_cache_elsewhere(configured, tmp_path):
     train(configured("training.epochs=1"))
-    train(configured("training.epochs=2", f"data.cache={tmp_path / 'other'}", "data.cache_limit=1"), resume=True)
+    train(
+        configured(
+            "training.epochs=2", f"data.cache={tmp_path / 'other'}", "data.cache_limit=1", "data.device_limit=1"
+        ),
+        resume=True,
+    )
     assert len(list_entries(tmp_path / "other")) == NUM_CASES
 
 
@@ -80,4 +93,8 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
     assert "5 of 6" in said
     assert "removed 0 case(s)" in run("data", "cache", "clear", "--unused", "1")[1]
     assert "removed 5 case(s)" in run("data", "cache", "clear")[1]
+    with pytest.raises(ConfigError, match=r"tiny\.yaml is a file; name the folder of a cache"):
+        run("data", "cache", "clear", "--folder", str(config_file))
+    with pytest.raises(ConfigError, match="nowhere does not exist; name the folder of a cache"):
+        run("data", "cache", "list", "--folder", str(own_cache / "nowhere"))
     assert run("data", "cache", "list", "--folder", "none")[1] == "no cases are kept: the cache is none\n"

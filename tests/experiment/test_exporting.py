@@ -14,9 +14,10 @@ import torch
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive, write_archive
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
-from volseg.experiment import export, predict, train
+from volseg.experiment import RunFolder, export, predict, train
 from volseg.experiment.sources import load_trained
 from volseg.files import digest_file
+from volseg.inference.postprocessing import Postprocessing, Step
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,12 @@ def archive(run, tmp_path_factory):
 
 def test_it_predicts_what_the_run_predicts_without_anything_else(run, archive, task, tmp_path):
     images = sorted((task / "imagesTs").glob("*.nii.gz"))
-    expected = predict(run, images, tmp_path / "by_run")
+    expected = predict(run, images, tmp_path / "by_run").require_all()
     alone = tmp_path / "elsewhere"
     alone.mkdir()
     shutil.copy(archive, alone / "model.zip")
-    command = (
-        "import sys; from pathlib import Path; from volseg.experiment import predict; "
-        "predict(Path('model.zip'), [Path(image) for image in sys.argv[1:]], Path('maps'))"
-    )
-    subprocess.run([sys.executable, "-c", command, *map(str, images)], cwd=alone, check=True, timeout=300)
+    command = [sys.executable, "-m", "volseg", "predict", "model.zip", *map(str, images), "--output", "maps"]
+    subprocess.run(command, cwd=alone, check=True, timeout=300)
     for case, path in expected.items():
         assert digest_file(path) == digest_file(alone / "maps" / f"{case}.nii.gz")
 
@@ -69,11 +67,24 @@ def test_the_weights_are_the_averaged_ones(run, archive):
 def test_a_cross_validation_is_an_ensemble_in_one_file(cross_validated, task, tmp_path):
     file = export(cross_validated, tmp_path / "cv.zip")
     images = sorted((task / "imagesTs").glob("*.nii.gz"))
-    by_folder = predict(cross_validated, images, tmp_path / "by_folder")
-    by_file = predict(file, images, tmp_path / "by_file")
+    by_folder = predict(cross_validated, images, tmp_path / "by_folder").require_all()
+    by_file = predict(file, images, tmp_path / "by_file").require_all()
     assert len(load_trained(file).models) == 3
     for case in by_folder:
         assert digest_file(by_folder[case]) == digest_file(by_file[case])
+
+
+def test_what_was_measured_to_help_goes_along(run, tmp_path):
+    own = shutil.copytree(run, tmp_path / "run")
+    task = RunFolder(own).task()
+    order = Postprocessing.of(task, (Step(operation="keep_largest", values=(1,)),))
+    order.save(RunFolder(own).postprocessing_file)
+    loaded = load_trained(export(own, tmp_path / "model.zip"))
+    assert loaded.postprocessing.steps == order.steps
+    best = export(own, tmp_path / "best.zip", checkpoint="best")
+    assert load_trained(best, "best").postprocessing is None  # it was measured with the latest one's label maps
+    with pytest.raises(ConfigError, match="holds the best checkpoint, not previous; leave --checkpoint out"):
+        load_trained(best, "previous")
 
 
 def rewrite(archive, path, change, **options):
@@ -208,14 +219,15 @@ def test_onnx_gives_the_networks_logits_or_says_what_is_missing(run, tmp_path):
 def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_path):
     if network == "ours":  # which goes in as TorchScript
         spec = "network={name: ResEncUNet, strides: [1, 2], kernel_size: [3, 3], filters: [4, 8], blocks: [1, 1]}"
-        run = train(configured(spec, "training.epochs=1", "training.iterations=2")).folder.path
+        windows = "inference.window=[16,16,16]"
+        run = train(configured(spec, windows, "training.epochs=1", "training.iterations=2")).folder.path
     bundle = export(run, tmp_path / "bundle", to="monai-bundle")
     command = (
         "import sys; sys.modules['volseg'] = None; from monai.bundle import run; "
         "run(config_file='configs/inference.json', meta_file='configs/metadata.json', dataset_dir=sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", command, str(task / "imagesTs")], cwd=bundle, check=True, timeout=300)
-    for case, path in predict(run, [task / "imagesTs"], tmp_path / "ours").items():
+    for case, path in predict(run, [task / "imagesTs"], tmp_path / "ours").require_all().items():
         ours = np.asarray(nib.load(path).dataobj)
         theirs = np.asarray(nib.load(bundle / "eval" / f"{case}_seg.nii.gz").dataobj)
         # Both interpolate probabilities, MONAI by way of its own inverses

@@ -9,8 +9,11 @@ import sys
 import time
 
 import nibabel
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from volseg.cli import app
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train
 from volseg.experiment.prediction_record import FILE
@@ -139,3 +142,119 @@ def test_a_killed_prediction_goes_on(start, outcome, images, tmp_path, number):
     assert len(again) == 34
     assert sum(again[name] != at for name, at in written.items()) <= 1  # what was written when the signal came
     assert all(nibabel.load(output / name).get_fdata().size for name in again)
+
+
+@pytest.fixture
+def run(cross_validated):
+    """Return the folder of a run that nobody changes."""
+    return cross_validated / "fold_0"
+
+
+def damage(images, *names):
+    """Cut the files of these cases short."""
+    for name in names:
+        path = images / f"{name}.nii.gz"
+        path.write_bytes(path.read_bytes()[:2000])
+
+
+def test_a_case_that_fails_ends_no_other_and_is_named_everywhere(run, images, tmp_path, caplog):
+    damage(images, "synthetic_002")
+    (images / "synthetic_003.nii.gz").write_bytes(b"no image")
+    output = tmp_path / "out"
+    result = CliRunner().invoke(app, ["predict", str(run), str(images), "-o", str(output)], catch_exceptions=False)
+    assert result.exit_code == 1
+    rows = [line.split("|") for line in result.stdout.splitlines() if line.startswith("| synthetic")]
+    states = {row[1].strip(): row[2].strip() for row in rows}
+    failed = {"synthetic_002", "synthetic_003"}
+    assert {name for name, state in states.items() if state == "failed"} == failed
+    assert "synthetic_002.nii.gz is truncated or damaged" in result.stdout
+    assert f"4 case(s) in {output}: 2 predicted, 2 failed" in result.stdout
+    assert "1 of 4 case(s) cannot be used and are left out:" in caplog.text  # by its first bytes, before all others
+    assert caplog.text.index("synthetic_003") < caplog.text.index("synthetic_002")
+    assert contents(output).keys() == {"synthetic_001.nii.gz", "synthetic_004.nii.gz"}
+    recorded = [json.loads(line) for line in (output / FILE).read_text(encoding="utf-8").splitlines()[1:]]
+    assert {entry["case"] for entry in recorded if "error" in entry} == failed
+    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n  synthetic_002: .*\n  synthetic_003: "):
+        predict(run, [images], output, resume=True).require_all()
+    assert [json.loads(line)["case"] for line in (output / FILE).read_text(encoding="utf-8").splitlines()[-2:]] == [
+        "synthetic_003",
+        "synthetic_002",
+    ]
+
+
+def test_strictly_nothing_is_predicted_beside_a_bad_case(run, images, tmp_path):
+    damage(images, "synthetic_002", "synthetic_004")
+    with pytest.raises(DataError, match=r"2 case\(s\) cannot be used:\n.*synthetic_002.*\n.*synthetic_004"):
+        predict(run, [images], tmp_path / "out", strict=True)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_label_maps_that_are_there_are_replaced_by_nobody_who_does_not_ask(run, images, tmp_path):
+    output = tmp_path / "out"
+    predict(run, [images], output)
+    foreign = output / "synthetic_001.nii.gz"
+    foreign.write_bytes(b"drawn by hand")
+    before = times(output)
+    ways = r"holds 4 of the 4 label maps, first .*synthetic_001.* by --resume.* by --skip-existing.* by --overwrite"
+    with pytest.raises(ConfigError, match=ways):
+        predict(run, [images], output)
+    with pytest.raises(ConfigError, match="give one of them"):
+        predict(run, [images], output, resume=True, overwrite=True)
+    kept = predict(run, [images], output, skip_existing=True)
+    assert {case.state for case in kept.cases} == {"there before"}
+    assert times(output) == before
+    gone_on = predict(run, [images], output, resume=True)
+    assert [case.case for case in gone_on.cases if case.state == "predicted"] == ["synthetic_001"]
+    assert {case.state for case in predict(run, [images], output, overwrite=True).cases} == {"predicted"}
+    assert foreign.read_bytes() != b"drawn by hand"
+
+
+def test_other_settings_reach_the_label_maps_and_the_record(run, cross_validated, images, tmp_path):
+    image = [images / "synthetic_001.nii.gz"]
+    command = ["predict", str(run), str(image[0]), "--json", "-o"]
+    told = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--set", "inference.mirror=true"])
+    assert json.loads(told.stdout)["counts"] == {"predicted": 1, "there before": 0, "failed": 0}
+    plain = predict(run, image, tmp_path / "b").label_maps
+    together = predict(cross_validated, image, tmp_path / "c", uncertainty=True).label_maps
+    assert len({path.read_bytes() for path in (tmp_path / "a" / "synthetic_001.nii.gz", *plain.values())}) == 2
+    assert contents(tmp_path / "b") != contents(tmp_path / "c")
+    entropy = nibabel.load(tmp_path / "c" / "uncertainty" / "synthetic_001.nii.gz")
+    assert entropy.shape == nibabel.load(*together.values()).shape
+    with pytest.raises(ConfigError, match=r"made otherwise \(also differ\)"):
+        predict(cross_validated, image, tmp_path / "c", resume=True)
+    with pytest.raises(ConfigError, match="inference differ"):
+        predict(run, image, tmp_path / "b", resume=True, overrides=["inference.mirror=true"])
+    with pytest.raises(ConfigError, match="name a folder by --output"):
+        predict([run, cross_validated / "fold_1"], image)
+
+
+def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run, tmp_path):
+    images, output = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    voxels = np.random.default_rng(0).normal(size=(100, 16, 16, 16)).astype(np.float32)
+    for number, volume in enumerate(voxels):
+        nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), images / f"case_{number:03d}.nii.gz")
+    damage(images, "case_020", "case_070")
+    command = [sys.executable, "-m", "volseg", "predict", str(run), str(images), "-o", str(output)]
+    running = start(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while len(contents(output)) < 30 and running.poll() is None:
+        time.sleep(0.005)
+    running.kill()
+    assert running.wait() == -signal.SIGKILL
+    written, recorded = times(output), (output / FILE).read_bytes()
+    again = subprocess.run([*command, "--resume", "--json"], check=False, capture_output=True)
+    assert again.returncode == 1
+    told = json.loads(again.stdout)
+    assert len(contents(output)) == 98
+    assert told["counts"]["failed"] == 2
+    named = {case["case"]: case["message"] for case in told["cases"] if case["state"] == "failed"}
+    assert named.keys() == {"case_020", "case_070"}
+    assert all(f"{name}.nii.gz is truncated or damaged" in message for name, message in named.items())
+    # Whatever was recorded stays as it is; one label map may have appeared in the moment before its line.
+    now = times(output)
+    computed_again = {name for name, at in written.items() if now[name] != at}
+    assert len(computed_again) <= 1
+    assert not any(name.removesuffix(".nii.gz").encode() in recorded for name in computed_again)
+    lines = [json.loads(line) for line in (output / FILE).read_text(encoding="utf-8").splitlines()[1:]]
+    made = [line["case"] for line in lines if "label_map" in line]
+    assert len(made) == len(set(made)) == 98

@@ -237,12 +237,30 @@ def test_the_real_series(dicom_series, tmp_path):
             np.testing.assert_array_equal(np.unique(np.round(places, 3), axis=0), expected)
 
 
-def test_what_is_no_series_is_refused_before_anything_is_computed(tmp_path):
-    with pytest.raises(
-        DataError, match=r"case a: a DICOM segmentation refers to the DICOM slices .* leave out --format"
-    ):
-        require_dicom_source(tmp_path / "scan.nii.gz", "a")
-    assert require_dicom_source(tmp_path, "a") == tmp_path
+def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, tmp_path):
+    scan = tmp_path / "scan.nii.gz"
+    scan.write_bytes(b"no DICOM" * 100)
+    words = r"case a: a DICOM segmentation refers to the DICOM slices .* leave out --format dicom-seg"
+    for image in (scan, tmp_path / "absent", [tmp_path, tmp_path]):
+        with pytest.raises(DataError, match=words):
+            require_dicom_source(image, "a")
+    folder = write_series()
+    for image in (folder, folder / "002.dcm"):
+        assert require_dicom_source(image, "a") == image
+
+
+def test_one_slice_stands_for_its_series(write_series, tmp_path):
+    folder = write_series()
+    other = write_series(folder="other", SeriesInstanceUID="1.2.7", step=3.0)
+    for file in other.iterdir():
+        file.rename(folder / f"other_{file.name}")
+    volume = read_volume(folder / "002.dcm")
+    labels = labels_for(volume, [0, 1, 2]).byte()
+    path = write_dicom_segmentation(
+        labels, volume, tmp_path / "a.dcm", task=TUMOUR, series=folder / "002.dcm", weights="0"
+    )
+    nifti = write_prediction(labels, volume, tmp_path / "case.nii.gz")
+    assert_same_places(places_by_hand(path)[1][2], places_of(nifti, [2]))
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch, tmp_path):

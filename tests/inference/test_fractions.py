@@ -14,10 +14,8 @@ from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError, OutOfMemoryError
 from volseg.inference import fractions
 from volseg.inference.fractions import require_room, write_entropy, write_probabilities
-from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
-from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
 STEP = 0.5 / 65_535 + 1e-7
@@ -87,21 +85,21 @@ def test_entropy_is_a_volume_as_the_label_map(read, tmp_path):
     assert volume[0, 0, 0, :2].tolist() == [0.0, 1.0]
 
 
-def test_what_a_network_says_on_its_own_grid_goes_into_the_files_grid(read, tmp_path):
-    """The label map is where the written probabilities are largest."""
+def test_what_a_predictor_streams_goes_into_files(read, tmp_path):
+    """The label map is where the written probabilities are largest, and the entropy is that of what was written."""
     two = task_of({0: "background", 1: "bright"})
     steps = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [1.5, 1.5, 1.5]}]
     case = build_preprocessing(steps)({"case": "a", "image": read})
-    image = case["image"]
     predictor = Predictor(model=lambda images: torch.cat([-images, images], 1) * 4, num_classes=2)
-    labels = predictor(case)
-    probabilities = predictor.probabilities(image.as_tensor()[None])[0]
-    on_file = resample(Grid.original(image), probabilities, Grid.of(image))
-    path = write_probabilities(on_file, image, tmp_path / "p.nii.gz", task=two)
+    ((_, found),) = predictor.stream([case], also=("probabilities", "entropy"))
+    path = write_probabilities(found.probabilities, case["image"], tmp_path / "p.nii.gz", task=two)
     written = nibabel.load(path).get_fdata()
     clear = np.abs(written[..., 1] - written[..., 0]) > 2 * STEP
     assert clear.mean() > 0.9
-    np.testing.assert_array_equal(written.argmax(-1)[clear], labels[0].numpy()[clear])
+    np.testing.assert_array_equal(written.argmax(-1)[clear], found.labels[0].numpy()[clear])
+    entropy = nibabel.load(write_entropy(found.entropy, case["image"], tmp_path / "e.nii.gz")).get_fdata()
+    expected = -(written * np.log2(written.clip(1e-12))).sum(-1)
+    np.testing.assert_allclose(entropy, expected, atol=1e-3)  # the logarithm of numbers in steps of 1.5e-5
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])

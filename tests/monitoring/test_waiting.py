@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from volseg.data.augmented import AugmentedBatches
+from volseg.data.bank import CaseBank
+from volseg.data.patches import PatchBatches
 from volseg.monitoring.waiting import WaitingAdvice, advice
 from volseg.workflow import EpochRecord
 
@@ -38,30 +40,29 @@ def test_short_waits_and_followers_say_nothing(caplog):
 
 
 @pytest.mark.parametrize(
-    ("device", "on_device", "expected"),
+    ("device", "num_on_device", "expected"),
     [
-        ("cuda", True, "lie on the GPU already, so it is the augmentation: lower augmentation.margin"),
-        ("cuda", False, "lie in main memory: set data.keep to device"),
+        ("cuda", 3, "lie on the GPU already, so it is the augmentation: lower augmentation.margin"),
+        ("cuda", 1, "2 of 3 cases lie in main memory: let more lie on the GPU if it has room (data.keep: auto,"),
+        ("cuda", 0, "3 of 3 cases lie in main memory: let more lie on the GPU"),
     ],
 )
-def test_the_advice_fits_where_the_cases_are(device, on_device, expected):
-    assert expected in advice(batches_of(device, on_device))
+def test_the_advice_fits_where_the_cases_are(device, num_on_device, expected):
+    assert expected in advice(batches_of(device, num_on_device))
 
 
 def test_a_cpu_waits_for_nothing(caplog):
     class OnCPU(Stands):
-        batches = batches_of("cpu", False)
+        batches = batches_of("cpu", 0)
 
     assert told(caplog, 9.0, 9.0, training=OnCPU) == []
 
 
-def batches_of(device, on_device):
-    class Bank:
-        pass
-
-    bank = Bank()
-    bank.device, bank.on_device = torch.device(device), on_device
+def batches_of(device, num_on_device):
+    cases = [{"case": str(n), "image": torch.zeros(1, 1, 1, 1), "label": torch.zeros(1, 1, 1, 1)} for n in range(3)]
+    bank = CaseBank(cases)
+    bank.device, bank.num_on_device = torch.device(device), num_on_device
     batches = AugmentedBatches.__new__(AugmentedBatches)
-    batches.batches = Bank()
+    batches.batches = PatchBatches.__new__(PatchBatches)
     batches.batches.bank = bank
     return batches

@@ -18,6 +18,7 @@ from volseg.transforms.augmentation import BatchAugmentation
 
 PATCH = (8, 6, 7)
 ITERATIONS = 3
+SIDES = [(13, 9, 12), (9, 14, 5), (7, 8, 16)]
 EFFECTS = (
     "rotation",
     "scaling",
@@ -33,21 +34,26 @@ OFTEN = {effect: {"probability": 0.5} for effect in EFFECTS}
 ELASTIC = {"elastic": {"probability": 0.5, "spacing_voxels": 5, "displacement_voxels": (0, 2)}}
 
 
+SIZES_BYTES = [sides[0] * sides[1] * sides[2] * 9 for sides in SIDES]  # two channels of float32 and a label
+BUDGETS = st.sampled_from([0, min(SIZES_BYTES), sum(sorted(SIZES_BYTES)[:2]), sum(SIZES_BYTES)])
+"""Room on a device for none, one, two and all of the cases."""
+
+
 class RecordedBank(CaseBank):
     """A bank that writes down which boxes it was asked for."""
 
     asked = ()
 
-    def gather(self, cases, corners, size, *, pin=False):
+    def fetch(self, cases, corners, size, *, pin=False):
         self.asked = [*self.asked, *zip(cases.tolist(), map(tuple, corners.tolist()), strict=True)]
-        return super().gather(cases, corners, size, pin=pin)
+        return super().fetch(cases, corners, size, pin=pin)
 
 
 @cache
 def cases():
     generator = torch.Generator().manual_seed(0)
     made = []
-    for number, sides in enumerate([(13, 9, 12), (9, 14, 5), (7, 8, 16)]):
+    for number, sides in enumerate(SIDES):
         image = torch.randn(2, *sides, generator=generator)
         made.append({"case": f"case_{number}", "image": image, "label": (image[:1] > 0.5).to(torch.uint8)})
     return made
@@ -59,10 +65,12 @@ def augmentation(elastic: bool) -> BatchAugmentation:
     return BatchAugmentation(config, PATCH, num_classes=2)
 
 
-def batches(batch_size, rows=None, *, keep="memory", elastic=False) -> AugmentedBatches:
+def batches(batch_size, rows=None, *, budget_bytes=0, elastic=False, prefetch=None) -> AugmentedBatches:
     augment = augmentation(elastic)
-    bank = RecordedBank(cases(), keep=keep)
-    patches = PatchBatches(bank, PATCH, batch_size, ITERATIONS, source_size=augment.source_size, seed=3)
+    bank = RecordedBank(cases(), budget_bytes=budget_bytes)
+    patches = PatchBatches(
+        bank, PATCH, batch_size, ITERATIONS, source_size=augment.source_size, seed=3, prefetch=prefetch
+    )
     return AugmentedBatches(patches, augment, seed=3, device="cpu", rows=rows)
 
 
@@ -82,13 +90,16 @@ def layouts(draw):
 
 
 @settings(max_examples=40)
-@given(layout=layouts(), keep=st.sampled_from(["device", "memory"]), elastic=st.booleans(), epoch=st.integers(0, 3))
-def test_the_rows_of_all_processes_are_the_batch_of_one(layout, keep, elastic, epoch):
+@given(
+    layout=layouts(), budgets=st.lists(BUDGETS, min_size=8, max_size=8), elastic=st.booleans(), epoch=st.integers(0, 3)
+)
+def test_the_rows_of_all_processes_are_the_batch_of_one(layout, budgets, elastic, epoch):
+    """Each process's device holds as many cases as it has room for."""
     batch_size, processes, start = layout
-    whole = list(batches(batch_size, keep=keep, elastic=elastic).epoch(epoch, start))
+    whole = list(batches(batch_size, budget_bytes=budgets[0], elastic=elastic).epoch(epoch, start))
     assert len(whole) == ITERATIONS - start
-    for rows in processes:
-        own = list(batches(batch_size, rows, keep=keep, elastic=elastic).epoch(epoch, start))
+    for rows, budget_bytes in zip(processes, budgets[1:], strict=False):
+        own = list(batches(batch_size, rows, budget_bytes=budget_bytes, elastic=elastic).epoch(epoch, start))
         for mine, batch in zip(own, whole, strict=True):
             for name in ("image", "label"):
                 assert torch.equal(mine[name], torch.cat([batch[name][part] for part in rows]))
@@ -96,13 +107,26 @@ def test_the_rows_of_all_processes_are_the_batch_of_one(layout, keep, elastic, e
 
 
 @settings(max_examples=40)
+@given(layout=layouts(), budget_bytes=BUDGETS, prefetch=st.integers(0, 3), epoch=st.integers(0, 3))
+def test_a_batch_does_not_show_where_its_cases_lie(layout, budget_bytes, prefetch, epoch):
+    batch_size, processes, start = layout
+    for rows in processes:
+        from_memory = batches(batch_size, rows).epoch(epoch, start)
+        partly = batches(batch_size, rows, budget_bytes=budget_bytes, prefetch=prefetch).epoch(epoch, start)
+        for one, other in zip(from_memory, partly, strict=True):
+            assert one["case"] == other["case"]
+            assert torch.equal(one["image"], other["image"])
+            assert torch.equal(one["label"], other["label"])
+
+
+@settings(max_examples=40)
 @given(layout=layouts(), epoch=st.integers(0, 3))
 def test_every_sample_of_an_epoch_is_cut_out_once_wherever_the_epoch_is_entered(layout, epoch):
     batch_size, processes, start = layout
     one = batches(batch_size)
-    planned, corners, _ = one.batches.places(epoch)
-    places = map(tuple, corners[start:].flatten(0, 1).tolist())
-    wanted = Counter(zip(planned[start:].flatten().tolist(), places, strict=True))
+    planned = one.batches.places(epoch)
+    corners = map(tuple, planned.corners[start:].flatten(0, 1).tolist())
+    wanted = Counter(zip(planned.cases[start:].flatten().tolist(), corners, strict=True))
     cut = Counter()
     for rows in processes:
         own = batches(batch_size, rows)

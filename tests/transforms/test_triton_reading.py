@@ -1,7 +1,9 @@
-"""Patches read straight from the stack of cases are those that are cut out first and then moved.
+"""Patches read straight from where the cases lie are those that are cut out first and then moved.
 
 Runs on a GPU, or anywhere by Triton's interpreter.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.bank import CaseBank
 from volseg.transforms.augmentation import BatchAugmentation
+from volseg.transforms.augmentation.sources import PatchSources
 
 PATCH = (9, 7, 10)
 NUM = 4 if INTERPRETED else 7  # patches: of each case, and one beyond
@@ -19,15 +22,16 @@ RECOLOURING = ("noise", "blur", "brightness", "contrast", "low_resolution", "inv
 STILL = {name: {"probability": 0} for name in RECOLOURING}
 
 
-def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32) -> CaseBank:
-    """Return cases larger and smaller than a patch."""
+def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> CaseBank:
+    """Return cases larger and smaller than a patch, on the device as far as the budget goes."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for number, sides in enumerate([(12, 15, 11), (6, 18, 4), (20, 5, 13)]):
         image = torch.randn(channels, *sides, generator=generator)
         label = torch.randint(0, 4, (1, *sides), generator=generator)
         cases.append({"case": str(number), "image": image, "label": label})
-    return CaseBank(cases, device=DEVICE, keep="device", image_dtype=image_dtype)
+    keep = "device" if budget_bytes is None else "auto"
+    return CaseBank(cases, device=DEVICE, keep=keep, budget_bytes=budget_bytes, image_dtype=image_dtype)
 
 
 def places(augmentation: BatchAugmentation, num: int = NUM):
@@ -37,17 +41,22 @@ def places(augmentation: BatchAugmentation, num: int = NUM):
     margin = [(whole - side) // 2 for whole, side in zip(augmentation.source_size, PATCH, strict=True)]
     corners = torch.randint(-4, 7, (num, 3), generator=generator) - torch.tensor(margin)
     corners[0] = 40  # all of it beyond the case
-    return cases.to(DEVICE), corners.to(DEVICE)
+    return cases, corners
+
+
+def sources_of(cases: CaseBank, augmentation: BatchAugmentation) -> PatchSources:
+    where, corners = places(augmentation)
+    boxes = [box.to(DEVICE) for box in cases.fetch(where, corners, augmentation.source_size)]
+    located = cases.locate(where, corners, augmentation.source_size)
+    return PatchSources(cases.stored, tuple(boxes), *(part.to(DEVICE) for part in located))
 
 
 def both_ways(augmentation: BatchAugmentation, cases: CaseBank):
-    where, corners = places(augmentation)
-    image, label = cases.gather(where, corners, augmentation.source_size)
+    image, label = cases.gather(*places(augmentation), augmentation.source_size)
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
-    parameters = augmentation.sample(len(where), generators[0], image.shape[1])
+    parameters = augmentation.sample(len(image), generators[0], image.shape[1])
     plain = augmentation.apply(image, label, parameters, dense=True)
-    assert cases.stack is not None
-    return plain, augmentation.from_stack(cases.stack, where, corners, generators[1])
+    return plain, augmentation.from_sources(sources_of(cases, augmentation), generators[1])
 
 
 @with_kernels
@@ -90,18 +99,36 @@ def test_intensities_change_as_they_do_in_the_plain_way():
 
 
 @with_kernels
-def test_nothing_beside_the_stack_is_read():
-    """The stack lies between numbers that would show in any sum."""
+@pytest.mark.parametrize("budget_bytes", fewer([16_000, 5000, 0], 1))
+def test_nothing_beside_a_volume_is_read(budget_bytes):
+    """What is stored and what is fetched lies between numbers that would show in any sum."""
     augmentation = BatchAugmentation(AugmentationConfig.model_validate({**STILL, **MOVED}), PATCH, num_classes=4)
-    cases = bank(2)
-    where, corners = places(augmentation)
-    stack = []
-    for volumes, poison in zip(cases.stack, (float("nan"), 3), strict=True):
-        buffer = torch.full((3 * volumes.numel(),), poison, dtype=volumes.dtype, device=volumes.device)
-        stack.append(buffer[volumes.numel() : 2 * volumes.numel()].view_as(volumes).copy_(volumes))
+    plain = sources_of(bank(2, budget_bytes=budget_bytes), augmentation)
+    surrounded = replace(plain, stored=tuple(map(surround, plain.stored)), boxes=tuple(map(surround, plain.boxes)))
+    reads = [augmentation.from_sources(of, torch.Generator(DEVICE).manual_seed(3)) for of in (plain, surrounded)]
+    for one, other in zip(*reads, strict=True):
+        assert torch.equal(one, other)
+
+
+def surround(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in the middle of a larger buffer."""
+    poison = float("nan") if values.is_floating_point() else 3
+    count = values.numel()
+    buffer = torch.full((count + 2000,), poison, dtype=values.dtype, device=values.device)
+    return buffer[1000 : 1000 + count].view(values.shape).copy_(values)
+
+
+@with_kernels
+@pytest.mark.parametrize(("channels", "dtype"), fewer([(1, torch.float32), (2, torch.float16)], 1))
+def test_patches_are_the_same_bits_wherever_their_cases_lie(channels, dtype):
+    config = AugmentationConfig.model_validate({**STILL, **ELASTIC, "noise": {"probability": 0.5}})
+    augmentation = BatchAugmentation(config, PATCH, num_classes=4, spacing=(1, 1.5, 2))
+    banks = [bank(channels, dtype, budget_bytes) for budget_bytes in (None, 0, 9000)]
+    assert [cases.num_on_device for cases in banks] == [3, 0, 2]
     reads = [
-        augmentation.from_stack(of, where, corners, torch.Generator(DEVICE).manual_seed(3))
-        for of in (cases.stack, tuple(stack))
+        augmentation.from_sources(sources_of(cases, augmentation), torch.Generator(DEVICE).manual_seed(3))
+        for cases in banks
     ]
-    for plain, surrounded in zip(*reads, strict=True):
-        assert torch.equal(plain, surrounded)
+    for image, label in reads[1:]:
+        assert torch.equal(image, reads[0][0])
+        assert torch.equal(label, reads[0][1])

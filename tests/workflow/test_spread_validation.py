@@ -15,6 +15,7 @@ from volseg.data.preprocessed import prepare_all
 from volseg.data.reading_group import meet_readers
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
+from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import read_summary
 from volseg.inference.predictor import Predictor
 from volseg.transforms.preprocessing import build_preprocessing
@@ -62,7 +63,8 @@ def validation(folder, own, *, num_cases=NUM_CASES, output=None, rank=None, then
     ]
     predictor = Predictor(model=model, num_classes=task.num_classes)
     labels = {**task.labels, 9: "Absent"}  # no case has it: its numbers are NaN
-    made = Validation(predictor, cases, labels, metrics=metrics, folder=output, num_examples=1)
+    scoring = Scoring(tolerances=dict.fromkeys((1, 2), 1.0))  # whose distances are infinite where a label is missed
+    made = Validation(predictor, cases, labels, metrics=metrics, scoring=scoring, folder=output, num_examples=1)
     return made, [case["case"] for case in task.training[:num_cases]]
 
 

@@ -16,9 +16,9 @@ CacheFolder = Annotated[
 @cache_app.command("list", epilog="Example: volseg data cache list")
 def list_cache(folder: CacheFolder = "auto") -> None:
     """Say which prepared cases are kept, from where, how large they are, and when they were last used."""
-    from volseg.data.cache_folder import choose_cache_folder, describe_entries  # imports torch: not for --help
+    from volseg.data.cache_folder import describe_entries, find_cache_folder  # imports torch: not for --help
 
-    typer.echo(describe_entries(choose_cache_folder(folder)))
+    typer.echo(describe_entries(find_cache_folder(folder)))
 
 
 @cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
@@ -27,9 +27,9 @@ def clear_cache(
     unused: Annotated[float, typer.Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
 ) -> None:
     """Remove prepared cases; a training that runs keeps those that it has opened."""
-    from volseg.data.cache_folder import choose_cache_folder, remove_entries  # imports torch: not for --help
+    from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
 
-    chosen = choose_cache_folder(folder)
+    chosen = find_cache_folder(folder)
     removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
     typer.echo(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
 
@@ -37,9 +37,9 @@ def clear_cache(
 @cache_app.command("verify", epilog="Example: volseg data cache verify")
 def verify_cache(folder: CacheFolder = "auto") -> None:
     """Compare every byte that is kept with its checksum, and remove what is damaged: it will be prepared anew."""
-    from volseg.data.cache_folder import choose_cache_folder, verify_entries  # imports torch: not for --help
+    from volseg.data.cache_folder import find_cache_folder, verify_entries  # imports torch: not for --help
 
-    chosen = choose_cache_folder(folder)
+    chosen = find_cache_folder(folder)
     found = [] if chosen is None else list(verify_entries(chosen))
     damaged = [fault for _, fault in found if fault is not None]
     for fault in damaged:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.options import Components
+
 __all__ = ["postprocessing_app"]
 
 postprocessing_app = typer.Typer()
@@ -24,10 +26,12 @@ def postprocess(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="With --apply: folder for the changed ones.")
     ] = None,
+    components: Components = None,
 ) -> None:
     """Try largest components and hole filling on the validation cases; keep what raises Dice and lowers no label's."""
     from volseg import experiment  # imports torch: not for --help
 
+    experiment.load_components(components or ())
     if (apply is None) != (output is None):
         raise typer.BadParameter("--apply names the label maps and --output where they go; give both or neither")
     if apply is None or output is None or not experiment.RunFolder(source).postprocessing_file.exists():

@@ -16,7 +16,8 @@ SourceArgument = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
-        help="What predicts: a run folder, or a cross-validation's, of which every finished fold is taken.",
+        help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
+        "`volseg export` wrote, or a model folder of nnU-Net 2.",
     ),
 ]
 Settings = Annotated[
@@ -92,6 +93,19 @@ def predict(
         int | None,
         typer.Option(min=1, metavar="N", help="Predict in N processes, each on a GPU of its own, by cases."),
     ] = None,
+    postprocessing: Annotated[
+        bool, typer.Option(help="Apply what `volseg postprocess SOURCE` measured to help, where it did.")
+    ] = True,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Write those of every class to DIR/probabilities as well.")
+    ] = False,
+    uncertainty: Annotated[
+        bool,
+        typer.Option("--uncertainty", help="Write the probabilities' entropy, 0 to 1, to DIR/uncertainty as well."),
+    ] = False,
+    label_format: Annotated[
+        str, typer.Option("--format", help="Of label maps: nifti, or dicom-seg (of DICOM images).")
+    ] = "nifti",
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
     components: Components = None,
 ) -> None:
@@ -114,6 +128,10 @@ def predict(
         overwrite=overwrite,
         strict=strict,
         gpus=gpus,
+        postprocessing=postprocessing,
+        probabilities=probabilities,
+        uncertainty=uncertainty,
+        label_format=label_format,
     )
     typer.echo(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:

@@ -7,6 +7,7 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -108,6 +109,10 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     message = error["msg"].removeprefix("Value error, ")
     came = error["input"]
+    if error["type"] == "missing" and isinstance(came, Mapping):
+        extra = [str(key) for key in came if key not in _section_at(section, parents).model_fields]
+        if near := get_close_matches(str(last), extra, n=1):  # a section that takes parameters takes a slip for one
+            return f"{where}: {message}; {near[0]!r} is there, did you mean {last!r}?"
     if error["type"] in ("value_error", "missing") or isinstance(came, Mapping):
         return f"{where}: {message}"
     return f"{where}: {message}, got {came!r}"

@@ -129,7 +129,10 @@ class DataConfig(ConfigModel):
     skip_bad: bool = False
     """Leave bad cases out and list them in the report, instead of stopping before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
-    """Where the preprocessed cases lie: on the GPU when they fit, or in main memory."""
+    """Where the preprocessed cases lie: ``auto`` puts on the GPU what fits (the smallest cases) and leaves the rest in
+    main memory; batches are the same bits whatever lies where."""
+    device_limit: Positive | None = None
+    """GiB of the GPU that ``keep: auto`` may take for cases, in place of 30 % of what is free."""
     cache: str = "auto"
     """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
     ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""

@@ -6,7 +6,10 @@ from typing import Any
 
 from volseg.errors import DataError
 
-__all__ = ["Source"]
+__all__ = ["EXECUTED", "Source"]
+
+EXECUTED = "__volseg_executed__"
+"""Attribute of a module that was run from bytes: these bytes, whatever its file holds by now."""
 
 
 @dataclass(frozen=True, kw_only=True)

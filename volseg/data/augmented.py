@@ -1,7 +1,8 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import accumulate, islice, pairwise
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from volseg.device.graph import RecordedFunction
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
 from volseg.transforms.augmentation.own import OwnAugmentations
+from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["AugmentedBatches", "EpochBatches", "remaining_batches"]
 
@@ -34,15 +36,16 @@ def remaining_batches(batches: Iterable[Batch] | EpochBatches, number: int, star
     if epoch is not None:
         return iter(epoch(number, start=start))
     assert isinstance(batches, Iterable)
-    return itertools.islice(iter(batches), start, None)
+    return islice(iter(batches), start, None)
 
 
 class AugmentedBatches:
     """Cut patches and augment them.
 
     Every batch's random numbers are seeded by (seed, epoch, position), so that a training resumed in the middle of an
-    epoch sees the batches it would have seen, without any state to save. Where the cases lie on a GPU, cutting and
-    augmenting are recorded as one CUDA graph, which runs beside the training on the batch before.
+    epoch sees the batches it would have seen, without any state to save. On a GPU, cutting and augmenting are recorded
+    as one CUDA graph, which runs beside the training on the batch before, and so are patches copied to it whose cases
+    do not lie there: the bits of a batch do not depend on where its cases lie.
 
     Parameters
     ----------
@@ -87,6 +90,7 @@ class AugmentedBatches:
         self.generator = torch.Generator(device)
         self._own_generator = torch.Generator(device)  # a recording holds the other one
         self._recording: RecordedFunction | None = None
+        self._boxes: tuple[Tensor, Tensor] | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
         if self.generator.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.generator.device)
@@ -101,8 +105,7 @@ class AugmentedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
-        bank = self.batches.bank
-        make = self._make_recorded if bank.on_device and bank.device.type == "cuda" else self._make_plainly
+        make = self._make_recorded if self.batches.bank.device.type == "cuda" else self._make_plainly
         yield from make(number, start)
 
     def _make_plainly(self, number: int, start: int) -> Iterator[Batch]:
@@ -123,36 +126,50 @@ class AugmentedBatches:
 
     def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
-        cases, corners, names = self.batches.places(number)
-        for indices in (cases, corners):
+        places = self.batches.places(number, self.rows)
+        for indices in places.on_device:
             # A loop that is left in mid-epoch frees them while the batch ahead may still read them.
             indices.record_stream(self._stream)
 
-        def make_ahead(position: int) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+        def make_ahead(position: int, fetched: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
             # One batch ahead, not more: the host is many steps ahead of the device.
             self._stream.wait_stream(torch.cuda.current_stream(self.batches.bank.device))
             with torch.cuda.stream(self._stream):
-                places = {"cases": cases[position], "corners": corners[position]}
+                self._bring(fetched, len(places.names[position]))
+                where = dict(zip(("begins", "shapes", "corners"), places.at(position), strict=True))
                 if self._recording is None:
                     # Once as it is, so that what the augmentation caches exists; the seed below makes the draw void.
-                    self._cut_and_augment(**places)
+                    self._cut_and_augment(**where)
                     self._recording = RecordedFunction(
-                        self._cut_and_augment, places, generators=[self.generator], stream=self._stream
+                        self._cut_and_augment, where, generators=[self.generator], stream=self._stream
                     )
                 self.generator.manual_seed(mix_seed(self.seed, number, position))
-                batch = {name: tensor.clone() for name, tensor in self._recording(places).items()}
+                batch = {name: tensor.clone() for name, tensor in self._recording(where).items()}
                 return self._augment_more(batch, number, position), self._stream.record_event()
 
-        ahead = make_ahead(start) if start < len(self) else None
-        for position in range(start, len(self)):
-            assert ahead is not None
-            batch, ready = ahead
-            ahead = make_ahead(position + 1) if position + 1 < len(self) else None
-            consumer = torch.cuda.current_stream(self.batches.bank.device)
-            consumer.wait_event(ready)
-            for tensor in batch.values():
-                tensor.record_stream(consumer)
-            yield {**batch, "case": [name for part in self.rows for name in names[position][part]]}
+        with closing(self.batches.fetch(places, start)) as fetched:
+            ahead = make_ahead(start, next(fetched)) if start < len(self) else None
+            for position in range(start, len(self)):
+                assert ahead is not None
+                batch, ready = ahead
+                ahead = make_ahead(position + 1, next(fetched)) if position + 1 < len(self) else None
+                consumer = torch.cuda.current_stream(self.batches.bank.device)
+                consumer.wait_event(ready)
+                for tensor in batch.values():
+                    tensor.record_stream(consumer)
+                yield {**batch, "case": places.names[position]}
+
+    def _bring(self, fetched: Sequence[Tensor], count: int) -> None:
+        """Copy what was fetched of ``count`` patches to where it is read, behind the batch that reads there now."""
+        for box, values in zip(self._make_room(count), fetched, strict=True):
+            box[: len(values)].copy_(values, non_blocking=True)
+
+    def _make_room(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return where fetched patches lie on the device, for the recording always at the same place."""
+        bank = self.batches.bank
+        if self._boxes is None:
+            self._boxes = bank.make_boxes(0 if bank.on_device else count, self.batches.source_size, device=bank.device)
+        return self._boxes
 
     def _augment_more(self, batch: dict[str, Tensor], number: int, position: int) -> dict[str, Tensor]:
         """Apply the user's own augmentations to each sample of a batch."""
@@ -169,16 +186,23 @@ class AugmentedBatches:
             name: torch.stack(parts) for name, parts in zip(("image", "label"), zip(*made, strict=True), strict=True)
         }
 
-    def _cut_and_augment(self, cases: Tensor, corners: Tensor) -> dict[str, Tensor]:
-        """Make the wanted rows of the batch whose patches lie at ``cases`` (B,) and ``corners`` (B, 3)."""
-        parameters = self._draw_next()
-        return _join([self._make_rows(cases[part], corners[part], parameters.select(part)) for part in self.rows])
+    def _cut_and_augment(self, begins: Tensor, shapes: Tensor, corners: Tensor) -> dict[str, Tensor]:
+        """Make the wanted rows of the batch whose patches lie there; see `PatchSources`."""
+        bank, parameters = self.batches.bank, self._draw_next()
+        sources = PatchSources(bank.stored, self._make_room(len(begins)), begins, shapes, corners)
+        ends = list(accumulate(part.stop - part.start for part in self.rows))
+        mine = [slice(*pair) for pair in pairwise([0, *ends])]
+        return _join(
+            [
+                self._make_rows(sources.select(own), parameters.select(part))
+                for own, part in zip(mine, self.rows, strict=True)
+            ]
+        )
 
-    def _make_rows(self, cases: Tensor, corners: Tensor, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
-        bank = self.batches.bank
-        if bank.stack is not None and self._fused:
-            return self.augmentation.apply_to_stack(bank.stack, cases, corners, parameters)
-        image, label = bank.gather(cases, corners, self.batches.source_size)
+    def _make_rows(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
+        if self._fused:
+            return self.augmentation.apply_to_sources(sources, parameters)
+        image, label = sources.cut(self.batches.source_size)
         return self.augmentation.apply(image, label, parameters)
 
 

@@ -1,30 +1,33 @@
 """The preprocessed training cases, kept where patches can be cut out of them at once.
 
-On an accelerator, where they fit, all cases lie in one zero-padded stack, and a batch of patches is one gather by
-index tensors: no Python per case and nothing that waits for the host. Otherwise each case stays as it is in main memory
-and a patch is a copy of a slice. Both give the same bits.
+On an accelerator lie as many cases as fit, one behind the other without padding, and the patches of a batch are read
+there by index tensors: no Python per case and nothing that waits for the host. The others stay as they are in main
+memory, or mapped from files, and a patch of theirs is fetched: a box of the host's, copied to the device. Both give the
+same bits.
 
 What lies outside of a case is 0: after normalisation that is the mean of a z-scored image, what nnU-Net pads with, and
 what `volseg.models.FitGrid` pads with, so a network sees one kind of outside in training and in prediction.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from volseg.data.residency import choose_budget, choose_resident
 from volseg.errors import DataError
+from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["MOST_FOREGROUND", "CaseBank", "ForegroundVoxels", "list_voxels", "require_fit"]
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""
 
-_SHARE_OF_MEMORY = 0.3
-"""Of an accelerator's free memory, what a stack may take by itself; the rest is for training."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +104,17 @@ class CaseBank:
     cases : sequence of mapping
         Each with ``case`` (id), ``image`` (C, D, H, W) and ``label`` (1, D, H, W) on one grid. One that comes from a
         cache has ``voxels`` as well, what `list_voxels` gives; then its voxels are not looked at here, which would read
-        them from a disk.
+        them from a disk; and ``mapped``, a `StoredCase`.
     device : torch.device or str
         Where training happens.
     keep : {"auto", "device", "memory"}
-        ``device`` stacks the cases on ``device``; ``memory`` leaves them in main memory; ``auto`` chooses the device
-        where it is an accelerator and the stack takes at most 30 % of its free memory.
+        ``device`` puts all cases on ``device``; ``memory`` leaves them in main memory; ``auto`` puts as many on the
+        device as ``budget_bytes`` holds, the smallest ones.
+    budget_bytes : int, optional
+        What ``auto`` may take of the device, of which it leaves no more than there is; by default 30 % of what is free
+        on a GPU, and nothing on a CPU.
     image_dtype : torch.dtype
-        How images are stored; float16 halves the memory. Boxes are float32 in any case.
+        How images are stored; float16 halves the memory. Patches are float32 in any case.
     most_foreground : int
         Voxels remembered per case and class for oversampling.
     num_classes : int, optional
@@ -126,8 +132,12 @@ class CaseBank:
         Where each class lies, on the CPU.
     annotated : ForegroundVoxels or None
         Where voxels are annotated at all, the background too, in place of classes; None where all are.
-    on_device : bool
-        Whether the cases are stacked on ``device``.
+    is_resident : Tensor
+        Which cases lie on ``device``, (N,) bool, on the CPU.
+    num_on_device : int
+        How many do.
+    stored : tuple of Tensor
+        Their images and labels; see `PatchSources`.
 
     Raises
     ------
@@ -141,6 +151,7 @@ class CaseBank:
         *,
         device: torch.device | str = "cpu",
         keep: Literal["auto", "device", "memory"] = "auto",
+        budget_bytes: int | None = None,
         image_dtype: torch.dtype = torch.float32,
         most_foreground: int = MOST_FOREGROUND,
         num_classes: int | None = None,
@@ -164,110 +175,145 @@ class CaseBank:
         ]
         self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
         self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
-        self.on_device = self._choose(keep, images[0].element_size())
-        self._boxes: _Boxes = _Stacked(images, labels, self.device) if self.on_device else _Listed(images, labels)
+        sizes = self.shapes.prod(1) * (self.num_channels * image_dtype.itemsize + 1)
+        self.is_resident = torch.tensor(self._choose(keep, budget_bytes, sizes.tolist()))
+        self.num_on_device = int(self.is_resident.sum())
+        stored_voxels = torch.where(self.is_resident, self.shapes.prod(1), 0)
+        self._begins = stored_voxels.cumsum(0) - stored_voxels
+        self.stored = self._store(images), self._store(labels)
+        self._images, self._labels = (
+            [None if lies_there else volume for volume, lies_there in zip(of, self.is_resident, strict=True)]
+            for of in (images, labels)
+        )
+        self._mapped = [
+            case["mapped"]
+            for case, there in zip(cases, self.is_resident, strict=True)
+            if "mapped" in case and not there
+        ]
+        if self.device.type != "cpu" or self.num_on_device:
+            kept = f"{int(sizes[self.is_resident].sum()) / 2**30:.2g} of {int(sizes.sum()) / 2**30:.2g} GiB"
+            logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def gather(
-        self, cases: Tensor, corners: Tensor, size: Sequence[int], *, pin: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the boxes of ``size`` voxels that begin at ``corners``, 0 where they leave their case.
+    @property
+    def on_device(self) -> bool:
+        """Whether all cases lie on ``device``."""
+        return self.num_on_device == len(self)
+
+    def require_files(self) -> None:
+        """Look whether the files that cases are mapped from are as long as they were.
+
+        Raises
+        ------
+        DataError
+            If one was cut off: reading behind its end would end the process without a word (SIGBUS).
+        """
+        for stored in self._mapped:
+            stored.require_size()
+
+    def locate(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where patches of ``size`` voxels are read: begins, shapes and corners, as `PatchSources` has them.
 
         Parameters
         ----------
         cases : Tensor
-            Index of each box's case, (B,); on ``device`` when the bank is.
+            Index of each patch's case, (..., B), on the CPU.
         corners : Tensor
-            First voxel of each box, (B, 3), which may lie outside of the case; where ``cases`` is.
+            First voxel of each patch in its case, (..., B, 3), which may lie outside.
         size : sequence of int
-            D, H, W of every box.
-        pin : bool
-            Whether boxes from main memory are page-locked, for an asynchronous copy to a GPU.
+            D, H, W of every patch.
 
         Returns
         -------
         tuple of Tensor
-            Images (B, C, D, H, W) in float32 and labels (B, 1, D, H, W) in uint8.
+            On the CPU. Of the patches that `fetch` makes of a batch (the last dim of ``cases``), patch s is box s.
         """
-        return self._boxes.gather(cases, corners, size, pin)
+        there = self.is_resident[cases]
+        box = (~there).cumsum(-1) - 1
+        begins = torch.where(there, self._begins[cases], -1 - box)
+        shapes = torch.where(there[..., None], self.shapes[cases], torch.tensor(size))
+        return begins, shapes, torch.where(there[..., None], corners, 0)
 
-    @property
-    def stack(self) -> tuple[Tensor, Tensor] | None:
-        """All images (N, C, D, H, W) and labels (N, 1, D, H, W), 0 beyond each case; None where cases lie in RAM."""
-        return self._boxes.stack if isinstance(self._boxes, _Stacked) else None
+    def fetch(self, cases: Tensor, corners: Tensor, size: Sequence[int], *, pin: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the patches of the cases that do not lie on the device, as boxes on the host.
 
-    def _choose(self, keep: str, bytes_per_value: int) -> bool:
-        if keep == "memory" or (keep == "auto" and self.device.type != "cuda"):
-            return False
-        voxels = len(self) * int((self.shapes.amax(0) + 1).prod())
-        needed = voxels * (self.num_channels * bytes_per_value + 1)
-        if self.device.type != "cuda":
-            return True
-        free = torch.cuda.mem_get_info(self.device)[0]
-        if keep == "device" and needed > free:
-            raise DataError(
-                f"data.keep is 'device', but {len(self)} cases padded to {tuple((self.shapes.amax(0) + 1).tolist())} "
-                f"voxels take {needed / 2**30:.1f} GiB and {self.device} has {free / 2**30:.1f} GiB free; "
-                "set data.keep to auto or memory"
-            )
-        return keep == "device" or needed <= _SHARE_OF_MEMORY * free
+        Parameters
+        ----------
+        cases, corners, size
+            Of a batch; see `locate`. Patches of cases on the device are passed over.
+        pin : bool
+            Whether boxes are page-locked, for an asynchronous copy to a GPU.
 
-
-class _Boxes(Protocol):
-    def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int], pin: bool) -> tuple[Tensor, Tensor]: ...
-
-
-class _Stacked:
-    """All cases in one tensor, each from index 0 on; the last plane of every axis is 0 and stands for outside."""
-
-    def __init__(self, images: Sequence[Tensor], labels: Sequence[Tensor], device: torch.device) -> None:
-        longest = [max(image.shape[axis] for image in images) + 1 for axis in (1, 2, 3)]
-        shape = (len(images), images[0].shape[0], *longest)
-        self._image = torch.zeros(shape, dtype=images[0].dtype, device=device)
-        self._label = torch.zeros((shape[0], 1, *longest), dtype=torch.uint8, device=device)
-        for stack, volumes in ((self._image, images), (self._label, labels)):
-            for row, volume in zip(stack, volumes, strict=True):
-                d, h, w = volume.shape[1:]
-                row[:, :d, :h, :w] = volume.to(device)
-
-    @property
-    def stack(self) -> tuple[Tensor, Tensor]:
-        return self._image, self._label
-
-    def gather(
-        self,
-        cases: Tensor,
-        corners: Tensor,
-        size: Sequence[int],
-        pin: bool,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        index = []
-        for axis, side in enumerate(size):
-            outside = self._image.shape[axis + 2] - 1
-            position = corners[:, axis, None] + torch.arange(side, device=corners.device)
-            position = torch.where((position < 0) | (position > outside), outside, position)
-            index.append(position.view(-1, *(side if axis == a else 1 for a in range(-1, 3))))
-        case = cases.view(-1, 1, 1, 1, 1)
-        channel = torch.arange(self._image.shape[1], device=cases.device).view(1, -1, 1, 1, 1)
-        return self._image[case, channel, *index].float(), self._label[case, channel[:, :1], *index]
-
-
-class _Listed:
-    """Each case as it is, in main memory."""
-
-    def __init__(self, images: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        self._images, self._labels = images, labels
-
-    def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int], pin: bool) -> tuple[Tensor, Tensor]:
-        num_channels = self._images[0].shape[0]
-        images = torch.empty(len(cases), num_channels, *size, pin_memory=pin).zero_()
-        labels = torch.empty(len(cases), 1, *size, dtype=torch.uint8, pin_memory=pin).zero_()
-        for row, (case, corner) in enumerate(zip(cases.tolist(), corners.tolist(), strict=True)):
-            _copy_overlap(self._images[case], corner, images[row])
-            _copy_overlap(self._labels[case], corner, labels[row])
+        Returns
+        -------
+        tuple of Tensor
+            Images (S, C, *size) in the type in which they are stored and labels (S, 1, *size) in uint8.
+        """
+        away = ~self.is_resident[cases]
+        images, labels = self.make_boxes(int(away.sum()), size, pin=pin)
+        for row, (case, corner) in enumerate(zip(cases[away].tolist(), corners[away].tolist(), strict=True)):
+            for volumes, boxes in ((self._images, images), (self._labels, labels)):
+                volume = volumes[case]
+                assert volume is not None
+                _copy_overlap(volume, corner, boxes[row])
         return images, labels
+
+    def make_boxes(
+        self, count: int, size: Sequence[int], *, device: torch.device | str = "cpu", pin: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return room for the images and labels of so many fetched patches, zeros."""
+        images, labels = (
+            torch.empty(count, channels, *size, dtype=stored.dtype, device=device, pin_memory=pin and count > 0).zero_()
+            for channels, stored in zip((self.num_channels, 1), self.stored, strict=True)
+        )
+        return images, labels
+
+    def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return patches wherever their cases lie: images (B, C, *size) in float32, labels (B, 1, *size) in uint8.
+
+        They are on ``device``; see `locate` for the parameters.
+        """
+        boxes = self.fetch(cases, corners, size)
+        return self.join(boxes, self.locate(cases, corners, size), size)
+
+    def join(
+        self, boxes: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor, Tensor], size: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the patches of a batch, those that were fetched and those on the device; see `gather`.
+
+        The ``places`` are what `locate` gave, wherever they lie: on the device, nothing waits for it.
+        """
+        image, label = (box.to(self.device, non_blocking=True) for box in boxes)
+        if not self.num_on_device:
+            return image.float(), label
+        begins, shapes, corners = (where.to(self.device) for where in places)
+        return PatchSources(self.stored, (image, label), begins, shapes, corners).cut(size)
+
+    def _store(self, volumes: Sequence[Tensor]) -> Tensor:
+        """Return the volumes of the cases that lie on the device, one behind the other."""
+        there = [volume for volume, is_there in zip(volumes, self.is_resident, strict=True) if is_there]
+        stored = torch.empty(sum(volume.numel() for volume in there), dtype=volumes[0].dtype, device=self.device)
+        end = 0
+        for volume in there:
+            begin, end = end, end + volume.numel()
+            stored[begin:end].view(volume.shape).copy_(volume)
+        return stored
+
+    def _choose(self, keep: str, budget_bytes: int | None, sizes: Sequence[int]) -> list[bool]:
+        """Return which cases lie on the device."""
+        if self.device.type != "cuda":
+            budget = budget_bytes or 0
+            return [True] * len(self) if keep == "device" else choose_resident(sizes, budget if keep == "auto" else 0)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if keep == "device" and sum(sizes) > free:
+            raise DataError(
+                f"data.keep is 'device', but the {len(self)} cases take {sum(sizes) / 2**30:.1f} GiB and {self.device} "
+                f"has {free / 2**30:.1f} GiB free; set data.keep to auto, which puts there what fits, or to memory"
+            )
+        budgets = {"auto": choose_budget(free, budget_bytes), "device": free, "memory": 0}
+        return choose_resident(sizes, budgets[keep])
 
 
 def _copy_overlap(volume: Tensor, corner: Sequence[int], box: Tensor) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "CacheEntry",
     "choose_cache_folder",
     "describe_entries",
+    "find_cache_folder",
     "list_entries",
     "make_cache_folder",
     "remove_entries",
@@ -55,6 +56,22 @@ def choose_cache_folder(wanted: str) -> Path | None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         wanted = os.environ.get(VARIABLE) or os.path.join(home, "volseg")
     return None if wanted == "none" else Path(os.path.abspath(wanted))
+
+
+def find_cache_folder(wanted: str) -> Path | None:
+    """Return the folder that somebody wants to look after; see `choose_cache_folder`.
+
+    Raises
+    ------
+    ConfigError
+        If he names one that is none, or not there.
+    """
+    folder = choose_cache_folder(wanted)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name the folder of a cache, or leave it out for the usual one")
+    if folder is not None and wanted != "auto" and not folder.exists():
+        raise ConfigError(f"{folder} does not exist; name the folder of a cache, or leave it out for the usual one")
+    return folder
 
 
 def list_entries(folder: Path) -> list[CacheEntry]:

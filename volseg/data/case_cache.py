@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ import volseg.transforms
 from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
 from volseg.data.cases import Case, Task
+from volseg.data.code_digest import digest_modules
 from volseg.data.file_digests import FileDigests
 from volseg.data.readers import SUFFIXES, find_suffix, list_files
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
@@ -275,7 +275,8 @@ class CaseCache:
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
     """Return a stored case as preparing returns it; see `volseg.data.preparing.prepare`.
 
-    One that trains has ``image`` and ``label`` without metadata, and ``voxels``: what `list_voxels` gives.
+    One that trains has ``image`` and ``label`` without metadata, ``voxels``, what `list_voxels` gives, and ``mapped``,
+    the file.
     """
     volumes = stored.volumes()
     names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
@@ -287,7 +288,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
                 volume.meta["filename_or_obj"] = str(source)  # where it lies now
         return {**case, **volumes, "reference_file": Path(case["label"])}
     plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
-    return {**case, **plain, "voxels": voxels}
+    return {**case, **plain, "voxels": voxels, "mapped": stored}
 
 
 def _without_files(case: Case) -> Case:
@@ -332,28 +333,11 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
         *(cls for step in steps for cls in type(step).__mro__),
         *(part for part in (*steps, *factories, *readers) if hasattr(part, "__qualname__")),
     ]
-    for name in sorted({part.__module__ for part in made_of}):
-        if name.partition(".")[0] in ("volseg", *LIBRARIES, *sys.stdlib_module_names) and name != "__main__":
-            continue
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None or not Path(file).is_file():
-            raise ConfigError(
-                f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
-                "without anybody noticing; put it into a file, or set data.cache to none"
-            )
-        files.extend(_list_sources(name, Path(file)))
     digest = sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + sha256(file.read_bytes()).digest())
+    digest.update(digest_modules({part.__module__ for part in made_of}, LIBRARIES).encode())
     return digest.hexdigest()
-
-
-def _list_sources(module: str, file: Path) -> Iterator[Path]:
-    """Yield the files of a module's code: all of the package that it belongs to, whose other modules it may call."""
-    yield file
-    package = sys.modules.get(module.partition(".")[0])
-    for folder in getattr(package, "__path__", ()):
-        yield from sorted(Path(folder).rglob("*.py"))
 
 
 def _say(content: Any) -> str:

@@ -17,7 +17,7 @@ from volseg.data.dicom_elements import Tag, read_elements
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError, ReaderError
 
-__all__ = ["FoundSeries", "Series", "choose_series", "find_series", "gather_series", "name_series"]
+__all__ = ["FoundSeries", "Series", "choose_series", "gather_series", "name_series", "search_series"]
 
 CHARACTERS, IMAGE_TYPE, STUDY_DATE, MODALITY, DESCRIPTION = (
     (0x0008, 0x0005),
@@ -110,7 +110,7 @@ class FoundSeries:
     """Files called ``.dcm`` that are none."""
 
 
-def find_series(folder: Path) -> FoundSeries:
+def search_series(folder: Path) -> FoundSeries:
     """Return the series in and below a folder, in the order of their folders; hidden files and folders are passed over.
 
     Only the first elements of each file are read.

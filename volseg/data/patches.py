@@ -6,7 +6,7 @@ the batches that it would have seen, with no state to save.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from volseg.data.cases import Batch
 from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
 
-__all__ = ["EpochPlan", "PatchBatches", "num_foreground", "plan_epoch", "take_rows"]
+__all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,23 @@ class EpochPlan:
     """First voxel of each patch in its case, (iterations, B, 3); negative where the case is smaller than the patch."""
 
 
-def take_rows(tensor: Tensor, rows: Sequence[slice]) -> Tensor:
-    """Return some rows of a tensor: a view of one slice, a copy of several; neither waits for a device."""
-    return tensor[rows[0]] if len(rows) == 1 else torch.cat([tensor[part] for part in rows])
+@dataclass(frozen=True, slots=True)
+class EpochPlaces:
+    """Where the source patches of an epoch lie, as far as one process needs them."""
+
+    cases: Tensor
+    """Index of each patch's case, (iterations, R), on the CPU."""
+    corners: Tensor
+    """First voxel of each source patch in its case, (iterations, R, 3), on the CPU."""
+    names: list[list[str]]
+    """Ids of the cases."""
+    on_device: tuple[Tensor, Tensor, Tensor]
+    """What `CaseBank.locate` says of them, on the bank's device: one copy per epoch, and a batch costs no wait."""
+
+    def at(self, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return begins, shapes and corners of one batch."""
+        begins, shapes, corners = self.on_device
+        return begins[iteration], shapes[iteration], corners[iteration]
 
 
 def num_foreground(batch_size: int, share: float) -> int:
@@ -137,13 +151,13 @@ class PatchBatches:
     seed : int
         Of the experiment.
     prefetch : int, optional
-        Batches prepared ahead, each by a thread, where cases lie in main memory or are mapped; by default 3 when
-        training on a GPU, and none on a CPU, whose cores the network needs itself.
+        Batches prepared ahead, each by a thread, where cases lie in main memory or are mapped, be it some of them; by
+        default 3 when training on a GPU, and none on a CPU, whose cores the network needs itself.
 
     Attributes
     ----------
     seconds_waited : float
-        What the loop has waited for batches since the current epoch began.
+        What the loop has waited for fetched patches since the current epoch began.
 
     Raises
     ------
@@ -172,7 +186,7 @@ class PatchBatches:
         self.seconds_waited = 0.0
         self._check()
         on_gpu = bank.device.type == "cuda"
-        self._pin = on_gpu and not bank.on_device
+        self._pin = on_gpu
         default = 3 if on_gpu else 0
         self._prefetch = 0 if bank.on_device else default if prefetch is None else prefetch
 
@@ -192,16 +206,37 @@ class PatchBatches:
             annotated=self.bank.annotated,
         )
 
-    def places(self, number: int) -> tuple[Tensor, Tensor, list[list[str]]]:
-        """Return the cases (iterations, B) and first voxels (iterations, B, 3) of an epoch's source patches, and ids.
+    def places(self, number: int, rows: Sequence[slice] = (slice(None),)) -> EpochPlaces:
+        """Return where the source patches of an epoch lie, or those of some rows of each batch.
 
-        The indices lie where the bank's voxels do: one copy per epoch, and a batch's own cost no transfer and no wait.
+        Raises
+        ------
+        DataError
+            If a file that a case is mapped from was cut off meanwhile.
         """
+        self.bank.require_files()
         plan = self.plan(number)
         margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
-        where = self.bank.device if self.bank.on_device else "cpu"
-        names = [[self.bank.names[case] for case in row] for row in plan.cases.tolist()]
-        return plan.cases.to(where), (plan.corners - torch.tensor(margin)).to(where), names
+        cases, corners = (torch.cat([of[:, part] for part in rows], 1) for of in (plan.cases, plan.corners))
+        corners = corners - torch.tensor(margin)
+        begins, shapes, firsts = (
+            where.to(self.bank.device) for where in self.bank.locate(cases, corners, self.source_size)
+        )
+        names = [[self.bank.names[case] for case in row] for row in cases.tolist()]
+        return EpochPlaces(cases, corners, names, (begins, shapes, firsts))
+
+    def fetch(self, places: EpochPlaces, start: int = 0) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield what `CaseBank.fetch` makes of each batch from batch ``start`` on, made ahead by threads."""
+        self.seconds_waited = 0.0
+
+        def make(iteration: int) -> tuple[Tensor, Tensor]:
+            return self.bank.fetch(places.cases[iteration], places.corners[iteration], self.source_size, pin=self._pin)
+
+        begun = time.perf_counter()
+        for boxes in _make_ahead(make, range(start, len(places.names)), self._prefetch):
+            self.seconds_waited += time.perf_counter() - begun
+            yield boxes
+            begun = time.perf_counter()
 
     def epoch(self, number: int, start: int = 0, rows: Sequence[slice] = (slice(None),)) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on, or some rows of each.
@@ -209,23 +244,10 @@ class PatchBatches:
         Each has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on the
         bank's device, and ``case``, the ids. The rows that are not asked for are not cut out.
         """
-        self.seconds_waited = 0.0
-        cases, corners, names = self.places(number)
-
-        def cut(iteration: int) -> tuple[Tensor, Tensor]:
-            chosen, first = (take_rows(of[iteration], rows) for of in (cases, corners))
-            return self.bank.gather(chosen, first, self.source_size, pin=self._pin)
-
-        begun = time.perf_counter()
-        for iteration, (image, label) in enumerate(_make_ahead(cut, range(start, len(names)), self._prefetch), start):
-            batch = {
-                "image": image.to(self.bank.device, non_blocking=True),
-                "label": label.to(self.bank.device, non_blocking=True),
-                "case": [name for part in rows for name in names[iteration][part]],
-            }
-            self.seconds_waited += time.perf_counter() - begun
-            yield batch
-            begun = time.perf_counter()
+        places = self.places(number, rows)
+        for iteration, boxes in enumerate(self.fetch(places, start), start):
+            image, label = self.bank.join(boxes, places.at(iteration), self.source_size)
+            yield {"image": image, "label": label, "case": places.names[iteration]}
 
     def _check(self) -> None:
         if min(self.batch_size, self.iterations, *self.patch_size) < 1:

@@ -26,6 +26,7 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.shared_memory import ALIGNMENT, place_of, view_bytes
+from volseg.errors import DataError
 from volseg.fields import Case
 
 __all__ = ["DamagedCaseError", "StoredCase", "write_case"]
@@ -85,6 +86,8 @@ class StoredCase:
 
     path: Path
     size: int
+    identity: tuple[int, int]
+    """Device and inode of the file that is mapped, whatever is called like it later."""
     about: Mapping[str, Any]
     _volumes: Mapping[str, Mapping[str, Any]]
     _mapped: torch.UntypedStorage = field(repr=False)
@@ -93,7 +96,8 @@ class StoredCase:
     def open(cls, path: Path) -> "StoredCase":
         """Map a file whose description is whole and fits its size; its volumes are not looked at."""
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            told_of_file = os.fstat(file.fileno())
+            size, identity = told_of_file.st_size, (told_of_file.st_dev, told_of_file.st_ino)
             begin, length, digest, mark = END.unpack(_read_at(file, size - END.size, END.size))
             if mark != MARK or begin + length + END.size != size:  # a page behind the file's end cannot be touched
                 raise DamagedCaseError(f"{path} is cut off or of another layout")
@@ -106,7 +110,27 @@ class StoredCase:
         except RuntimeError as fault:  # removed just now, or the system allows no more address space
             raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
         told = json.loads(description)
-        return cls(path=path, size=size, about=told["about"], _volumes=told["volumes"], _mapped=mapped)
+        return cls(
+            path=path, size=size, identity=identity, about=told["about"], _volumes=told["volumes"], _mapped=mapped
+        )
+
+    def require_size(self) -> None:
+        """Look whether the mapped file still has its size, as touching a page behind its end would end the process.
+
+        Raises
+        ------
+        DataError
+            If somebody cut it off.
+        """
+        try:
+            told = self.path.stat()
+        except OSError:  # removed, or not to be seen now: what is mapped lives on
+            return
+        if (told.st_dev, told.st_ino) == self.identity and told.st_size < self.size:
+            raise DataError(
+                f"{self.path} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on "
+                "with --resume, which prepares the case anew"
+            )
 
     def require_whole(self) -> None:
         """Compare every byte with its checksum."""

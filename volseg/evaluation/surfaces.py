@@ -7,7 +7,7 @@ of MONAI's ``use_subvoxels=True``. Why not voxels on the border, each counted as
 surface lies in the grid and on the spacing, and a voxel's centre lies half a voxel inside of the surface.
 
 Distances come from a k-d tree of the elements: that costs what the surface costs, and a distance transform what the box
-around it does, ten times as much for an organ. The scattered voxels of a network that has not learnt yet are all
+around it does, several times as much for an organ. The scattered voxels of a network that has not learnt yet are all
 surface, far from the other one, and there it is the transform that costs less. Both are exact: equal bits.
 """
 

@@ -153,7 +153,6 @@ def _list_steps(source: BundleSource) -> dict[str, Any]:
         "postprocessing": {
             "_target_": "Compose",
             "transforms": [
-                {"_target_": "Activationsd", "keys": "pred", "softmax": True},
                 {
                     "_target_": "Invertd",
                     "keys": "pred",
@@ -175,10 +174,12 @@ def _list_steps(source: BundleSource) -> dict[str, Any]:
                 },
             ],
         },
-        # A network of MONAI keeps the meta data of what it is given, by which Invertd finds back.
+        # What is blended are probabilities, as in volseg. Invertd finds back by the meta data, which goes through the
+        # network with the image.
+        "probabilities": "$lambda windows: torch.softmax(@network(windows), 1)",
         "predict": (
             "$lambda case: @postprocessing("
-            "{**case, 'pred': @inferer(case['image'][None].to(@device), @network)[0].cpu()})"
+            "{**case, 'pred': @inferer(case['image'][None].to(@device), @probabilities)[0].cpu()})"
         ),
         "initialize": ["$torch.set_grad_enabled(False)"],
         "run": ["$[@predict(@preprocessing(case)) for case in @datalist]"],

@@ -323,6 +323,7 @@ def build_batches(
         cases,
         device=device,
         keep=config.data.keep,
+        budget_bytes=None if config.data.device_limit is None else int(config.data.device_limit * 2**30),
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )

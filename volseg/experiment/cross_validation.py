@@ -84,6 +84,7 @@ def cross_validate(
         result = fold.result()
         assert result is not None, f"{fold.folder.path} ended well and is not finished"
         results[fold.number] = result
+        RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # was measured without this fold
         # Of a fold trained in several sittings, only the last would be known.
         seconds.pop(fold.number, None)
         if fold.number not in begun_before:

@@ -17,7 +17,7 @@ from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.exported_network import export_network
-from volseg.experiment.imported import MEMBERS, WEIGHTS
+from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import CHECKPOINTS, load_run
@@ -106,8 +106,9 @@ def export_archive(
         "scores": scores,
         "data": [_digest_cases(run) for run in runs],
     }
-    if (shared := source / "postprocessing.json").is_file():
-        members["postprocessing.json"] = shared.read_bytes()
+    order = RunFolder(source).postprocessing_file
+    if order.is_file() and checkpoint == "latest":  # whose label maps it was measured with
+        members[POSTPROCESSING] = order.read_bytes()
     return write_archive(output, about, members)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from volseg.data.affines import require_header
 from volseg.data.cases import Case
 from volseg.data.dicom_elements import is_dicom
-from volseg.data.dicom_series import FoundSeries, choose_series, find_series, gather_series, name_series
+from volseg.data.dicom_series import FoundSeries, choose_series, gather_series, name_series, search_series
 from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
@@ -52,7 +52,7 @@ def find_images(
         elif path.is_file() and find_suffix(path) is None and is_dicom(path):
             dicom.append(path)
         elif path.is_dir() and not list_images(path):
-            found = find_series(path)
+            found = search_series(path)
             if _is_alone(found, path) and not series:
                 loose.append(path)
             else:

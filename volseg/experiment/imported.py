@@ -26,13 +26,15 @@ from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file
+from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
 
 __all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
 
 WEIGHTS = "weights.safetensors"
-MEMBERS = ("task.json", "network.json", "components.json", "postprocessing.json")
-"""Files of a run folder that an archive holds as they are, where there are any."""
+POSTPROCESSING = "postprocessing.json"
+MEMBERS = ("task.json", "network.json", "components.json")
+"""Files of a run folder that an archive holds of each network as they are, where there are any."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
@@ -122,8 +124,17 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     return config
 
 
-def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Trained]:
+def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest") -> list[Trained]:
     """Load what `volseg export` wrote: a network, or those of the folds of a cross-validation.
+
+    Parameters
+    ----------
+    file : path
+        Of the archive.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``.
+    checkpoint : str
+        Which is wanted; ``latest`` means the one that was exported.
 
     Raises
     ------
@@ -139,6 +150,9 @@ def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Traine
         raise CheckpointError(
             f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
         )
+    exported = str(manifest.get("checkpoint"))
+    if checkpoint not in ("latest", exported):
+        raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
     loaded = []
     with TemporaryDirectory() as folder:
         for number in range(count):
@@ -151,8 +165,12 @@ def load_archive(file: str | Path, overrides: Sequence[str] = ()) -> list[Traine
             if where not in members:
                 raise CheckpointError(f"{file} has no {where}; copy it again")
             loaded.append(_load_member(file, run, unpack_tensors(members[where], f"{file}: {where}"), overrides))
+        order = None
+        if (content := members.get(POSTPROCESSING)) is not None:
+            (Path(folder) / POSTPROCESSING).write_bytes(content)
+            order = Postprocessing.load(Path(folder) / POSTPROCESSING)
     digests = [hashlib.sha256(members[f"{number}/{WEIGHTS}"]).hexdigest() for number in range(count)]
-    return [replace(one, weights=digest) for one, digest in zip(loaded, digests, strict=True)]
+    return [replace(one, weights=digest, postprocessing=order) for one, digest in zip(loaded, digests, strict=True)]
 
 
 def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], overrides: Sequence[str]) -> Trained:

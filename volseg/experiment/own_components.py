@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.registry import Registry
-from volseg.config.sources import Source
+from volseg.config.sources import EXECUTED, Source
 from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, VolsegError
 from volseg.models.networks import NETWORKS
@@ -210,6 +210,7 @@ def _run(path: Path, content: bytes) -> None:
     """
     module = ModuleType(f"volseg_components_{hashlib.sha256(content).hexdigest()[:12]}")
     module.__file__ = str(path)
+    setattr(module, EXECUTED, content)
     sys.modules[module.__name__] = module
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - what the command line names is run

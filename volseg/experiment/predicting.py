@@ -21,6 +21,7 @@ from volseg.experiment.fold_processes import choose_gpus
 from volseg.experiment.images import find_images, list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult, Predicted
+from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.prediction_processes import predict_in_processes, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
@@ -29,7 +30,6 @@ from volseg.experiment.trained import Trained
 from volseg.files import replacing
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction
-from volseg.inference.writing import write_prediction
 from volseg.monitoring.progress import count_up
 from volseg.workflow.interrupts import StopRequested
 
@@ -57,6 +57,10 @@ def predict(
     overwrite: bool = False,
     strict: bool = False,
     gpus: int | None = None,
+    postprocessing: bool = True,
+    probabilities: bool = False,
+    uncertainty: bool = False,
+    label_format: str = "nifti",
 ) -> Predicted:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
@@ -86,6 +90,12 @@ def predict(
         Read every image before the first is predicted, and raise for what cannot be used; then for the first failure.
     gpus : int, optional
         Predict in so many processes, each on a GPU of its own, or sharing the CPU where there is none.
+    postprocessing : bool
+        Apply what `determine_postprocessing` measured to help, where it did.
+    probabilities, uncertainty : bool
+        Write these as well; see `volseg.experiment.prediction_files`.
+    label_format : str
+        Of label maps: ``nifti`` or ``dicom-seg``.
 
     Raises
     ------
@@ -99,10 +109,12 @@ def predict(
         raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
     folder = _choose_folder(source, output)
     trained = load_trained(source, checkpoint, overrides)
+    asked: dict[str, Any] = {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty}
+    files = PredictionFiles(folder=folder, postprocessing=trained.postprocessing if postprocessing else None, **asked)
     cases = find_images(images, trained.task.modalities, series=series)
-    _refuse_own_images(cases, folder)
-    _require_writable(cases, folder)
-    record = PredictionRecord(folder, trained, checkpoint)
+    _refuse_own_images(cases, files)
+    _require_writable(cases, files)
+    record = PredictionRecord(files, trained, checkpoint)
     done = record.find_done(cases) if resume else record.find_existing(cases)
     if done and not (resume or skip_existing or overwrite):
         raise ConfigError(
@@ -113,7 +125,7 @@ def predict(
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
     devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
-    job = _Waiting(trained, folder, record, waiting, strict=strict)
+    job = _Waiting(trained, files, record, waiting, strict=strict)
     if strict:
         job.require_sound()
     record.begin()
@@ -125,6 +137,8 @@ def predict(
         "output": str(folder),
         "checkpoint": checkpoint,
         "overrides": list(overrides),
+        "asked": asked,
+        "postprocessing": postprocessing,
     }
     with count_up(len(cases), "predicting", done=len(done)) as count:
         results |= job.run_in_processes(devices, order, count) if devices else job.run(count)
@@ -138,8 +152,13 @@ def serve_predictions() -> None:
 
 def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterator[CaseResult]:
     trained = load_trained(order["source"], order["checkpoint"], order["overrides"])
-    record = PredictionRecord(Path(order["output"]), trained, order["checkpoint"])
-    return _Waiting(trained, Path(order["output"]), record, (), strict=False).predict_each(cases)
+    files = PredictionFiles(
+        folder=Path(order["output"]),
+        postprocessing=trained.postprocessing if order["postprocessing"] else None,
+        **order["asked"],
+    )
+    record = PredictionRecord(files, trained, order["checkpoint"])
+    return _Waiting(trained, files, record, (), strict=False).predict_each(cases)
 
 
 class _Waiting:
@@ -149,10 +168,10 @@ class _Waiting:
     ----------
     trained : Trained
         What predicts.
-    folder : Path
-        Of the label maps.
+    files : PredictionFiles
+        What is written.
     record : PredictionRecord
-        Of that folder.
+        Of their folder.
     cases : sequence of Case
         With paths.
     strict : bool
@@ -160,10 +179,10 @@ class _Waiting:
     """
 
     def __init__(
-        self, trained: Trained, folder: Path, record: PredictionRecord, cases: Sequence[Case], *, strict: bool
+        self, trained: Trained, files: PredictionFiles, record: PredictionRecord, cases: Sequence[Case], *, strict: bool
     ) -> None:
         self._trained = trained
-        self._folder = folder
+        self._files = files
         self._record = record
         self._cases = {case["case"]: case for case in cases}
         self._strict = strict
@@ -185,8 +204,13 @@ class _Waiting:
         require_sound(problems, "mend them, or leave them out")
 
     def leave_out_unusable(self) -> None:
-        """Set aside, before anything is predicted, what its first bytes show to be no image."""
-        unusable = list_unusable(list(self._cases.values()))
+        """Set aside, before anything is predicted, what its paths or first bytes show to be of no use."""
+        unusable: dict[str, DataError] = dict(list_unusable(list(self._cases.values())))
+        for name, case in self._cases.items():
+            try:
+                self._files.require_possible(case)
+            except DataError as unfit:
+                unusable.setdefault(name, unfit)
         if unusable:
             logger.error("%d of %d case(s) cannot be used and are left out:", len(unusable), len(self._cases))
         for name, fault in unusable.items():
@@ -203,7 +227,8 @@ class _Waiting:
     def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
         """Predict and write cases as they come; yield what became of each."""
         config = self._trained.config
-        stream = partial(self._trained.build_predictor().stream, batch_size=config.inference.batch)
+        predictor = self._trained.build_predictor()
+        stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
         for outcome in overlapped(self._noted(cases), self._prepare, stream, self._write, ends=ENDS):
             self._note(outcome, config)
             yield self._results[outcome.case["case"]]
@@ -241,19 +266,20 @@ class _Waiting:
             self._digests.append((case, checked.digest))
         if checked.problems:
             raise DataError("; ".join(problem.message for problem in checked.problems))
-        return preprocess(checked.case, case, self._trained.preprocessing, keep_reference=False)
+        prepared = preprocess(checked.case, case, self._trained.preprocessing, keep_reference=False)
+        self._files.require_room(prepared, self._trained)
+        return prepared
 
     def _write(self, case: Case, prediction: Prediction) -> Path:
-        """Write the label map of a case, and record it: here, so that it is done before another one is begun."""
+        """Write the files of a case, and record it: here, so that it is done before another one is begun."""
         given = self._cases[case["case"]]
-        path = self._record.name_label_map(given)
         try:
-            write_prediction(prediction.labels, case["image"], path)
+            path = self._files.write(given, case, prediction, self._trained)
             self._record.add(given)
         except OSError as fault:
             raise ConfigError(
-                f"label maps cannot be written to {self._folder} ({fault.strerror or fault}); free space, then go on "
-                "by --resume, or name another folder by --output"
+                f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "
+                "go on by --resume, or name another folder by --output"
             ) from fault
         return path
 
@@ -310,11 +336,12 @@ class _Tried(Exception):  # noqa: N818  (no error: it leaves a block that would 
     pass
 
 
-def _require_writable(cases: Sequence[Case], output: Path) -> None:
+def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
     """Raise unless a label map of the longest name can be written, before hours of work."""
-    longest = max(cases, key=lambda case: len(os.fsencode(case["case"])))["case"]
+    output, case = files.folder, max(cases, key=lambda case: len(os.fsencode(case["case"])))
+    longest = case["case"]
     try:
-        with suppress(_Tried), replacing(output / f"{longest}.nii.gz") as partial:
+        with suppress(_Tried), replacing(files.name_label_map(case)) as partial:
             partial.touch()
             raise _Tried
     except OSError as fault:
@@ -326,9 +353,11 @@ def _require_writable(cases: Sequence[Case], output: Path) -> None:
         raise ConfigError(f"label maps cannot be written to {output} ({fault.strerror or fault}); {remedy}") from fault
 
 
-def _refuse_own_images(cases: Sequence[Case], output: Path) -> None:
+def _refuse_own_images(cases: Sequence[Case], files: PredictionFiles) -> None:
     # Resolved, because a relative path, an absolute one and a link may mean one file.
-    written = {(output / f"{case['case']}.nii.gz").resolve() for case in cases}
+    written = {file.resolve() for case in cases for file in files.name_all(case)}
     images = [image for case in cases for image in list_files(case["image"])]
     if overwritten := [image for image in images if image.resolve() in written]:
-        raise DataError(f"{output} holds the image {overwritten[0]} itself; choose another folder for the predictions")
+        raise DataError(
+            f"{files.folder} holds the image {overwritten[0]} itself; choose another folder for the predictions"
+        )

@@ -14,6 +14,7 @@ from typing import Any
 from volseg.data.cases import Case
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError
+from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
 
@@ -29,20 +30,16 @@ class PredictionRecord:
 
     Parameters
     ----------
-    folder : Path
-        Of the label maps.
+    files : PredictionFiles
+        What is written, and where.
     trained : Trained
         What predicts.
     checkpoint : str
         Which of a training's checkpoints that is.
-    further : mapping, optional
-        What else a label map depends on.
     """
 
-    def __init__(
-        self, folder: Path, trained: Trained, checkpoint: str, further: Mapping[str, Any] | None = None
-    ) -> None:
-        self._folder = folder
+    def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
+        self._folder, self._files = files.folder, files
         self._lock = Lock()
         values = trained.config.model_dump(mode="json")
         self._made_by = {
@@ -50,7 +47,7 @@ class PredictionRecord:
             "weights": trained.weights,
             "precision": trained.config.training.precision,
             **{name: values[name] for name in SETTINGS},
-            **(further or {}),
+            **files.settings,
         }
 
     def begin(self) -> None:
@@ -83,24 +80,21 @@ class PredictionRecord:
         known = {entry.get("case"): entry for entry in entries}
         done = {}
         for case in cases:
-            entry, path = known.get(case["case"], {}), self.name_label_map(case)
+            entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
             same_image = "image" in entry and entry["image"] == _identify(case)
-            if same_image and path.is_file() and entry.get("label_map") == digest_file(path):
+            is_whole = all(file.is_file() for file in self._files.name_all(case))
+            if same_image and is_whole and entry.get("label_map") == digest_file(path):
                 done[case["case"]] = path
         return done
 
     def find_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the label maps that are there, whoever made them and of whatever."""
-        paths = {case["case"]: self.name_label_map(case) for case in cases}
+        paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
-
-    def name_label_map(self, case: Case) -> Path:
-        """Return the file of a case's label map."""
-        return self._folder / f"{case['case']}.nii.gz"
 
     def add(self, case: Case) -> None:
         """Record that the label map of a case, with the paths of its image, is whole; from any thread."""
-        digest = digest_file(self.name_label_map(case))
+        digest = digest_file(self._files.name_label_map(case))
         self._add({"case": case["case"], "image": _identify(case), "label_map": digest})
 
     def add_failure(self, case: Case, error: str, message: str) -> None:

@@ -46,7 +46,7 @@ __all__ = ["RunFolder"]
 logger = logging.getLogger(__name__)
 
 PLACES = (
-    *("output", "data.root", "data.keep", "data.cache", "data.cache_limit", "split.file"),
+    *("output", "data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file"),
     *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot"),
 )
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is

@@ -14,6 +14,7 @@ from volseg.experiment.folds import was_trained_to_its_end
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
+from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
@@ -58,7 +59,10 @@ def load_trained(
     if not named:
         raise ConfigError("a prediction needs a trained network, got none; name a run folder")
     loaded = [trained for one in named for trained in _load_each(one, checkpoint, overrides)]
-    return loaded[0] if len(loaded) == 1 else _join(loaded, _path_of(named[0]))
+    if len(loaded) == 1:
+        return loaded[0]
+    joined = _join(loaded, _path_of(named[0]))
+    return joined if len(named) == 1 else replace(joined, postprocessing=None)  # nobody measured what helps these
 
 
 def find_folds(folder: Path) -> list[RunFolder]:
@@ -105,15 +109,26 @@ def _path_of(source: Source) -> Path:
 def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> list[Trained]:
     """Return the networks of one source."""
     path = _path_of(source)
-    if RunFolder(path).exists or isinstance(source, RunFolder):
-        return [load_run(RunFolder(path), checkpoint, overrides)]
-    if folds := find_folds(path):
-        return [load_run(fold, checkpoint, overrides) for fold in folds]
+    is_run = RunFolder(path).exists or isinstance(source, RunFolder)
+    if runs := [RunFolder(path)] if is_run else find_folds(path):
+        order = _find_postprocessing(path, checkpoint)
+        return [replace(load_run(run, checkpoint, overrides), postprocessing=order) for run in runs]
     if is_nnunet_model(path):
         return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
     if is_archive(path):
-        return load_archive(path, overrides)
+        return load_archive(path, overrides, checkpoint=checkpoint)
     raise ConfigError(f"{path} {_describe(path)}")
+
+
+def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
+    """Return what was measured to help the label maps of a run, or of all folds together."""
+    file = RunFolder(path).postprocessing_file
+    if not file.exists():
+        return None
+    if checkpoint != "latest":
+        logger.info("%s is not applied: it was measured with the latest checkpoint's label maps", file)
+        return None
+    return Postprocessing.load(file)
 
 
 def _describe(path: Path) -> str:

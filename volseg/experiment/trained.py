@@ -15,6 +15,7 @@ from volseg.experiment.building import build_model, build_predictor, choose_devi
 from volseg.experiment.component_record import require_components
 from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
+from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
@@ -53,6 +54,8 @@ class Trained:
     """Along which the networks are mirrored where the config wants them mirrored."""
     kind: type[Predictor] = Predictor
     """By whose rules the networks are applied to whole volumes."""
+    postprocessing: Postprocessing | None = None
+    """What was measured to help these networks' label maps, if that was done."""
 
     def build_predictor(self) -> Predictor:
         """Return how the networks are applied to whole volumes."""

@@ -11,7 +11,15 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
-from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise, write_summary
+from volseg.evaluation.summary import (
+    EvaluatedCase,
+    Summary,
+    complete_summary,
+    read_structure,
+    summarise,
+    write_summary,
+)
+from volseg.evaluation.tables import scores_table
 from volseg.experiment.building import build_metrics, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
@@ -27,10 +35,10 @@ __all__ = ["VALIDATION_KEYS", "validate", "validate_folds", "validate_words"]
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_KEYS = (*PREDICTION_KEYS, "metrics", "data.root", "data.cache", "data.cache_limit")
+VALIDATION_KEYS = (*PREDICTION_KEYS, "metrics", "evaluation", "data.root", "data.cache", "data.cache_limit")
 """What of a config may be another when a run is validated again."""
 
-COUNTS = ("inference", "training.precision", "metrics")
+COUNTS = ("inference", "training.precision", "metrics", "evaluation")
 """Of these, what changes the numbers by more than round-off."""
 
 
@@ -112,9 +120,10 @@ def validate_folds(
         validated = validate(fold, checkpoint=checkpoint, overrides=overrides, output=place, overwrite=True)
         logger.info("%s: Dice %.4f", fold.path, validated.score)
         evaluated.extend(_list_evaluated(validated.summary))
-    summary = summarise(evaluated)
-    logger.info("%s holds all of them", write_summary(summary, target / "summary.json"))
-    return summary, folds[0].task()
+    summary, task = summarise(evaluated), folds[0].task()
+    full = complete_summary(summary, build_scoring(folds[0].config(overrides), task), task.structures)
+    logger.info("%s holds all of them", write_summary(full, target / "summary.json"))
+    return summary, task
 
 
 def validate_words(
@@ -125,15 +134,20 @@ def validate_words(
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Validate a run or a cross-validation, and return its table of Dice; the parameters are those of `validate`."""
+    """Validate a run or a cross-validation, and return its tables; the parameters are those of `validate`."""
     folder = RunFolder(Path(source))
     if not folder.exists:
         summary, task = validate_folds(
             source, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite
         )
-        return dice_table(summary, task)
+        return _tabulate(summary, task)
     validated = validate(folder, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite)
-    return dice_table(validated.summary, folder.task())
+    return _tabulate(validated.summary, folder.task())
+
+
+def _tabulate(summary: Summary, task: Task) -> str:
+    names = {str(key): name for key, name in task.structures.items()}
+    return f"{dice_table(summary, task)}\n\n{scores_table(summary, names)}"
 
 
 def _name(folder: RunFolder, checkpoint: str, overrides: Sequence[str]) -> str:

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from volseg.data.cases import Task
 from volseg.data.dicom import list_slices
+from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import lps_to_ras
+from volseg.data.readers import Files, list_files, name_files
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.files import replacing
 from volseg.inference.coded_names import code_name
@@ -48,22 +50,23 @@ GOLDEN = 0.618034
 """Hues so far apart around the circle never come close to each other."""
 
 
-def require_dicom_source(image: Path | Sequence[Path], case: str) -> Path:
-    """Return the folder of the series that a case's image is; to be asked before anything is computed.
+def require_dicom_source(image: Files, case: str) -> Path:
+    """Return what names the series that a case's image is; to be asked before anything is computed.
 
     Raises
     ------
     ConfigError
         If highdicom is not installed.
     DataError
-        If the image is no DICOM folder.
+        If the image is neither a DICOM folder nor one of a series' files.
     """
     _import_highdicom()
-    if isinstance(image, Path) and image.is_dir():
-        return image
+    files = list_files(image)
+    if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and is_dicom(files[0]))):
+        return files[0]
     raise DataError(
-        f"case {case}: a DICOM segmentation refers to the DICOM slices that it was made from, and {image} is no folder "
-        "of them; name the DICOM folder, or leave out --format dicom-seg to have NIfTI"
+        f"case {case}: a DICOM segmentation refers to the DICOM slices that it was made from, and {name_files(image)} "
+        "is no series of them; name a DICOM folder, or leave out --format dicom-seg to have NIfTI"
     )
 
 
@@ -91,7 +94,7 @@ def write_dicom_segmentation(
     task : Task
         Whose structures become segments, in order; one that is not in the label map is described and has no voxel.
     series : Path or sequence of Path
-        The folder of the only series, or the files of the slices, in any order.
+        The folder of the only series, one of a series' files, or all of them, in any order.
     weights : str
         Digest of the weights, which stands as serial number of the device.
 

@@ -37,7 +37,8 @@ PALETTE = torch.tensor(
 class TensorBoard(Hook):
     """Write scalars and images that ``tensorboard --logdir FOLDER`` shows.
 
-    Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL``, ``time/epoch_seconds``,
+    Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL`` and whatever else a
+    validation measures by label, ``val/undefined/LABEL`` (cases without a distance), ``time/epoch_seconds``,
     ``time/data_wait_seconds``, ``gpu/peak_gib``; images ``val/CASE`` with the image, its label and the prediction side
     by side, in the slice along each axis that holds most label voxels.
 

@@ -55,8 +55,9 @@ def advice(batches: object) -> str | None:
         return "make them in more processes, or before the training"
     lighter = "lower augmentation.margin, so that less is read per patch"
     bank = source.batches.bank
-    if bank.on_device and bank.device.type == "cuda":
+    if bank.device.type != "cuda":
+        return None
+    if bank.on_device:
         return f"the cases lie on the GPU already, so it is the augmentation: {lighter}"
-    if bank.device.type == "cuda":
-        return f"the cases lie in main memory: set data.keep to device if the GPU has room for them, else {lighter}"
-    return None
+    away = f"{len(bank) - bank.num_on_device} of {len(bank)} cases lie in main memory"
+    return f"{away}: let more lie on the GPU if it has room (data.keep: auto, data.device_limit), else {lighter}"

@@ -86,7 +86,7 @@ def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path, s
     if skip_bad:
         yield Setting(key="data.skip_bad", value=True, reason="planned without the bad cases, so trained without them")
     size = geometry.voxels * (4 * len(fingerprint.channels) + 1) / 2**30
-    reason = f"all prepared cases take about {size:.2g} GiB: on the GPU where that is at most 30 % of what is free"
+    reason = f"all prepared cases take about {size:.2g} GiB: on the GPU as many as 30 % of its free memory hold"
     yield Setting(key="data.keep", value="auto", reason=reason)
 
 

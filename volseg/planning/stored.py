@@ -2,7 +2,8 @@
 
 It lies as JSON in ``.volseg`` of the data set's folder, or, where that cannot be written to, in the user's cache
 folder. A file counts as changed with its size, its time of change, or its first or last bytes: a compressed file ends
-with the checksum of what it holds, so a copy that keeps times is noticed too. Names are relative to the folder, which
+with the checksum of what it holds, so a copy that keeps times is noticed too. Of a file that is not compressed the
+inode's time of change (``ctime``) counts as well, which nobody can put back. Names are relative to the folder, which
 may move.
 """
 
@@ -118,4 +119,6 @@ def _describe_file(file: Path) -> list[Any]:
             ends += opened.read(ENDS)
     except OSError as fault:  # absent or unreadable: a bad case, which is told by who reads it
         return [type(fault).__name__]
-    return [told.st_size, told.st_mtime_ns, sha256(ends).hexdigest()]
+    # A copy of a data set of compressed files, as most are, need not be read again.
+    times = [told.st_mtime_ns] if file.suffix == ".gz" else [told.st_mtime_ns, told.st_ctime_ns]
+    return [told.st_size, *times, sha256(ends).hexdigest()]

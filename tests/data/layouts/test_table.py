@@ -141,6 +141,11 @@ def test_a_split_of_a_column(table):
         ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs a column 'image', or one for each channel.*case, scan"),
         ("case,image,image_T1,label\na,x,x,x", r"needs a column 'image', or one for each channel"),
         ("case,image,label,labeled\na,x,x,1", r"has a column 'labeled'; rename it to 'labelled', or to what is less"),
+        (
+            "case,image_T2,imageADC,label\na,x,x,x",
+            r"has a column 'imageADC'; rename it to 'image_ADC' if it is a channel",
+        ),
+        ("case,image_T2,Image-ADC,label\na,x,x,x", r"has a column 'Image-ADC'; rename it to 'image_ADC'"),
         ("case,image,label,Label\na,x,x,x", r"has two columns called 'label'; keep one of them"),
         ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as the first line"),
         ("case,image,label\n\na,x,y,z", r"line 3 has 4 cells"),

@@ -167,6 +167,13 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
         raise DataError(f"{path} needs a column {missing[0]!r}; {did_you_mean(missing[0], names)}")
     other = [name for name in names if name and name not in {*COLUMNS, *channels}]
     for name in other:
+        if channels and name.startswith(CHANNEL.rstrip("_")):
+            written = header[names.index(name)]
+            channel = CHANNEL + written[len(CHANNEL) - 1 :].lstrip("-. ")
+            raise DataError(
+                f"{path} has a column {written!r}; rename it to {channel!r} if it is a channel, or to what does not "
+                "begin like one"
+            )
         if near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR):
             raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
     if other:

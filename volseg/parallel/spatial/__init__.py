@@ -20,7 +20,7 @@ The parts, from plan to effect:
 - ``volume``, ``context``, ``parameters``: the sharded volume, and what a network's volumes share.
 - ``pending``: slabs that wait to be written, or that can be written again instead of being kept. ``lazy``: the norms
   that wait for their activation, the joins that wait for their convolution, the inputs of recomputed blocks.
-- ``convolution``: a process's one slab, with the halo received in place.
+- ``convolution``: a process's slab, with the halo received in place; several slabs where sums have one order.
 - ``table``, ``operators``: which function is run on slabs, and how; ``dispatch`` takes a call there by ``signatures``
   (torch's names of its arguments), ``contract`` (what torch makes of its shapes) and ``copied_view`` (copies of what
   torch has as views); ``gathered``: functions on the whole volume.

@@ -59,7 +59,7 @@ class Spatial:
         Whether activations of a megabyte and more wait in host memory for the backward pass.
     fixed_order : bool
         Whether sums over shards have one order: the same bits with the shards on one device, on several, or on several
-        processes. It costs some speed.
+        processes.
 
     Raises
     ------

@@ -13,6 +13,7 @@ from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
 from volseg.transforms.augmentation import intensity, spatial, triton_reading
 from volseg.transforms.augmentation.parameters import AugmentationParameters, draw_parameters
+from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["BatchAugmentation"]
 
@@ -86,31 +87,25 @@ class BatchAugmentation:
         return self.apply(images, labels, parameters)
 
     @torch.no_grad()
-    def from_stack(
-        self, stack: tuple[Tensor, Tensor], cases: Tensor, corners: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def from_sources(self, sources: PatchSources, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw and apply to patches that are not cut out yet, in one Triton kernel; without Triton, see ``__call__``.
 
         Parameters
         ----------
-        stack : tuple of Tensor
-            `CaseBank.stack`, on the generator's device.
-        cases, corners : Tensor
-            As for `CaseBank.gather` with ``source_size``.
+        sources : PatchSources
+            Where the patches with their margin, of ``source_size``, lie; on the generator's device.
         generator : torch.Generator
             The draws are those of ``__call__``, and so is the result, up to float32's rounding of positions.
         """
-        return self.apply_to_stack(stack, cases, corners, self.sample(len(cases), generator, stack[0].shape[1]))
+        return self.apply_to_sources(sources, self.sample(len(sources), generator, sources.num_channels))
 
     @torch.no_grad()
-    def apply_to_stack(
-        self, stack: tuple[Tensor, Tensor], cases: Tensor, corners: Tensor, parameters: AugmentationParameters
-    ) -> tuple[Tensor, Tensor]:
-        """Apply drawn parameters to patches that are not cut out yet; see ``from_stack``."""
-        with _full_precision(stack[0].device.type):
+    def apply_to_sources(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
+        """Apply drawn parameters to patches that are not cut out yet; see ``from_sources``."""
+        with _full_precision(sources.begins.device.type):
             steps = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
             images, labels = triton_reading.read_patches(
-                stack, cases, corners, steps, self.patch_size, self.source_size, self._num_classes
+                sources, steps, self.patch_size, self.source_size, self._num_classes
             )
             return self._recolour(images, parameters, dense=True), labels
 

@@ -1,12 +1,12 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for, and the extents of the formula)
 # mypy: disable-error-code="no-untyped-def"
-"""Cut, move and interpolate the patches of a batch in one Triton kernel, straight from the stack of all cases.
+"""Cut, move and interpolate the patches of a batch in one Triton kernel, straight from where they lie on the device.
 
 The plain way cuts each patch with its margin, turns its label into a channel per class and interpolates both: it moves
 a hundred times the bytes of the patches that come out. Here each voxel of a patch reads its eight neighbours where they
 lie, so a margin costs nothing. A neighbour without weight is not read, so a patch that is only mirrored is a copy.
 
-The plain way (`CaseBank.gather`, then ``spatial``) defines the result, zeros outside of the margin included. Positions
+The plain way (`PatchSources.cut`, then ``spatial``) defines the result, zeros outside of the margin included. Positions
 are computed in voxels instead of ``grid_sample``'s units: in float32 they differ by some 1e-5 voxels.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_tiles import available, select_device, tl, triton
+from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["available", "read_patches"]
 
@@ -38,18 +39,18 @@ if triton is not None:
         return position + offset_w * tl.load(columns + 6)
 
     @triton.jit
-    def _is_within(index, corner, SOURCE, STACK):
-        """Say whether a source patch's voxel lies in it, and in the stack."""
+    def _is_within(index, corner, SOURCE, side):
+        """Say whether a source patch's voxel lies in it, and in its volume."""
         place = corner + index
-        return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < STACK)
+        return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < side)
 
     @triton.jit
     def _read_kernel(
-        images, labels, cases, corners, columns, shift, out_images, out_labels,
-        C, K, SD, SH, SW, RD, RH, RW, D, H, W,
+        images, labels, box_images, box_labels, begins, shapes, corners, columns, shift, out_images, out_labels,
+        C, K, RD, RH, RW, D, H, W,
         NEAREST: tl.constexpr, SHIFTED: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ):  # fmt: skip
-        # S: the stack, R: a patch with its margin. Along each axis: offset from the patch's centre, position in R.
+        # R: a patch with its margin. Along each axis: offset from the patch's centre, position in R.
         b = tl.program_id(1).to(tl.int64)
         v = tl.program_id(0) * BV + tl.arange(0, BV)
         volume, inside = D * H * W, v < D * H * W
@@ -65,10 +66,16 @@ if triton is not None:
         corner_h = tl.load(corners + b * 3 + 1).to(tl.int32)
         corner_w = tl.load(corners + b * 3 + 2).to(tl.int32)
 
-        in_stack = SD.to(tl.int64) * SH * SW
-        case = tl.load(cases + b).to(tl.int64)
+        # The volume: one of those that are stored, or a box.
+        side_d = tl.load(shapes + b * 3 + 0).to(tl.int32)
+        side_h = tl.load(shapes + b * 3 + 1).to(tl.int32)
+        side_w = tl.load(shapes + b * 3 + 2).to(tl.int32)
+        in_volume = side_d.to(tl.int64) * side_h * side_w
+        begin = tl.load(begins + b).to(tl.int64)
+        first = tl.where(begin < 0, (-1 - begin) * in_volume, begin)
         channels, classes = tl.arange(0, BC), tl.arange(0, BK)
-        image_of = images + (case * C + channels[None, :]) * in_stack
+        image_of = tl.where(begin < 0, box_images, images) + first * C + channels[None, :] * in_volume
+        label_of = tl.where(begin < 0, box_labels, labels) + first
         values = tl.zeros((BV, BC), tl.float32)
         shares = tl.zeros((BV, BK), tl.float32)
         copied = tl.full((BV,), -1, tl.int32)
@@ -80,14 +87,14 @@ if triton is not None:
             index_d, index_h, index_w = (
                 below_d.to(tl.int32) + up_d, below_h.to(tl.int32) + up_h, below_w.to(tl.int32) + up_w,
             )  # fmt: skip
-            exists = inside & (weight > 0) & _is_within(index_d, corner_d, RD, SD)
-            exists = exists & _is_within(index_h, corner_h, RH, SH) & _is_within(index_w, corner_w, RW, SW)
-            place = ((corner_d + index_d).to(tl.int64) * SH + corner_h + index_h) * SW + corner_w + index_w
+            exists = inside & (weight > 0) & _is_within(index_d, corner_d, RD, side_d)
+            exists = exists & _is_within(index_h, corner_h, RH, side_h) & _is_within(index_w, corner_w, RW, side_w)
+            place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
             mask = exists[:, None] & (channels[None, :] < C)
             value = tl.load(image_of + place[:, None], mask=mask, other=0.0).to(tl.float32)
             values += weight[:, None] * value
             if not NEAREST:
-                label = tl.load(labels + case * in_stack + place, mask=exists, other=0).to(tl.int32)
+                label = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
                 shares += tl.where(label[:, None] == classes[None, :], weight[:, None], 0.0)
                 copied = tl.where(weight == 1, label, copied)
         to = out_images + (b * C + channels[None, :]) * volume + v[:, None]
@@ -97,10 +104,10 @@ if triton is not None:
             index_d = tl.floor(position_d + 0.5).to(tl.int32)
             index_h = tl.floor(position_h + 0.5).to(tl.int32)
             index_w = tl.floor(position_w + 0.5).to(tl.int32)
-            exists = inside & _is_within(index_d, corner_d, RD, SD) & _is_within(index_h, corner_h, RH, SH)
-            exists = exists & _is_within(index_w, corner_w, RW, SW)
-            place = ((corner_d + index_d).to(tl.int64) * SH + corner_h + index_h) * SW + corner_w + index_w
-            chosen = tl.load(labels + case * in_stack + place, mask=exists, other=0).to(tl.int32)
+            exists = inside & _is_within(index_d, corner_d, RD, side_d) & _is_within(index_h, corner_h, RH, side_h)
+            exists = exists & _is_within(index_w, corner_w, RW, side_w)
+            place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
+            chosen = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
         else:
             # Background is what the foreground leaves: beyond the border it is everything.
             foreground = (classes[None, :] > 0) & (classes[None, :] < K)
@@ -114,9 +121,7 @@ if triton is not None:
 
 
 def read_patches(
-    stack: tuple[Tensor, Tensor],
-    cases: Tensor,
-    corners: Tensor,
+    sources: PatchSources,
     steps: tuple[Tensor, Tensor | None],
     patch_size: Sequence[int],
     source_size: Sequence[int],
@@ -126,10 +131,8 @@ def read_patches(
 
     Parameters
     ----------
-    stack : tuple of Tensor
-        All images (N, C, D, H, W) and labels (N, 1, D, H, W) in uint8, 0 beyond each case: `CaseBank.stack`.
-    cases, corners : Tensor
-        Index of each patch's case, (B,), and the first voxel of its source patch, (B, 3).
+    sources : PatchSources
+        Where the source patches of the batch lie.
     steps : (Tensor, Tensor or None)
         From ``spatial.voxel_steps``: how far one voxel along each axis of the patch leads in the source, (B, 3, 3), and
         what is added to each voxel's offset from the patch's centre, (B, 3, *patch_size).
@@ -138,17 +141,18 @@ def read_patches(
     num_classes : int, optional
         For the class with the largest interpolated share; without it, the label of the nearest voxel.
     """
-    images, labels = (volumes.contiguous() for volumes in stack)
-    batch, channels = len(cases), images.shape[1]
+    batch, channels = len(sources), sources.num_channels
+    (images, labels), (box_images, box_labels) = sources.stored, sources.boxes
     voxels = patch_size[0] * patch_size[1] * patch_size[2]
     out_images = torch.empty(batch, channels, *patch_size, device=images.device)
     out_labels = torch.empty(batch, 1, *patch_size, dtype=labels.dtype, device=images.device)
     columns, shift = steps[0].contiguous(), steps[1]
     with select_device(images):
         _read_kernel[triton.cdiv(voxels, BLOCK), batch](
-            images, labels, cases.contiguous(), corners.contiguous(), columns,
-            columns if shift is None else shift.contiguous(), out_images, out_labels,
-            channels, num_classes or 0, *images.shape[2:], *source_size, *patch_size,
+            images, labels, box_images.contiguous(), box_labels.contiguous(),
+            *(where.contiguous() for where in (sources.begins, sources.shapes, sources.corners)),
+            columns, columns if shift is None else shift.contiguous(), out_images, out_labels,
+            channels, num_classes or 0, *source_size, *patch_size,
             NEAREST=num_classes is None, SHIFTED=shift is not None,
             BC=triton.next_power_of_2(channels), BK=triton.next_power_of_2(num_classes or 1), BV=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -45,10 +45,11 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     biases = [] if bias is None else context.spread(bias)
     pending = volume.pending
     recipe, room = pending.find_recipe(volume), find_room(slabs[0]) if plan.halos else 0
-    kind = volume.device.type
-    if torch.is_autocast_enabled(kind) and volume.is_floating_point() and volume.dtype != torch.float64:
+    first = slabs[0]
+    kind = first.device.type
+    if torch.is_autocast_enabled(kind) and first.is_floating_point() and first.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        if volume.dtype != dtype:
+        if first.dtype != dtype:
             slabs, recipe, room = [slab.to(dtype) for slab in slabs], None, 0
             if wait is not None:  # sent in the wrong dtype, but sent: complete it, and send again
                 wait()

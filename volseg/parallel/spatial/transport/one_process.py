@@ -13,6 +13,7 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
 from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
+from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
@@ -39,7 +40,7 @@ class LocalDevices(Communicator):
         grid: Sequence[int] | None = None,
         fixed_order: bool = False,
     ) -> None:
-        self.fixed_order = fixed_order
+        self.fixed_order = fixed_order and len(devices) > 1
         self.devices = [torch.device(device) for device in devices]
         self.grid = tuple(grid) if grid is not None else (len(self.devices),)
         if prod(self.grid) != len(self.devices) or not self.devices:
@@ -50,10 +51,8 @@ class LocalDevices(Communicator):
     @cached_property
     def values(self) -> ValueExchange | None:  # type: ignore[override]
         """How kernels exchange a few values in a fixed order: as those of processes do; made at the first use."""
-        several = self.fixed_order and len(self.devices) > 1
-        return (
-            ValuesOfSlabs(len(self.devices), self.home) if several and takes(torch.empty(0, device=self.home)) else None
-        )
+        run = self.fixed_order and takes(torch.empty(0, device=self.home))
+        return ValuesOfSlabs(len(self.devices), self.home) if run else None
 
     def fetch(
         self, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
@@ -159,7 +158,7 @@ class LocalDevices(Communicator):
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Copy a whole value to each device."""
         if self.fixed_order:
-            return list(_ShareLocally.apply(self, whole))
+            return list(_SpreadLocally.apply(self, whole))
         return [whole.to(device, non_blocking=True) for device in self.devices]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
@@ -195,30 +194,48 @@ class _FetchLocally(torch.autograd.Function):
         return None, None, *communicator.give_back(gradients, *plan)
 
 
-class _ShareLocally(torch.autograd.Function):
-    """Hands each value to every shard; the gradients are added by the tree over the shards, as processes add them."""
+class _SpreadLocally(torch.autograd.Function):
+    """Hands a value to every shard; the gradients are added by the tree over the shards, as processes add them."""
 
     @staticmethod
-    def forward(ctx: Any, communicator: LocalDevices, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.count = len(communicator.devices)
+    def forward(ctx: Any, communicator: LocalDevices, value: Tensor) -> tuple[Tensor, ...]:
+        ctx.home = value.device
+        return tuple(_copy_to(value, device) for device in communicator.devices)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        arrived = [gradient.to(ctx.home, non_blocking=True).contiguous() for gradient in gradients]
+        return None, fold(arrived, torch.add)
+
+
+class _ShareLocally(torch.autograd.Function):
+    """Hands parameters to every shard; their gradients are added likewise, in one piece of memory as processes do.
+
+    Where a gradient begins in memory decides in which order a library takes its norm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, communicator: LocalDevices, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.count, ctx.parameters = len(communicator.devices), [parameter.detach() for parameter in parameters]
         ctx.set_materialize_grads(False)
-        ctx.homes = [value.device for value in values]
-        return tuple(
-            value.view_as(value) if value.device == device else value.to(device, non_blocking=True)
-            for value in values
-            for device in communicator.devices
-        )
+        return tuple(_copy_to(parameter, device) for parameter in parameters for device in communicator.devices)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        totals: list[Tensor | None] = []
-        for number, home in enumerate(ctx.homes):
-            own = gradients[number * ctx.count : (number + 1) * ctx.count]
-            like = next((gradient for gradient in own if gradient is not None), None)
-            if like is None:  # no shard has used it
-                totals.append(None)
-                continue
-            filled = [torch.zeros_like(like) if gradient is None else gradient for gradient in own]
-            totals.append(fold([gradient.to(home, non_blocking=True) for gradient in filled], torch.add))
-        return None, *totals
+        by_parameter = [gradients[first : first + ctx.count] for first in range(0, len(gradients), ctx.count)]
+        used = [any(gradient is not None for gradient in own) for own in by_parameter]
+        if not any(used):
+            return None, *([None] * len(used))
+        home = ctx.parameters[0].device
+        pieces = [
+            flatten([None if g is None else g.to(home, non_blocking=True) for g in of_shard], ctx.parameters)
+            for of_shard in zip(*by_parameter, strict=True)
+        ]
+        summed = split_like(fold(pieces, torch.add), ctx.parameters)
+        return None, *(total if known else None for total, known in zip(summed, used, strict=True))
+
+
+def _copy_to(value: Tensor, device: torch.device) -> Tensor:
+    return value.view_as(value) if value.device == device else value.to(device, non_blocking=True)
