@@ -94,6 +94,31 @@ def test_one_flipped_bit_is_noticed(save):
         read_volume(path)
 
 
+@pytest.mark.parametrize("byte", [0, 1, 2, 3])
+@pytest.mark.parametrize("bit", [0x20, 0x40, 0x80])
+def test_a_header_of_gzip_that_nobody_may_write_is_noticed(save, byte, bit):
+    """Among them flags that are reserved (RFC 1952), which the library that decompresses does not look at."""
+    path = save(np.random.default_rng(0).standard_normal((9, 9, 9)))
+    packed = bytearray(path.read_bytes())
+    packed[byte] ^= bit
+    path.write_bytes(packed)
+    with pytest.raises(ReaderError, match=r"volume\.nii\.gz is truncated or damaged"):
+        read_volume(path)
+
+
+def test_a_file_of_several_members_is_read_to_its_end(save):
+    """As bgzip and pigz may write them, with padding between and after them."""
+    path = save(np.random.default_rng(0).standard_normal((9, 9, 9)))
+    whole, content = read_volume(path), gzip.decompress(path.read_bytes())
+    members = [gzip.compress(content[begin : begin + 1000]) for begin in range(0, len(content), 1000)]
+    path.write_bytes(bytes(5).join(members) + bytes(700_000))
+    assert read_volume(path).equal(whole)
+    members[-1] = members[-1][:-1] + bytes([members[-1][-1] ^ 1])
+    path.write_bytes(b"".join(members))
+    with pytest.raises(ReaderError, match=r"volume\.nii\.gz is truncated or damaged"):
+        read_volume(path)
+
+
 def test_truncated_plain_file(save, ramp):
     path = save(ramp, "volume.nii")
     path.write_bytes(path.read_bytes()[:-20])

@@ -1,4 +1,5 @@
 import errno
+import zlib
 from pathlib import Path
 
 import nibabel as nib
@@ -9,6 +10,7 @@ from monai.data import MetaTensor
 
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
+from volseg.inference import writing
 from volseg.inference.predictor import predict_case
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing
@@ -106,6 +108,28 @@ def test_equal_labels_give_equal_files(tmp_path):
     labels = torch.randint(0, 3, (1, 5, 6, 7))
     one, other = (write_prediction(labels, reference(5, 6, 7), tmp_path / name) for name in ("a.nii.gz", "b.nii.gz"))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_the_number_of_threads_changes_no_byte_and_every_reader_takes_them(tmp_path, monkeypatch, dtype):
+    labels = torch.randint(0, 3, (1, 150, 140, 160), dtype=dtype)  # over three blocks of the compression
+    labels[:, 100:] = 0
+    image, files = MetaTensor(labels, affine=torch.eye(4, dtype=torch.float64)), []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(writing, "MOST_THREADS", threads)
+        monkeypatch.setattr(writing.os, "cpu_count", lambda: 8)
+        files.append(write_prediction(labels, image, tmp_path / f"{threads}.nii.gz"))
+    content = files[0].read_bytes()
+    assert all(file.read_bytes() == content for file in files[1:])
+    engine = zlib.decompressobj(31)
+    plain = write_prediction(labels, image, tmp_path / "plain.nii").read_bytes()
+    assert engine.decompress(content) == plain
+    assert engine.eof
+    assert not engine.unused_data  # one member: a second one is not seen by all readers
+    voxels = labels[0].numpy()
+    assert np.array_equal(np.asarray(nib.load(files[0]).dataobj), voxels)
+    assert np.array_equal(SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(files[0])).transpose(2, 1, 0), voxels)
+    assert read_volume(files[0]).equal(labels.float())
 
 
 def test_failing_write_leaves_the_old_file(tmp_path, monkeypatch):

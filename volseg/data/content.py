@@ -6,10 +6,11 @@ size is allocated, and a compressed file is decompressed no further than its hea
 
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
+
+from isal import igzip_lib, isal_zlib
 
 from volseg.errors import DamagedFileError, LargeVolumeError, ReaderError
 from volseg.memory import available_bytes
@@ -28,9 +29,15 @@ ALWAYS_FITS = 1 << 26
 PIECE = 1 << 18
 """Bytes read or decompressed at a time."""
 
+DAMAGED: tuple[Any, ...] = (OSError, EOFError, igzip_lib.IsalError)
+"""What reading raises; the library's types take its error's class for an error."""
+
 Packing = Literal["plain", "gzip", "zlib"]
 WINDOW_BITS = {"gzip": 31, "zlib": 15}
-"""How zlib is told which of its two containers comes; it then checks the container's checksum."""
+"""How the two containers of deflate are told apart; the container's checksum is checked then."""
+
+GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
+"""Which byte of a gzip member holds its flags, and which of them nobody may set: ISA-L does not look at these."""
 
 
 def require_regular(path: Path) -> int:
@@ -128,9 +135,8 @@ class Content:
     def _next(self) -> bytes:
         try:
             return next(self._pieces, b"")
-        except (OSError, EOFError, zlib.error) as fault:
-            # zlib's words for the checksum are an error number.
-            reason = "CRC check failed" if "incorrect data check" in str(fault) else str(fault)
+        except DAMAGED as fault:
+            reason = "CRC check failed" if "Incorrect checksum" in str(fault) else str(fault)
             raise DamagedFileError(f"{self._path} is truncated or damaged ({reason}); fetch it again") from fault
 
 
@@ -143,7 +149,11 @@ def _inflate(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
     """Yield what one stream after another holds, a piece at a time; zeros between gzip's members are padding."""
     packed = file.read(PIECE)
     while True:
-        engine = zlib.decompressobj(WINDOW_BITS[packing])
+        while len(packed) <= GZIP_FLAGS and (more := file.read(PIECE)):
+            packed += more
+        if packing == "gzip" and len(packed) > GZIP_FLAGS and packed[GZIP_FLAGS] & RESERVED_FLAGS:
+            raise OSError("a gzip member sets flags that are reserved")
+        engine = isal_zlib.decompressobj(WINDOW_BITS[packing])
         while not engine.eof:
             piece = engine.decompress(packed, PIECE)
             packed = engine.unconsumed_tail

@@ -1,12 +1,13 @@
 """Write a label map as NIfTI on the grid of the image that it labels, whatever format the image had."""
 
-import gzip
+import io
 import os
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import torch
+from isal import igzip_threaded
 from monai.data import MetaTensor
 from torch import Tensor
 
@@ -15,8 +16,21 @@ from volseg.errors import DataError, GridError
 from volseg.files import replacing
 from volseg.inference.nifti_header import place
 from volseg.transforms.grid import Grid
+from volseg.transforms.slabs import run_over_slabs
 
 __all__ = ["write_prediction"]
+
+COMPRESSION = 2
+"""ISA-L's level: a label map takes a quarter more than by zlib's level 6, in a thirtieth of the time."""
+
+COMPRESSED_TOGETHER = 2**20
+"""Bytes that one thread compresses at a time: the file's bytes follow from it, not from the number of threads."""
+
+MOST_THREADS = 4
+"""Beyond them putting the voxels in order takes longer."""
+
+BLOCK_SIDE = 64
+"""Voxels along two axes that are put in the file's order together."""
 
 
 def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
@@ -55,12 +69,23 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     image = place(
         nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
     )
-    content = image.to_bytes()
+    content = io.BytesIO()
+    image.to_stream(content)
     if path.name.lower().endswith(".gz"):
-        content = gzip.compress(content, compresslevel=6, mtime=0)  # no time stamp: equal maps, equal files
+        content = _compress(content.getbuffer())
     with replacing(path) as partial:
-        partial.write_bytes(content)
+        partial.write_bytes(content.getbuffer())
     return path
+
+
+def _compress(content: memoryview) -> io.BytesIO:
+    """Return one gzip member, which every reader takes, without a time stamp: equal maps, equal files."""
+    packed, threads = io.BytesIO(), min(MOST_THREADS, os.cpu_count() or 1)
+    with igzip_threaded.open(
+        packed, "wb", compresslevel=COMPRESSION, threads=threads, block_size=COMPRESSED_TOGETHER
+    ) as file:
+        file.write(content)
+    return packed
 
 
 def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
@@ -70,4 +95,16 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
         raise DataError(
             f"{path} takes whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
         )
-    return voxels.numpy().astype(np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
+    return _order(voxels.numpy(), np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
+
+
+def _order(voxels: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
+    """Return a copy whose first axis is contiguous, as in the file; a block of it fits into the cache."""
+    ordered = np.empty(voxels.shape, dtype=dtype, order="F")
+
+    def order(planes: slice) -> None:
+        for h in range(0, voxels.shape[1], BLOCK_SIDE):
+            ordered[planes, h : h + BLOCK_SIDE] = voxels[planes, h : h + BLOCK_SIDE]
+
+    run_over_slabs(order, voxels.shape, BLOCK_SIDE)
+    return ordered
