@@ -161,12 +161,11 @@ def test_a_run_is_not_gone_on_with_to_fewer_epochs(outcome, configured, tmp_path
 def test_a_run_of_an_older_volseg_goes_on(outcome, configured):
     """Its config names what is called `record` now, and nothing about kernels."""
     file = outcome.folder.config_file
-    text = (
-        file.read_text(encoding="utf-8")
-        .replace("  record: true\n", "  capture: true\n")
-        .replace("  kernels: auto\n", "")
+    before, section, after = (
+        file.read_text(encoding="utf-8").replace("  kernels: auto\n", "").partition("\ntraining:\n")
     )
-    file.write_text(text, encoding="utf-8")
+    after = after.replace("  record: true\n", "  capture: true\n", 1)  # another section has the new name by itself
+    file.write_text(before + section + after, encoding="utf-8")
     with pytest.warns(FutureWarning, match=r"training\.capture is training\.record now"):
         assert outcome.folder.config() == configured()
     with pytest.warns(FutureWarning):

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=30, help="batches before the first window")
     parser.add_argument("--window", type=int, default=50, help="batches per window")
     parser.add_argument("--windows", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15, help="limit per row; windows not ended by then are left")
+    parser.add_argument("--seconds", type=float, default=40, help="limit per row; windows not ended by then are left")
     parser.add_argument("--result", type=Path, required=True)
     chosen = parser.parse_args()
 
