@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from volseg.config.loading import dump_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive, write_archive
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
@@ -234,3 +235,10 @@ def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_pat
         assert (ours == theirs).mean() >= 0.999
     with pytest.raises(ConfigError, match="is there already; a MONAI bundle is written to a new folder"):
         export(run, bundle, to="monai-bundle")
+
+
+def test_a_run_on_several_devices_is_exported_from_one(run, tmp_path):
+    own = shutil.copytree(run, tmp_path / "run")
+    config = RunFolder(own).config(["parallel={spatial: 2}"])
+    dump_config(config, RunFolder(own).config_file)
+    assert export(own, tmp_path / "bundle", to="monai-bundle").is_dir()

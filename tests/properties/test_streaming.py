@@ -15,7 +15,7 @@ from volseg.inference.decision import measure_entropy
 from volseg.inference.memory_plan import plan_blend
 from volseg.inference.original_grid import WayBack, original_label_map, resample
 from volseg.inference.predictor import Predictor
-from volseg.inference.windows import find_starts
+from volseg.inference.windows import choose_axis, find_starts
 from volseg.transforms.preprocessing import build_preprocessing
 
 AXES = ["".join(sign) for order in itertools.permutations(["LR", "PA", "IS"]) for sign in itertools.product(*order)]
@@ -105,7 +105,8 @@ def test_blended_probabilities_are_those_of_monai(shape, window, overlap, images
             batch, window, windows_per_step, lambda x: model(x).softmax(1), overlap=overlap, mode="gaussian"
         )
     # float32 sums of up to 27 windows, which ours adds by layers of another axis where that needs less memory.
-    torch.testing.assert_close(ours.probabilities(batch), theirs, atol=2e-6, rtol=0)
+    first = choose_axis(tuple(map(max, shape, window)), window) == 0
+    torch.testing.assert_close(ours.probabilities(batch), theirs, atol=0 if first else 2e-6, rtol=0)
 
 
 @few

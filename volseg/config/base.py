@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from volseg.config.nearest import did_you_mean
 from volseg.errors import ConfigError
 
-__all__ = ["ComponentConfig", "ConfigModel", "find_absurd_number", "find_other_name", "validated"]
+__all__ = [
+    "ComponentConfig",
+    "ConfigModel",
+    "find_absurd_number",
+    "find_other_name",
+    "require_sound_parts",
+    "validated",
+]
 
 Section = TypeVar("Section", bound="ConfigModel")
 
@@ -78,6 +85,29 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
     except ValidationError as fault:
         lines = [_sentence(section, error) for error in fault.errors(include_url=False)]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def require_sound_parts(section: type[Section], values: Mapping[str, Any], source: str) -> None:
+    """Raise as `validated` does for what is wrong in ``values`` whatever else the section will hold.
+
+    What is missing may come, lists of which items are set may come, and what a section says of several keys at a time
+    may hold by then: these are left to `validated`.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # old names are told of when the whole is read
+            section.model_validate(values)
+    except ValidationError as fault:
+        errors = [error for error in fault.errors(include_url=False) if not _may_mend(error)]
+        if errors:
+            raise ConfigError(
+                "\n".join([f"{source} cannot be used:", *(f"  {_sentence(section, error)}" for error in errors)])
+            ) from None
+
+
+def _may_mend(error: Any) -> bool:
+    came = error["input"]
+    is_part_of_list = isinstance(came, Mapping) and bool(came) and all(str(key).isdigit() for key in came)
+    return error["type"] in ("missing", "value_error") or is_part_of_list
 
 
 def find_absurd_number(value: Any) -> float | int | None:

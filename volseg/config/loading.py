@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from volseg.config.base import find_other_name, validated
+from volseg.config.base import find_other_name, require_sound_parts, validated
 from volseg.config.schema import ExperimentConfig
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["differences", "dump_config", "load_config", "override", "path_override"]
+__all__ = ["differences", "dump_config", "load_config", "override", "path_override", "require_sound_overrides"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -54,6 +54,21 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
+
+
+def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values that overrides set, of a config that is not there yet.
+
+    Raises
+    ------
+    ConfigError
+        If one sets an unknown key, or a value that its key never takes.
+    """
+    values: dict[str, Any] = {}
+    for assignment in overrides:
+        values = override(values, assignment)
+    require_sound_parts(ExperimentConfig, values, "--set")
+    return values
 
 
 def path_override(key: str, path: Path) -> str:

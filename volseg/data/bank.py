@@ -111,8 +111,8 @@ class CaseBank:
         ``device`` puts all cases on ``device``; ``memory`` leaves them in main memory; ``auto`` puts as many on the
         device as ``budget_bytes`` holds, the smallest ones.
     budget_bytes : int, optional
-        What ``auto`` may take of the device, of which it leaves no more than there is; by default 30 % of what is free
-        on a GPU, and nothing on a CPU.
+        What ``auto`` may take of the device, at most what is free there; by default 30 % of that on a GPU, and nothing
+        on a CPU.
     image_dtype : torch.dtype
         How images are stored; float16 halves the memory. Patches are float32 in any case.
     most_foreground : int
@@ -175,24 +175,9 @@ class CaseBank:
         ]
         self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
         self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
-        sizes = self.shapes.prod(1) * (self.num_channels * image_dtype.itemsize + 1)
-        self.is_resident = torch.tensor(self._choose(keep, budget_bytes, sizes.tolist()))
-        self.num_on_device = int(self.is_resident.sum())
-        stored_voxels = torch.where(self.is_resident, self.shapes.prod(1), 0)
-        self._begins = stored_voxels.cumsum(0) - stored_voxels
-        self.stored = self._store(images), self._store(labels)
-        self._images, self._labels = (
-            [None if lies_there else volume for volume, lies_there in zip(of, self.is_resident, strict=True)]
-            for of in (images, labels)
-        )
-        self._mapped = [
-            case["mapped"]
-            for case, there in zip(cases, self.is_resident, strict=True)
-            if "mapped" in case and not there
-        ]
-        if self.device.type != "cpu" or self.num_on_device:
-            kept = f"{int(sizes[self.is_resident].sum()) / 2**30:.2g} of {int(sizes.sum()) / 2**30:.2g} GiB"
-            logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
+        self._place(images, labels, keep, budget_bytes)
+        away = [case for case, lies_there in zip(cases, self.is_resident, strict=True) if not lies_there]
+        self._mapped = [case["mapped"] for case in away if "mapped" in case]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -290,6 +275,22 @@ class CaseBank:
             return image.float(), label
         begins, shapes, corners = (where.to(self.device) for where in places)
         return PatchSources(self.stored, (image, label), begins, shapes, corners).cut(size)
+
+    def _place(self, images: Sequence[Tensor], labels: Sequence[Tensor], keep: str, budget_bytes: int | None) -> None:
+        """Put onto the device what is to lie there, keep the rest as it is, and say how many lie where."""
+        sizes = self.shapes.prod(1) * (self.num_channels * images[0].element_size() + 1)
+        self.is_resident = torch.tensor(self._choose(keep, budget_bytes, sizes.tolist()))
+        self.num_on_device = int(self.is_resident.sum())
+        stored_voxels = torch.where(self.is_resident, self.shapes.prod(1), 0)
+        self._begins = stored_voxels.cumsum(0) - stored_voxels
+        self.stored = self._store(images), self._store(labels)
+        self._images, self._labels = (
+            [None if lies_there else volume for volume, lies_there in zip(of, self.is_resident, strict=True)]
+            for of in (images, labels)
+        )
+        if self.device.type != "cpu" or self.num_on_device:
+            kept = f"{int(sizes[self.is_resident].sum()) / 2**30:.2g} of {int(sizes.sum()) / 2**30:.2g} GiB"
+            logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
 
     def _store(self, volumes: Sequence[Tensor]) -> Tensor:
         """Return the volumes of the cases that lie on the device, one behind the other."""

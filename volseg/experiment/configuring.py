@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from volseg.config.loading import load_config, override
+from volseg.config.loading import load_config, require_sound_overrides
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.layouts.table import TABLES
@@ -129,15 +129,15 @@ def plan_run(
     Raises
     ------
     ConfigError
-        If a run was begun in the folder and ``resume`` is off, or it was planned otherwise.
+        If a run was begun in the folder and ``resume`` is off, it was planned otherwise, or no config takes an
+        override.
     DataError
         As `configure`.
     """
+    chosen = require_sound_overrides(overrides)  # before minutes of reading
     task = load_task(folder, require_files=False)
     name = choose_name(task.name, preset)
-    values = {"name": name}
-    for assignment in overrides:
-        values = override(values, assignment)
+    values = {"name": name, **chosen}
     run = RunFolder(Path(values.get("output") or Path("runs") / values["name"]))
     file = run.path / PLANNED
     if resume and file.is_file():

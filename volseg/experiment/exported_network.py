@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = {"torchscript": (".pt", ".ts"), "onnx": (".onnx",)}
 
-PLAIN = ("device=cpu", "parallel.strategy=none", "training.kernels=torch", "training.memory_format=contiguous")
+PLAIN = ("device=cpu", "parallel={}", "training.kernels=torch", "training.memory_format=contiguous")
 """How a network is computed here while it is followed: by torch's own operators, on one device."""
 
 

@@ -25,6 +25,9 @@ __all__ = ["SlabResample"]
 SLAB_VOXELS = 1 << 17
 """New voxels at a time; their coordinates take 7 MB."""
 
+CONVERTED_PLANES = 16
+"""Planes that a thread makes float64 at a time."""
+
 
 class SlabResample(SpatialResample):
     """`SpatialResample` for volumes on the CPU that are resampled at once, in float64, by ``grid_sample``'s rule."""
@@ -58,7 +61,7 @@ class SlabResample(SpatialResample):
         moved = torch.from_numpy(np.linalg.solve(before.numpy(), after.numpy()))  # to MONAI's last bit
         if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
             return as_monai()  # which leaves it as it is
-        voxels = _resample(img.as_tensor().to(torch.float64), moved, shape, str(mode), str(padding_mode))
+        voxels = _resample(img.as_tensor(), moved, shape, str(mode), str(padding_mode))
         tracked = self.track_transform_meta(  # moves the affine, and notes what `Invertd` takes back
             img,
             sp_size=torch.tensor(shape),
@@ -87,6 +90,8 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
     theta = theta[[2, 1, 0]][:, [2, 1, 0, 3]].contiguous()  # from (d, h, w, 1) to grid_sample's (w, h, d)
     places = [_place_voxels(side) for side in shape]
     resampled = torch.empty(len(volume), *shape)
+    exact = torch.empty(volume.shape, dtype=torch.float64)
+    run_over_slabs(lambda slab: exact[:, slab].copy_(volume[:, slab]), volume.shape[1:], CONVERTED_PLANES)
 
     def fill(planes_of: slice) -> None:
         planes = places[0][planes_of]
@@ -95,7 +100,7 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
         homogeneous[..., 1] = places[1][:, None]
         homogeneous[..., 2] = planes[:, None, None]
         grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
-        slab = grid_sample(volume[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+        slab = grid_sample(exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
         resampled[:, planes_of] = slab[0]
 
     run_over_slabs(fill, shape, max(1, SLAB_VOXELS // (height * width)))
