@@ -1,4 +1,4 @@
-"""Write ``scores_compared.json``: our scores beside those of independent implementations; and the tests' fixtures.
+"""Write ``benchmarks/results/scores_cpu_compared.json``: our scores beside those of independent implementations; and the tests' fixtures.
 
     pip install --target SITE --no-deps surface-distance medpy panoptica scikit-image connected-components-3d pandas \
         lazy-loader ruamel.yaml plotly narwhals
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, nargs="*", default=[], help="label maps, or folders of them")
     parser.add_argument("--random", type=int, default=200, help="number of random pairs")
     parser.add_argument("--step", type=int, default=1, help="of the label maps, every so manieth")
-    parser.add_argument("--output", type=Path, default=HERE / "scores_compared.json")
+    parser.add_argument("--output", type=Path, default=HERE / "benchmarks" / "results" / "scores_cpu_compared.json")
     given = parser.parse_args()
     prepare_packages(given.site)
     import panoptica  # of --site
