@@ -168,6 +168,10 @@ def _parse_names(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",")]
     if not all(len(pair) == 2 and pair[0].strip().isdigit() and pair[1].strip() for pair in pairs):
         raise DataError(f"labels are named as 1=liver,2=tumour, got {text!r}")
+    if doubled := find_doubled(str(int(value)) for value, _ in pairs):
+        raise DataError(
+            f"labels are named once each, as 1=liver,2=tumour, got {text!r}, which names {doubled[0]} twice"
+        )
     return {"0": "background", **{value.strip(): name.strip() for value, name in pairs}}
 
 
