@@ -77,6 +77,51 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
         load_trained(model, overrides=["inference.window=[32,32,32]"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; what can be followed: LabelManager"),
+        ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),
+        ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
+        ({"plans__image_reader_writer": ["SimpleITKIO"]}, "is not as nnU-Net 2 writes it, and cannot be read"),
+        ({"resampling_fn_data_kwargs": "x"}, "is not as nnU-Net 2 writes it, and cannot be read"),
+    ],
+)
+def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why):
+    """The first and third were passed over, the others ended in a traceback."""
+    change_plans(model, **changes)
+    with pytest.raises((ConfigError, DataError), match=why):
+        load_nnunet(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("strides", [[1, 2, 2], [1, 2, 2], [2, 2, 2]], r"a first stage of stride \[1, 2, 2\]; needed: 1"),
+        ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: whole positive numbers"),
+        ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: whole positive numbers"),
+        ("n_stages", "x", "is not as nnU-Net 2 writes it, and cannot be read"),
+    ],
+)
+def test_networks_without_sizes_are_refused(model, key, value, why):
+    plans = json.loads((model / "plans.json").read_text(encoding="utf-8"))
+    architecture = plans["configurations"]["base"]["architecture"]
+    architecture["arch_kwargs"][key] = value
+    change_plans(model, architecture=architecture)
+    with pytest.raises((ConfigError, DataError), match=why):
+        load_nnunet(model)
+
+
+def test_regions_without_an_order_are_refused(model):
+    """They were painted in an order of our own, where nnU-Net predicts nothing."""
+    file = model / "dataset.json"
+    declared = json.loads(file.read_text(encoding="utf-8"))
+    del declared["regions_class_order"]
+    file.write_text(json.dumps(declared), encoding="utf-8")
+    with pytest.raises(DataError, match="declares regions and no regions_class_order"):
+        load_nnunet(model)
+
+
 def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
     """The weights were the same and the config says nothing of the plans, so that both were mixed in one folder."""
     predict(model, [STORED / "images"], tmp_path / "out").require_all()

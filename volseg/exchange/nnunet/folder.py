@@ -135,6 +135,8 @@ def _read_task(folder: Path, plan: NnunetPlan) -> Task:
     if not isinstance(declared, dict):
         raise DataError(f"{file} should describe nnU-Net's data set; copy the model folder again")
     channels, labels = read_channel_names(declared, file), read_regions(declared, file)
+    if labels.regions and not declared.get("regions_class_order"):
+        raise DataError(f"{file} declares regions and no regions_class_order, without which nnU-Net predicts none")
     if len(channels) != len(plan.schemes):
         raise DataError(f"{file} names {len(channels)} channel(s), the plans normalise {len(plan.schemes)}")
     if not labels.regions and list(labels.labels) != list(range(len(labels.labels))):

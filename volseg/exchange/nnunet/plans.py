@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
         If the file is damaged.
     """
     plans = read_json(file)
+    try:
+        return _read_plan(plans, file, name)
+    except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a kind that no plans have there
+        raise DataError(
+            f"{file} is not as nnU-Net 2 writes it, and cannot be read ({fault}); copy the model folder again"
+        ) from fault
+
+
+def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     if not isinstance(plans, dict) or not isinstance(plans.get("configurations"), dict):
         raise DataError(f"{file} should hold nnU-Net's plans with their configurations; copy the model folder again")
     given = _resolve(plans["configurations"], name, file)
@@ -76,6 +86,8 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
                           f"name the folder of {' or '.join(CONFIGURATIONS)}")  # fmt: skip
     if given.get("preprocessor_name", "DefaultPreprocessor") != "DefaultPreprocessor":
         raise ConfigError(f"{where} prepares images by {given['preprocessor_name']}; known: DefaultPreprocessor")
+    if plans.get("label_manager", "LabelManager") != "LabelManager":
+        raise ConfigError(f"{where} makes label maps by {plans['label_manager']}; what can be followed: LabelManager")
     reader = plans.get("image_reader_writer")
     if reader not in READERS:
         raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
@@ -90,7 +102,7 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
         network=read_network(given, where),
         patch=_three(given["patch_size"], int, f"{where}: patch_size"),
         spacing=_three(given.get("spacing"), float, f"{where}: spacing"),
-        transpose=_read_transpose(plans.get("transpose_forward"), file),
+        transpose=_read_transpose(plans, file),
         turns_to_ras=READERS[reader],
         schemes=tuple(schemes),
         masked=tuple(map(bool, masked)),
@@ -123,10 +135,13 @@ def _three(values: Any, kind: type, where: str) -> tuple[Any, Any, Any]:
     return a, b, c
 
 
-def _read_transpose(order: Any, file: Path) -> tuple[int, int, int]:
-    if not isinstance(order, list) or sorted(order) != [0, 1, 2]:
+def _read_transpose(plans: Mapping[str, Any], file: Path) -> tuple[int, int, int]:
+    order, back = plans.get("transpose_forward"), plans.get("transpose_backward")
+    if order not in [list(axes) for axes in permutations(range(3))]:
         raise DataError(f"{file}: transpose_forward should be an order of 0, 1, 2, got {order!r}")
     a, b, c = order
+    if back != [order.index(axis) for axis in range(3)]:
+        raise DataError(f"{file}: transpose_backward should undo transpose_forward {order}, got {back!r}")
     return a, b, c
 
 
