@@ -58,7 +58,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
             "eps 1e-5, and a leaky ReLU of slope 0.01"
         )
     stages = given["n_stages"]
-    spec = {
+    spec: dict[str, Any] = {
         "name": "PlainConvUNet" if name == "PlainConvUNet" else "ResEncUNet",
         "strides": _repeat(given["strides"], stages),
         "kernel_size": _repeat(given["kernel_sizes"], stages),
@@ -66,9 +66,9 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         "blocks": _repeat(given[counts], stages),
         "decoder_blocks": _repeat(given["n_conv_per_stage_decoder"], stages - 1),
     }
-    for key, values in spec.items():
-        if key != "name" and not (values and all(map(_is_size, values))):
-            raise ConfigError(f"{where} builds {name} with {key} {values}; needed: whole positive numbers by stage")
+    for key, of_stages in spec.items():
+        if key != "name" and not (of_stages and all(map(_is_size, of_stages))):
+            raise ConfigError(f"{where} builds {name} with {key} {of_stages}; needed: whole positive numbers by stage")
     # No tensor tells it, and the logits would lie on a coarser grid than the image.
     if spec["strides"][0] not in (1, [1, 1, 1]):
         raise ConfigError(f"{where} builds {name} with a first stage of stride {spec['strides'][0]}; needed: 1")
