@@ -77,6 +77,15 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
         load_trained(model, overrides=["inference.window=[32,32,32]"])
 
 
+def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
+    """The weights were the same and the config says nothing of the plans, so that both were mixed in one folder."""
+    predict(model, [STORED / "images"], tmp_path / "out").require_all()
+    file = model / "plans.json"
+    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made otherwise \(weights differ\)"):
+        predict(model, [STORED / "images"], tmp_path / "out", resume=True)
+
+
 def test_folds_are_an_ensemble(model):
     shutil.copytree(model / "fold_0", model / "fold_1")
     shutil.copytree(model / "fold_0", model / "fold_all")

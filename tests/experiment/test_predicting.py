@@ -67,6 +67,39 @@ def test_an_image_that_was_replaced_is_predicted_again(outcome, images, tmp_path
     assert [name for name, at in times(output).items() if at != written[name]] == [first.name]
 
 
+def test_an_image_of_as_many_bytes_is_another_one(outcome, images, tmp_path):
+    """Without compression every image of one shape is of one size; the label map of the old one stayed."""
+    path = tmp_path / "scan.nii"
+    volume = nibabel.load(min(images.iterdir()))
+    nibabel.save(volume, path)
+    predict(outcome.folder, [path], tmp_path / "out")
+    before, size = contents(tmp_path / "out"), path.stat().st_size
+    nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), path)
+    assert path.stat().st_size == size
+    predict(outcome.folder, [path], tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") != before
+
+
+def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(outcome, images, tmp_path):
+    """Two predictions in one folder: the later began its own record, and the earlier went on to write into that."""
+    output, settings = tmp_path / "out", ["inference.mirror=true"]
+    predict(outcome.folder, [images], output)
+    earlier = (output / FILE).read_text(encoding="utf-8").splitlines()[1:]
+    later = predict(outcome.folder, [images], tmp_path / "later", overrides=settings)
+    begun = (tmp_path / "later" / FILE).read_text(encoding="utf-8").splitlines()[0]
+    (output / FILE).write_text("\n".join([begun, *earlier]) + "\n", encoding="utf-8")
+    predict(outcome.folder, [images], output, overrides=settings, resume=True)
+    assert contents(output) == contents(later.folder)
+
+
+def test_labels_that_mean_something_else_are_no_prediction_to_go_on_with(outcome, images, tmp_path):
+    predict(outcome.folder, [images], tmp_path / "out")
+    file = outcome.folder.path / "task.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"2"', '"5"'), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
+        predict(outcome.folder, [images], tmp_path / "out", resume=True)
+
+
 def test_nothing_to_go_on_with_begins(outcome, images, tmp_path):
     assert len(predict(outcome.folder, [images], tmp_path / "out", resume=True).label_maps) == 4
 

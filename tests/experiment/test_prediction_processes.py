@@ -97,6 +97,17 @@ def test_where_all_processes_die_the_rest_is_told(played):
     assert sum("every process that predicted has failed" in result.message for result in results.values()) == 4
 
 
+def test_processes_that_die_before_their_first_case_say_why(monkeypatch):
+    """All that was said of each case was: see what became of the other cases."""
+    start = prediction_processes._start
+    command = [sys.executable, "-c", "raise SystemExit('the driver is too old')"]
+    monkeypatch.setattr(prediction_processes, "_start", lambda _, *arguments: start(command, *arguments))
+    results = list(predict_in_processes(CASES, [None, None], {}))
+    assert [result.case for result in results] == [case["case"] for case in CASES]
+    for result in results:
+        assert "process 1 (CPU) ended with status 1; its last lines:\n  | the driver is too old" in result.message
+
+
 def test_who_stops_listening_leaves_no_process(played, monkeypatch):
     processes = []
     start = prediction_processes._start

@@ -1,5 +1,6 @@
 """What can be predicted with: a run, the finished folds of a cross-validation, several runs; and what cannot."""
 
+import json
 import logging
 import shutil
 
@@ -109,6 +110,19 @@ def test_runs_that_do_not_go_together_say_in_what(folds, changed, file, before, 
         load_trained([folds[1], other])
     if before == "mirror: false":
         assert len(load_trained([folds[1], other], overrides=["inference.mirror=true"]).models) == 2
+
+
+def test_regions_in_another_order_are_other_outputs(folds, tmp_path):
+    """Their probabilities were averaged, of one region with those of another: equal dicts have any order."""
+    runs, values = [], {"whole": [1, 2], "front": [1], "back": [2]}  # three, as the network has outputs
+    for number, order in enumerate([("whole", "front", "back"), ("whole", "back", "front")]):
+        runs.append(shutil.copytree(folds[0], tmp_path / str(number)))
+        task = json.loads((runs[-1] / "task.json").read_text(encoding="utf-8"))
+        task["regions"] = {name: values[name] for name in order}
+        (runs[-1] / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    load_trained(runs[0])
+    with pytest.raises(ConfigError, match="they differ in regions, in their order"):
+        load_trained(runs)
 
 
 def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):

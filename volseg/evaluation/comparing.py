@@ -8,7 +8,7 @@ seed would differ as much is not in them.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from scipy.stats import wilcoxon
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.evaluation.intervals import mean_intervals
-from volseg.evaluation.summary import JUDGED, Summary, collect_scores, read_names, read_summary
+from volseg.evaluation.summary import JUDGED, Summary, collect_scores, read_names, read_settings, read_summary
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import name_cases
 
@@ -41,6 +41,8 @@ class Method:
     summary: Summary
     labels: Mapping[str, str]
     """Key of the summary to the label's name, where that is known."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """By which rules surfaces and lesions were measured, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,12 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
     summary = read_summary(files[0])
     if doubled := find_doubled(name_cases(summary)):
         raise DataError(f"{files[0]} holds {list_some(doubled)} more than once; score each case once")
-    return Method(name=name or source.name or str(source), summary=summary, labels=read_names(files[0]))
+    return Method(
+        name=name or source.name or str(source),
+        summary=summary,
+        labels=read_names(files[0]),
+        settings=read_settings(files[0]),
+    )
 
 
 def compare_methods(methods: Sequence[Method], metrics: Sequence[str] = COMPARED) -> list[PairedResult]:
@@ -148,6 +155,39 @@ def _require_same(methods: Sequence[Method]) -> None:
                     f"both, {len(mine - theirs)} in the first alone ({list_some(sorted(mine - theirs)) or 'none'}), "
                     f"{len(theirs - mine)} in the second alone ({list_some(sorted(theirs - mine)) or 'none'})"
                 )
+        _require_same_rules(first, other)
+        for label in first.summary["mean"]:
+            _require_same_truth(first, other, label)
+
+
+def _require_same_rules(first: Method, other: Method) -> None:
+    """Raise where the same key or metric means two things; who says nothing about it is believed."""
+    pair: list[Mapping[str, object]] = [
+        {key: name for key, name in method.labels.items() if name != f"label_{key}"}  # which nobody has named
+        for method in (first, other)
+    ]
+    for kind, (mine, theirs) in {"labels": pair, "settings": [first.settings, other.settings]}.items():
+        if differing := [
+            f"{key} ({mine[key]} and {theirs[key]})" for key in mine if key in theirs and mine[key] != theirs[key]
+        ]:
+            raise DataError(
+                f"{first.name} and {other.name} cannot be compared, for their {kind} differ in {', '.join(differing)}; "
+                "score both in the same way"
+            )
+
+
+def _require_same_truth(first: Method, other: Method, label: str) -> None:
+    """Raise unless a label has the same size in both methods' true label map of each case."""
+    if not (_has(first, "n_ref") and _has(other, "n_ref")):
+        return
+    sizes = [_scores_by_case(method, label, "n_ref") for method in (first, other)]
+    # One that was not looked through for the label in either has no size there, and no score.
+    if (differing := np.flatnonzero((sizes[0] != sizes[1]) & ~np.isnan(sizes[0] + sizes[1]))).size:
+        case = sorted(name_cases(first.summary))[differing[0]]
+        raise DataError(
+            f"{first.name} and {other.name} were not compared with the same true label maps: of label {label} case "
+            f"{case} has {sizes[0][differing[0]]:g} and {sizes[1][differing[0]]:g} voxels; score both with the same"
+        )
 
 
 def _scores_by_case(method: Method, label: str, metric: str) -> NDArray[np.float64]:

@@ -26,7 +26,11 @@ WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last word of a name that says what the file is, not which case."""
 
 CHANNEL = re.compile(r"_\d{4}$")
-"""What nnU-Net puts behind a case's id in the names of images, and who renames its predictions may leave there."""
+"""What nnU-Net puts behind a case's id in the names of images."""
+
+FIRST_CHANNEL = "_0000"
+"""That of the first one, which who renames its predictions may leave there. No other number is taken for a channel's:
+``scan_0010`` and ``scan_0011`` are two cases."""
 
 MOST_FOUND = 1000
 """Values of a file in which the labels are looked for; one with more is an image."""
@@ -72,10 +76,14 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     predictions, labels = Path(predictions), _find_labels(Path(labels))
     predicted, true = (_list_by_id(folder) for folder in (predictions, labels))
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
-    spare = {_strip(case): path for case, path in _unique(predicted.keys() - matched.keys(), predicted, predictions)}
-    for case, path in true.items():
-        if case not in matched and (found := spare.pop(_strip(case), None)) is not None:
-            matched[case] = (found, path)
+    spare = {case: path for case, path in predicted.items() if case not in matched}
+    alone = [case for case in true if case not in matched]
+    if doubled := find_doubled(map(_strip, alone)):
+        same = [true[case].name for case in alone if _strip(case) == doubled[0]]
+        raise DataError(f"{labels} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
+    for case in alone:
+        if (found := _find_partner(_strip(case), spare, predictions)) is not None:
+            matched[case] = (spare.pop(found), true[case])
     if not matched:
         raise DataError(
             f"no case is in both {predictions} ({list_some(sorted(predicted), 3)}) and {labels} "
@@ -106,21 +114,22 @@ def _list_by_id(folder: Path) -> dict[str, Path]:
     return {stem(path): path for path in files}
 
 
-def _unique(cases: set[str], files: Mapping[str, Path], folder: Path) -> list[tuple[str, Path]]:
-    """Return cases with their files; no two may be called alike once channel and last word are gone."""
-    if doubled := find_doubled(_strip(case) for case in sorted(cases)):
-        same = sorted(files[case].name for case in cases if _strip(case) == doubled[0])
-        raise DataError(f"{folder} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
-    return [(case, files[case]) for case in sorted(cases)]
+def _find_partner(case: str, spare: Mapping[str, Path], folder: Path) -> str | None:
+    """Return which of the predictions without a partner is of a case; of several that may be, none is taken."""
+    likely = sorted(name for name in spare if _strip(CHANNEL.sub("", name)) == case)
+    if len(likely) > 1:
+        same = list_some([spare[name].name for name in likely])
+        raise DataError(f"{folder} holds {same}, which may all be case {case}; keep one of them")
+    return next((name for name in likely if _strip(name) == case), None)
 
 
 def _strip(case: str) -> str:
-    """Return an id without channel and without a last word that says what the file is.
+    """Return an id without the first channel and without a last word that says what the file is.
 
-    >>> _strip("liver_001_0000"), _strip("liver_001_seg"), _strip("liver_001")
-    ('liver_001', 'liver_001', 'liver_001')
+    >>> _strip("liver_001_0000"), _strip("liver_001_seg"), _strip("liver_001"), _strip("liver_0011")
+    ('liver_001', 'liver_001', 'liver_001', 'liver_0011')
     """
-    case = CHANNEL.sub("", case)
+    case = case.removesuffix(FIRST_CHANNEL)
     head, _, word = case.rpartition("_")
     return head if head and word.casefold() in WORDS else case
 
@@ -159,6 +168,10 @@ def _parse_names(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",")]
     if not all(len(pair) == 2 and pair[0].strip().isdigit() and pair[1].strip() for pair in pairs):
         raise DataError(f"labels are named as 1=liver,2=tumour, got {text!r}")
+    if doubled := find_doubled(str(int(value)) for value, _ in pairs):
+        raise DataError(
+            f"labels are named once each, as 1=liver,2=tumour, got {text!r}, which names {doubled[0]} twice"
+        )
     return {"0": "background", **{value.strip(): name.strip() for value, name in pairs}}
 
 

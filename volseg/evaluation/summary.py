@@ -36,6 +36,7 @@ __all__ = [
     "count_undefined",
     "evaluate_files",
     "read_names",
+    "read_settings",
     "read_structure",
     "read_summary",
     "summarise",
@@ -221,8 +222,17 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
 
 def read_names(path: str | os.PathLike[str]) -> dict[str, str]:
     """Return what the labels of a ``summary.json`` are called; nothing where it does not say, as nnU-Net's."""
-    declared = json.loads(Path(path).read_text(encoding="utf-8")).get("labels")
-    return {str(key): str(name) for key, name in declared.items()} if isinstance(declared, dict) else {}
+    return {key: str(name) for key, name in _read_further(path, "labels").items()}
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return by which rules a ``summary.json`` was measured; nothing where it does not say, as nnU-Net's."""
+    return _read_further(path, "settings")
+
+
+def _read_further(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
+    declared = json.loads(Path(path).read_text(encoding="utf-8")).get(of)
+    return declared if isinstance(declared, dict) else {}
 
 
 def _average(several: Iterable[Mapping[str, float]]) -> Metrics:

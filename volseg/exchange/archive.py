@@ -71,7 +71,7 @@ def is_archive(path: str | Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
-    except (OSError, zipfile.BadZipFile):
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):  # the last of a damaged version number
         return False
 
 

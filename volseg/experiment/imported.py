@@ -16,7 +16,7 @@ from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive
-from volseg.exchange.nnunet.folder import NnunetModel, read_nnunet
+from volseg.exchange.nnunet.folder import FILES, NnunetModel, read_nnunet
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
@@ -85,14 +85,15 @@ def load_nnunet(
         model = build_model(config, read.task, device, trains=False)
         model.load_state_dict(renamed)
         models.append(model.eval())
-    digests = [digest_file(file) for file in read.checkpoints]
+    # What the plans say of an image's preparation is in no config, unlike a run's.
+    digests = [digest_file(file) for file in (*read.checkpoints, *(read.folder / name for name in FILES))]
     return Trained(
         source=read.folder,
         config=config,
         task=read.task,
         preprocessing=build_preprocessing(read.plan),
         models=tuple(models),
-        weights=digests[0] if len(digests) == 1 else blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
+        weights=blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
         mirror_axes=read.mirror_axes,
         kind=NnunetPredictor,
     )

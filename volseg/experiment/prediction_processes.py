@@ -12,6 +12,7 @@ named with the cases that it had, and the others go on with the rest.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from volseg.experiment.predicted import CaseResult
 from volseg.launched import OWN_LAUNCHER
 
 __all__ = ["predict_in_processes", "serve_cases"]
+
+logger = logging.getLogger(__name__)
 
 NUM_LAST_LINES = 15
 
@@ -79,10 +82,13 @@ def predict_in_processes(
                 if (result := ended.get()) is not None:
                     yield result
             for case in waiting:  # nobody is left who could ask for it
-                words = "every process that predicted has failed; see what became of the other cases"
+                # Without that of one that had cases: it is said of these.
+                why = "; ".join(worker.end for worker in workers if worker.end) or "see what became of the other cases"
+                words = f"every process that predicted has failed: {why}"
                 yield CaseResult(case=case["case"], state="failed", error="ParallelError", message=words)
         finally:
             for worker in workers:
+                worker.is_stopped = True
                 worker.process.terminate()
             for worker in workers:
                 worker.process.wait()
@@ -100,6 +106,10 @@ class _Worker:
     folder: Path
     held: dict[str, Case] = field(default_factory=dict)
     is_over: bool = False
+    is_stopped: bool = False
+    """Whether it ends because this process ends it."""
+    end: str = ""
+    """How it failed, if that was in the middle of no case."""
 
     def serve(
         self, order: Mapping[str, Any], waiting: deque[Case], lock: Lock, ended: "SimpleQueue[CaseResult | None]"
@@ -114,10 +124,11 @@ class _Worker:
                 with suppress(OSError):  # what was on its way to a process that has ended
                     pipe.close()  # type: ignore[union-attr]
             status = self.process.wait()
+            message = f"process {self.number} ({self._name_device()}) ended with status {status}{self._last_words()}"
+            if status and not self.held and not self.is_stopped:
+                self.end = message
+                logger.error("%s", message)
             for name in self.held:
-                message = (
-                    f"process {self.number} ({self._name_device()}) ended with status {status}{self._last_words()}"
-                )
                 ended.put(CaseResult(case=name, state="failed", error="ParallelError", message=message))
             self.is_over = True
             ended.put(None)

@@ -7,6 +7,7 @@ each case that failed.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,7 +19,7 @@ from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
 
-__all__ = ["PredictionRecord"]
+__all__ = ["PredictionRecord", "identify"]
 
 FILE = "predicted.jsonl"
 SETTINGS = ("network", "preprocessing", "inference")
@@ -41,14 +42,17 @@ class PredictionRecord:
     def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
         self._folder, self._files = files.folder, files
         self._lock = Lock()
-        values = trained.config.model_dump(mode="json")
+        values, task = trained.config.model_dump(mode="json"), trained.task
         self._made_by = {
             "checkpoint": checkpoint,
             "weights": trained.weights,
+            "channels": list(task.modalities),
+            "labels": [*task.class_values, *map(list, task.regions.values())],
             "precision": trained.config.training.precision,
             **{name: values[name] for name in SETTINGS},
             **files.settings,
         }
+        self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def begin(self) -> None:
         """Describe this prediction, unless the folder holds predictions that were made alike, which stay recorded.
@@ -81,7 +85,9 @@ class PredictionRecord:
         done = {}
         for case in cases:
             entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
-            same_image = "image" in entry and entry["image"] == _identify(case)
+            if entry.get("made_by") != self._digest:  # by another process, that was writing here when this one began
+                continue
+            same_image = "image" in entry and entry["image"] == identify(case)
             is_whole = all(file.is_file() for file in self._files.name_all(case))
             if same_image and is_whole and entry.get("label_map") == digest_file(path):
                 done[case["case"]] = path
@@ -92,10 +98,18 @@ class PredictionRecord:
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
 
-    def add(self, case: Case) -> None:
-        """Record that the label map of a case, with the paths of its image, is whole; from any thread."""
+    def add(self, case: Case, image: Sequence[Any] | None) -> None:
+        """Record that the label map of a case is whole; from any thread.
+
+        Parameters
+        ----------
+        case : Case
+            With paths.
+        image : sequence
+            What `identify` said before the image was read: since then another may have taken its place.
+        """
         digest = digest_file(self._files.name_label_map(case))
-        self._add({"case": case["case"], "image": _identify(case), "label_map": digest})
+        self._add({"case": case["case"], "made_by": self._digest, "image": image, "label_map": digest})
 
     def add_failure(self, case: Case, error: str, message: str) -> None:
         """Record that a case failed; it is tried again when the prediction goes on."""
@@ -130,12 +144,16 @@ def _parse(line: str) -> Mapping[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _identify(case: Case) -> list[Any] | None:
-    """Return where an image lies, and its bytes: enough to tell it from another of its name; None if it is gone."""
+def identify(case: Case) -> list[Any] | None:
+    """Return where an image lies, its bytes, and when it was last written; None if it is gone.
+
+    Enough to tell it from another of its name: without compression all of one shape have as many bytes.
+    """
     images = list_files(case["image"])
     try:
-        files = [file for image in images for file in _list_beside(image)]
-        return [*(str(image.resolve()) for image in images), len(files), sum(file.stat().st_size for file in files)]
+        files = [file.stat() for image in images for file in _list_beside(image)]
+        size, written = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
+        return [*(str(image.resolve()) for image in images), len(files), size, written]
     except OSError:
         return None
 

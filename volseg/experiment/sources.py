@@ -180,7 +180,8 @@ def _list_shared(trained: Trained) -> list[tuple[str, object]]:
     return [
         ("channels", task.modalities),
         ("labels", task.labels),
-        ("regions", {name: tuple(values) for name, values in task.regions.items()}),
+        # A list, since dicts are equal in any order, and outputs of networks are in this one.
+        ("regions, in their order", [(name, tuple(values)) for name, values in task.regions.items()]),
         ("preprocessing", steps if steps is not None else id(preprocessing)),
         ("outputs of the network", config.network.outputs),
         ("inference", config.inference.model_dump()),

@@ -18,7 +18,7 @@ from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult
 from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.prediction_processes import predict_in_processes
-from volseg.experiment.prediction_record import PredictionRecord
+from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction
@@ -57,6 +57,7 @@ class WaitingCases:
         self._files = files
         self._record = record
         self._cases = {case["case"]: case for case in cases}
+        self._identities: dict[str, list[Any] | None] = {}
         self._strict = strict
         self._results: dict[str, CaseResult] = {}
         self._remarks: list[Remark] = []
@@ -132,6 +133,7 @@ class WaitingCases:
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""
+        self._identities[case["case"]] = identify(case)
         checked = read_case(case, self._trained.task)
         self._remarks.extend(checked.remarks)
         if checked.digest is not None:
@@ -147,7 +149,7 @@ class WaitingCases:
         given = self._cases[case["case"]]
         try:
             path = self._files.write(given, case, prediction, self._trained)
-            self._record.add(given)
+            self._record.add(given, self._identities[case["case"]])
         except OSError as fault:
             raise ConfigError(
                 f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "

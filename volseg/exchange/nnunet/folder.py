@@ -15,13 +15,14 @@ from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet.checkpoint import NnunetWeights, read_checkpoint
 from volseg.exchange.nnunet.plans import NnunetPlan, read_plan
 
-__all__ = ["CHECKPOINT", "NnunetModel", "is_nnunet_model", "read_nnunet"]
+__all__ = ["CHECKPOINT", "FILES", "NnunetModel", "is_nnunet_model", "read_nnunet"]
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint_final.pth"
 
 FILES = ("plans.json", "dataset.json")
+"""What a model folder holds beside its folds."""
 
 OTHER_NETWORKS = re.compile(r"nnUNetTrainerBN|nnUNet_Primus.*|.*UMamba.*|nnUNetTrainer.*(Swin|Transformer).*")
 """Trainers that build another network than their plans describe."""
