@@ -46,17 +46,34 @@ def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis
 
 
 @with_kernels
+@pytest.mark.parametrize("link", ["softmax", "sigmoid", ""])
+@pytest.mark.parametrize(("axis", "first"), fewer([(2, (0, 1, 68)), (0, (2, 0, -3)), (1, (0, 2, 12))], 2))
+def test_lines_and_classes_of_several_tiles(link, axis, first):
+    shape, classes = (2, 3, 70), 40  # 64 voxels x 32 classes are a tile
+    window = draw(1, classes, *shape).to(torch.float16).to(memory_format=torch.channels_last_3d)[0]
+    importance = compute_importance(shape, torch.device(DEVICE))
+    blend = draw(classes, 3, 4, 71, seed=1)
+    expected = blend.cpu()
+    triton_blending.add_window(blend, window, importance, first, axis, link, [-1])
+    blending.add_window(expected, window.cpu().float(), importance.cpu(), first, axis, link, [-1])
+    torch.testing.assert_close(blend.cpu(), expected, atol=2e-6, rtol=0)  # as above
+    assert not expected.equal(draw(classes, 3, 4, 71, seed=1).cpu())
+
+
+@with_kernels
 @pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, by which the interpreter computes
-def test_a_class_may_be_impossible_and_a_logit_that_is_no_number_shows():
-    logits = draw(3, *SHAPE)
+@pytest.mark.parametrize(("classes", "channels_last"), [(3, False), (9, True), (40, True)])
+def test_a_class_may_be_impossible_and_a_logit_that_is_no_number_shows(classes, channels_last):
+    logits = draw(1, classes, *SHAPE)
+    logits = (logits.to(memory_format=torch.channels_last_3d) if channels_last else logits)[0]
     logits[0, 0] = float("-inf")
     logits[1, 2, 3, 4] = float("nan")
     logits[2, 4, 5, 6] = float("inf")
     importance = torch.ones(SHAPE, device=DEVICE)
-    blend = torch.zeros_like(logits)
+    blend = torch.zeros(classes, *SHAPE, device=DEVICE)
     triton_blending.add_window(blend, logits, importance, (0, 0, 0), 0, "softmax", ())
     torch.testing.assert_close(blend, logits.softmax(0), atol=1e-6, rtol=0, equal_nan=True)  # exponentials
-    assert blend.isnan().sum() == 2 * 3
+    assert blend.isnan().sum() == 2 * classes
     assert not blend[0, 0].any()
 
 

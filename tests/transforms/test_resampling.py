@@ -1,5 +1,6 @@
 """A slab at a time comes out as MONAI makes it at once."""
 
+import numpy as np
 import pytest
 import torch
 from monai.data import MetaTensor
@@ -41,3 +42,28 @@ def test_it_is_monais_resampling(grid, slab_voxels, monkeypatch):
     # A product of matrices may sum in another order where it has fewer rows: the last bit of a coordinate.
     torch.testing.assert_close(ours["image"].as_tensor(), monai["image"].as_tensor(), rtol=0, atol=1e-5)
     assert torch.equal(ours["label"].as_tensor(), monai["label"].as_tensor())
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_planes_that_come_and_go_leave_the_same_bits(flip, monkeypatch):
+    turned, _ = torch.linalg.qr(torch.eye(3, dtype=torch.float64) + 0.02 * torch.randn(3, 3, dtype=torch.float64))
+    affine = torch.eye(4, dtype=torch.float64)
+    affine[:3, :3] = turned @ torch.diag(torch.tensor([-1.0 if flip else 1.0, 0.9, 1.1], dtype=torch.float64))
+    image = MetaTensor(torch.randn(2, 60, 31, 37), affine=affine)
+    target = torch.diag(torch.tensor([1.3, 1.2, 1.0, 1.0], dtype=torch.float64))
+    target[:3, 3] = affine[:3, 3] + torch.tensor([-58.0 if flip else -3.0, 1.0, 0.0])
+    settings = (target, [50, 29, 35], "bilinear", "border", False, np.float64)
+    hold, held = resampling._ExactPlanes.hold, []
+
+    def watched(planes, start, stop):
+        hold(planes, start, stop)
+        held.append(planes.held)
+
+    monkeypatch.setattr(resampling._ExactPlanes, "hold", watched)
+    monkeypatch.setattr(resampling, "SLAB_VOXELS", 1)
+    at_once = resampling.SlabResample()(image, *settings)
+    monkeypatch.setattr(resampling, "TOGETHER_VOXELS", 1)
+    assert resampling.SlabResample()(image, *settings).as_tensor().equal(at_once.as_tensor())
+    assert len(held) == 1 + 50
+    assert max(map(len, held[1:])) < 15
+    assert at_once.std() > 0.1

@@ -6,7 +6,10 @@ planes stays in the cache. The arithmetic is MONAI's, number by number and in it
 two others goes to the same one.
 """
 
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,9 @@ SLAB_VOXELS = 1 << 17
 
 CONVERTED_PLANES = 16
 """Planes that a thread makes float64 at a time."""
+
+TOGETHER_VOXELS = 1 << 24
+"""New voxels between which the source's planes are made float64 that they need, and others are forgotten."""
 
 
 class SlabResample(SpatialResample):
@@ -51,7 +57,7 @@ class SlabResample(SpatialResample):
 
         is_plain = isinstance(img, MetaTensor) and img.device.type == "cpu" and not lazy and not align_corners
         sizes = isinstance(spatial_size, Sequence) and len(spatial_size) == 3 and img.ndim == 4
-        named = mode in ("bilinear", "nearest") and isinstance(padding_mode, str) and np.dtype(dtype) == np.float64
+        named = mode in ("bilinear", "nearest") and padding_mode in ("border", "zeros") and dtype == np.float64
         if not (is_plain and sizes and named) or dst_affine is None:
             return as_monai()
         assert isinstance(img, MetaTensor)
@@ -90,8 +96,7 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
     theta = theta[[2, 1, 0]][:, [2, 1, 0, 3]].contiguous()  # from (d, h, w, 1) to grid_sample's (w, h, d)
     places = [_place_voxels(side) for side in shape]
     resampled = torch.empty(len(volume), *shape)
-    exact = torch.empty(volume.shape, dtype=torch.float64)
-    run_over_slabs(lambda slab: exact[:, slab].copy_(volume[:, slab]), volume.shape[1:], CONVERTED_PLANES)
+    source = _ExactPlanes(volume)
 
     def fill(planes_of: slice) -> None:
         planes = places[0][planes_of]
@@ -100,11 +105,81 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
         homogeneous[..., 1] = places[1][:, None]
         homogeneous[..., 2] = planes[:, None, None]
         grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
-        slab = grid_sample(exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+        slab = grid_sample(source.exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
         resampled[:, planes_of] = slab[0]
 
-    run_over_slabs(fill, shape, max(1, SLAB_VOXELS // (height * width)))
+    planes = max(1, SLAB_VOXELS // (height * width))
+    together = planes * max(1, TOGETHER_VOXELS // (planes * height * width))
+    for begin in range(0, shape[0], together):
+        end = min(begin + together, shape[0])
+        source.hold(*_reach(moved, [(begin, end - 1), (0, height - 1), (0, width - 1)]))
+        run_over_slabs(
+            partial(_call_from, fill, begin),
+            (end - begin, height, width),
+            planes,
+        )
     return resampled
+
+
+def _reach(moved: Tensor, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return between which planes of the source, the second not included, the new voxels of a box are interpolated."""
+    ends = [sorted(float(moved[0, axis]) * end for end in ends) for axis, ends in enumerate(box)]
+    low, high = (float(moved[0, 3]) + sum(end[side] for end in ends) for side in (0, 1))
+    return math.floor(low) - 2, math.ceil(high) + 3  # two more: where a coordinate is rounded, and its neighbour
+
+
+def _call_from(function: Callable[[slice], object], first: int, planes: slice) -> None:
+    """Call a function with planes that are counted from ``first`` on."""
+    function(slice(first + planes.start, first + planes.stop))
+
+
+class _ExactPlanes:
+    """A volume (C, D, H, W) of which those planes are there in float64 that are in use.
+
+    ``grid_sample`` counts positions in the whole volume, and a part of it would round them otherwise. So it gets the
+    whole, of which memory holds only the pages of planes that were written and not given back.
+    """
+
+    def __init__(self, volume: Tensor) -> None:
+        self.volume = volume
+        # Pages of our own: those that could be shared with other processes are not given back. Windows knows no flags.
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MADV_DONTNEED") else {}
+        self.memory = mmap.mmap(-1, 8 * volume.numel(), **flags)
+        self.exact = torch.frombuffer(self.memory, dtype=torch.float64).view(volume.shape)
+        self.held = range(0)
+
+    def hold(self, start: int, stop: int) -> None:
+        """Make planes float64, from ``start`` to before ``stop``, clipped to the volume, and forget others."""
+        channels, depth, height, width = self.volume.shape
+        start, stop = min(max(start, 0), depth - 1), max(min(stop, depth), 1)
+        for forgotten in (
+            range(self.held.start, min(self.held.stop, start)),
+            range(max(self.held.start, stop), self.held.stop),
+        ):
+            for channel in range(channels) if forgotten else ():
+                self._release(
+                    *(8 * (channel * depth + plane) * height * width for plane in (forgotten.start, forgotten.stop))
+                )
+        kept = range(max(start, self.held.start), min(stop, self.held.stop))
+        for fresh in (
+            (range(start, min(stop, kept.start)), range(max(start, kept.stop), stop)) if kept else (range(start, stop),)
+        ):
+            if fresh:
+                run_over_slabs(
+                    partial(_call_from, self._convert, fresh.start),
+                    (len(fresh), height, width),
+                    CONVERTED_PLANES,
+                )
+        self.held = range(start, stop)
+
+    def _convert(self, planes: slice) -> None:
+        self.exact[:, planes] = self.volume[:, planes]
+
+    def _release(self, begin: int, end: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):  # elsewhere the planes stay
+            begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self.memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _place_voxels(side: int) -> Tensor:
