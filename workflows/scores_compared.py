@@ -1,4 +1,4 @@
-"""Write ``benchmarks/results/scores_cpu_compared.json``: our scores beside those of independent implementations; and the tests' fixtures.
+"""Write ``benchmarks/results/scores_cpu_compared.json``: our scores beside those of others; and the tests' fixtures.
 
     pip install --target SITE --no-deps surface-distance medpy panoptica scikit-image connected-components-3d pandas \
         lazy-loader ruamel.yaml plotly narwhals
