@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
 
-__all__ = ["digest_file", "remove_partials", "replacing"]
+from volseg.errors import ConfigError
+
+__all__ = ["digest_file", "remove_partials", "replacing", "require_new"]
 
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
@@ -102,3 +104,9 @@ def _flush_names(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def require_new(*paths: str | Path, overwrite: bool = False) -> None:
+    """Raise `ConfigError` where a file would be replaced that nobody said may be."""
+    if not overwrite and (there := [path for path in paths if Path(path).exists()]):
+        raise ConfigError(f"{there[0]} exists already; choose another place, or replace it by --overwrite")

@@ -36,7 +36,7 @@ def main() -> None:
 
 def write_task_config(task: str, folder: Path) -> Path:
     """Write the config of a task, which says at its top what its comments take for the data."""
-    path = write_config(plan_task(task), folder / file_name(task), force=True)
+    path = write_config(plan_task(task), folder / file_name(task), overwrite=True)
     known = (
         f"# volseg train configs/msd/{path.name} --set data.root=DIR/{task}\n"
         f"# Made by workflows/msd_plans.py from datasets/msd/{task}.yaml: what the comments say of the cases\n"

@@ -110,6 +110,11 @@ def test_a_fault_is_one_sentence_with_key_value_and_remedy(write, changes, messa
     assert str(raised.value).startswith(f"{write(**changes)} cannot be used:")
 
 
+def test_a_fault_of_an_override_is_told_with_it(write):
+    with pytest.raises(ConfigError, match=r"yaml with --set inference.miror=true cannot be used:\n  inference.miror: "):
+        load_config(write(), ["inference.miror=true"])
+
+
 def test_all_faults_are_told_at_once(write):
     with pytest.raises(ConfigError, match=r"(?s)training\.epochs.*traning"):
         load_config(write(traning={}, training={"epochs": 0}))

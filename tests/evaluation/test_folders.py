@@ -57,7 +57,7 @@ def test_evaluate_writes_table_json_and_csv(folders):
     again = evaluate("--predictions", predictions, "--labels", labels)
     assert isinstance(again.exception, ConfigError)
     assert "summary.json exists already" in str(again.exception)
-    assert evaluate("--predictions", predictions, "--labels", labels.parent, "--force").exit_code == 0
+    assert evaluate("--predictions", predictions, "--labels", labels.parent, "--overwrite").exit_code == 0
 
 
 def test_bad_cases_are_named_and_the_others_scored(folders):
@@ -144,7 +144,7 @@ def test_only_what_is_asked_for_is_measured(folders):
     assert result.exit_code == 0, result.output
     assert "HD95" not in result.output + (predictions / "summary.json").read_text(encoding="utf-8")
     for wrong, message in (("dise", "did you mean 'Dice'"), ("nsd", "--tolerance MM")):
-        result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", wrong, "--force")
+        result = evaluate("--predictions", predictions, "--labels", labels, "--metrics", wrong, "--overwrite")
         assert isinstance(result.exception, ConfigError)
         assert message in str(result.exception)
 
@@ -178,4 +178,4 @@ def test_compare_pairs_cases_and_writes_what_it_says(folders, tmp_path):
     assert len(dots) == 4 * len(told["results"])
     (predictions / "summary.json").unlink()
     with pytest.raises(DataError, match=r"has no summary.json or validation/summary.json"):
-        CliRunner().invoke(app, [*arguments, "--force"], catch_exceptions=False)
+        CliRunner().invoke(app, [*arguments, "--overwrite"], catch_exceptions=False)

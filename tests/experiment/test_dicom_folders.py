@@ -155,6 +155,23 @@ def test_a_damaged_file_spoils_its_folder_and_no_other(write_series, tmp_path):
         read_volume(lost["image"])
 
 
+def test_a_folder_without_images_is_told_with_what_it_holds(tmp_path):
+    (tmp_path / "Task01" / "imagesTs").mkdir(parents=True)
+    (tmp_path / "Task01" / "dataset.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name image files"
+    ):
+        find_images([tmp_path / "Task01"])
+    with pytest.raises(DataError, match="imagesTs has neither an image nor a DICOM series in it: it is empty"):
+        find_images([tmp_path / "Task01" / "imagesTs"])
+
+
+def test_series_are_chosen_of_dicom_alone(tmp_path):
+    (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
+    with pytest.raises(DataError, match=r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"):
+        find_images([tmp_path / "scan.nii.gz"], series=["T1"])
+
+
 def test_a_series_in_two_folders_is_refused(write_series, tmp_path):
     write_series("export/a", 1)
     write_series("export/b", 1)

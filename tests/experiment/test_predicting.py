@@ -151,8 +151,7 @@ def test_a_pipe_is_no_image(outcome, tmp_path):
         predict(outcome.folder, [tmp_path / "scan.nii"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_prediction_goes_on(start, outcome, images, tmp_path, number):
+def test_an_interrupted_prediction_goes_on(start, outcome, images, tmp_path):
     for copy in range(30):
         shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
     output = tmp_path / "out"
@@ -160,16 +159,15 @@ def test_a_killed_prediction_goes_on(start, outcome, images, tmp_path, number):
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
     while len(contents(output)) < 3 and running.poll() is None:
         time.sleep(0.005)
-    running.send_signal(number)
+    running.send_signal(signal.SIGTERM)
     said = running.communicate()[1]
-    assert running.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert running.returncode == 128 + signal.SIGTERM
     written = times(output)
     assert 3 <= len(written) < 34
-    if number != signal.SIGKILL:
-        words = "volseg: interrupted; the label maps that are written are whole, go on with the others by --resume"
-        assert words in said.splitlines()
-        assert "training" not in said
-        assert not list(output.glob(".*"))
+    words = "volseg: interrupted; the label maps that are written are whole, go on with the others by --resume"
+    assert words in said.splitlines()
+    assert "training" not in said
+    assert not list(output.glob(".*"))
     subprocess.run([*command, "--resume"], check=True, capture_output=True)
     again = times(output)
     assert len(again) == 34
@@ -279,6 +277,7 @@ def test_a_hundred_cases_two_of_them_broken_killed_and_started_again(start, run,
     assert again.returncode == 1
     told = json.loads(again.stdout)
     assert len(contents(output)) == 98
+    assert all(nibabel.load(output / name).get_fdata().size for name in contents(output))
     assert told["counts"]["failed"] == 2
     named = {case["case"]: case["message"] for case in told["cases"] if case["state"] == "failed"}
     assert named.keys() == {"case_020", "case_070"}

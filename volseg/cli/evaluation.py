@@ -38,7 +38,7 @@ def evaluate(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="Default cases.csv among the predictions.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace these files if they are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
 ) -> None:
     """Score label maps per case and label on their own grid. Exit status 1 if a case could not be scored."""
     from volseg.evaluation import judging  # imports torch: not for --help
@@ -53,7 +53,7 @@ def evaluate(
         allow_missing=allow_missing,
         json_file=json_file or predictions / "summary.json",
         csv_file=csv_file or predictions / "cases.csv",
-        force=force,
+        overwrite=overwrite,
     )
     typer.echo(judging.judging_words(evaluated, metrics))
     if evaluated.faults:
@@ -69,9 +69,9 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For CSV, JSON and picture.")] = Path(
         "comparison"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Compare methods case by case: mean difference with its interval, wins and losses, Wilcoxon's test."""
     from volseg.evaluation import judging  # imports torch: not for --help
 
-    typer.echo(judging.compare_folders(methods, output, force=force))
+    typer.echo(judging.compare_folders(methods, output, overwrite=overwrite))

@@ -32,6 +32,7 @@ def export(
     licence: Annotated[
         str, typer.Option(help="Under which the weights may be used, such as CC-BY-4.0.")
     ] = "not stated",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     components: Components = None,
 ) -> None:
     """Write a trained network as one file that predicts without its run, or for other programs.
@@ -41,4 +42,4 @@ def export(
     from volseg import experiment  # imports torch: not for --help
 
     experiment.load_components(components or ())
-    typer.echo(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence))
+    typer.echo(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

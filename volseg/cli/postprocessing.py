@@ -26,6 +26,7 @@ def postprocess(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="With --apply: folder for the changed ones.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --apply: replace those that are there.")] = False,
     components: Components = None,
 ) -> None:
     """Try largest components and hole filling on the validation cases; keep what raises Dice and lowers no label's."""
@@ -39,5 +40,5 @@ def postprocess(
         typer.echo("\n".join(measured.lines()))
         typer.echo(experiment.RunFolder(source).postprocessing_file)
     if apply is not None and output is not None:
-        for path in experiment.apply_postprocessing(source, apply, output):
+        for path in experiment.apply_postprocessing(source, apply, output, overwrite=overwrite):
             typer.echo(path)

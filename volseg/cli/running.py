@@ -67,6 +67,7 @@ def main() -> None:
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[BesideBars()])
+    logging.getLogger("highdicom").setLevel(logging.WARNING)  # it tells of every module of a header that it copies
     if launch is not None:
         _run_launched(launch)
     try:

@@ -24,18 +24,19 @@ def configure(
     ] = "8GiB",
     name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     components: Components = None,
 ) -> None:
     """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
     from volseg import experiment  # imports torch: not for --help
-    from volseg.planning import parse_memory, require_new, write_config
+    from volseg.files import require_new
+    from volseg.planning import parse_memory, write_config
 
     memory = parse_memory(gpu_memory)
-    require_new(output, force=force)  # before minutes of reading
+    require_new(output, overwrite=overwrite)  # before minutes of reading
     experiment.load_components(components or ())  # readers may be among them
     planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
-    write_config(planned, output, force=force)
+    write_config(planned, output, overwrite=overwrite)
     typer.echo(experiment.configure_words(planned, output))
 
 

@@ -35,7 +35,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
     for assignment in overrides:
         values = override(values, assignment)
-    return validated(ExperimentConfig, values, str(path))
+    changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
+    return validated(ExperimentConfig, values, f"{path}{changed}")
 
 
 def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:

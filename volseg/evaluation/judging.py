@@ -13,6 +13,7 @@ from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
 from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
+from volseg.files import require_new
 
 __all__ = ["compare_folders", "judge_folders", "judging_words"]
 
@@ -27,7 +28,7 @@ def judge_folders(
     json_file: str | Path,
     csv_file: str | Path,
     metrics: Collection[str] | None = None,
-    force: bool = False,
+    overwrite: bool = False,
     **settings: Any,
 ) -> EvaluatedFolders:
     """Score two folders and write ``summary.json`` and ``cases.csv``.
@@ -40,7 +41,7 @@ def judge_folders(
         What is written.
     metrics : collection of str, optional
         Which are wanted, in any case of letters; distances are measured only if one of them is among these.
-    force : bool
+    overwrite : bool
         Replace the two files.
     **settings
         Of `evaluate_folders`.
@@ -50,7 +51,7 @@ def judge_folders(
     DataError, ConfigError
         See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
     """
-    _require_new((Path(json_file), Path(csv_file)), force)
+    require_new(json_file, csv_file, overwrite=overwrite)
     wanted = _find_metrics(metrics)
     evaluated = evaluate_folders(
         predictions,
@@ -81,7 +82,7 @@ def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None =
     return "\n".join(lines)
 
 
-def compare_folders(sources: Sequence[str | Path], output: str | Path, *, force: bool = False) -> str:
+def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwrite: bool = False) -> str:
     """Compare runs, cross-validations or scored predictions; write the comparison, and return what to say of it.
 
     Raises
@@ -90,7 +91,7 @@ def compare_folders(sources: Sequence[str | Path], output: str | Path, *, force:
         For sources without scores, of other cases or labels, or a comparison that is there already.
     """
     output = Path(output)
-    _require_new([output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")], force)
+    require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")), overwrite=overwrite)
     paths = [Path(source) for source in sources]
     # The last part of a path is its name, unless two are called alike.
     are_different = len({path.absolute().name for path in paths}) == len(paths)
@@ -98,12 +99,6 @@ def compare_folders(sources: Sequence[str | Path], output: str | Path, *, force:
     results = compare_methods(methods)
     written = write_comparison(results, methods, output)
     return "\n".join([comparison_table(results), "", *map(str, written)])
-
-
-def _require_new(files: Sequence[Path], force: bool) -> None:
-    for file in files:
-        if file.exists() and not force:
-            raise ConfigError(f"{file} exists already; choose another place, or replace it by --force")
 
 
 def _find_metrics(names: Collection[str] | None) -> tuple[str, ...]:

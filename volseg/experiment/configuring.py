@@ -156,6 +156,6 @@ def plan_run(
     data = values.get("data")
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
     planned = _plan_for(task, folder, preset, gpu_memory, None, skip_bad)
-    write_config(planned, file, force=True)
+    write_config(planned, file, overwrite=True)
     logger.info("%s", configure_words(planned, file))
     return file

@@ -21,7 +21,7 @@ from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import CHECKPOINTS, load_run
-from volseg.files import digest_file
+from volseg.files import digest_file, require_new
 from volseg.workflow.checkpoints import load_checkpoint
 from volseg.workflow.state import TrainingState
 
@@ -37,6 +37,7 @@ def export(
     to: str = "archive",
     checkpoint: str = "latest",
     licence: str = "not stated",
+    overwrite: bool = False,
 ) -> Path:
     """Write a trained network as one file, or for other programs.
 
@@ -46,16 +47,20 @@ def export(
         As for `export_archive`; with ``monai-bundle`` the output is a folder, which is new.
     to : str
         One of `FORMATS`. But for an archive: one network, run and compared with the file before that is kept.
+    overwrite : bool
+        Whether a file that is there is replaced.
 
     Raises
     ------
     ConfigError
-        If the network cannot be written in this format, says why.
+        If the network cannot be written in this format, says why; if there is such a file, and ``overwrite`` is off.
     CheckpointError
         If a checkpoint cannot be used.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to takes {', '.join(FORMATS)}, got {to!r}; {did_you_mean(to, FORMATS)}")
+    if to != "monai-bundle" and not Path(output).is_dir():  # a folder is refused with a reason of its own
+        require_new(output, overwrite=overwrite)
     if to == "archive":
         return export_archive(source, output, checkpoint=checkpoint, licence=licence)
     return export_network(Path(source), Path(output), to=to, checkpoint=checkpoint, licence=licence)

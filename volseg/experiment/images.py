@@ -11,7 +11,7 @@ from volseg.data.dicom_series import FoundSeries, choose_series, gather_series, 
 from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
-from volseg.data.names import find_doubled
+from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files, name_files
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
@@ -40,12 +40,13 @@ def find_images(
     Raises
     ------
     DataError
-        For a path that is absent, channels that are not all there, a series that is not there, or two images of one
-        name, whose predictions would overwrite each other.
+        For a path that is absent or a folder with nothing in it, channels that are not all there, a series that is not
+        there, or two images of one name, whose predictions would overwrite each other.
     """
     cases: list[Case] = []
     loose: list[Path] = []
     dicom: list[Path] = []
+    is_chosen = not series
     for path in map(Path, paths):
         if path.suffix.lower() in TABLES and path.is_file():
             cases.extend(read_images(path, modalities))
@@ -53,12 +54,19 @@ def find_images(
             dicom.append(path)
         elif path.is_dir() and not list_images(path):
             found = search_series(path)
+            if not (found.images or found.others or found.damaged):
+                raise DataError(_nothing_in(path))
             if _is_alone(found, path) and not series:
                 loose.append(path)
             else:
                 cases.extend(_list_series(found, series, path))
+                is_chosen = True
         else:
             loose.extend(_list_images(path))
+    if not (is_chosen or dicom):
+        raise DataError(
+            f"{list_some(list(map(str, paths)))}: no DICOM among them to choose series of; leave out --series"
+        )
     if dicom:  # of which several may be of one series
         cases.extend(_list_series(gather_series(dicom), series, dicom[0].parent))
     cases.extend(group_channels(loose, modalities))
@@ -81,6 +89,14 @@ def _look_at(case: Case) -> ReaderError | None:
     except ReaderError as fault:
         return fault
     return None
+
+
+def _nothing_in(folder: Path) -> str:
+    held = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir())
+    holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
+    return (
+        f"{folder} has neither an image nor a DICOM series in it: {holds}; name image files or the folder they lie in"
+    )
 
 
 def _list_images(path: Path) -> list[Path]:

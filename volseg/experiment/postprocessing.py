@@ -9,6 +9,7 @@ from volseg.data.names import find_doubled
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.run_folder import RunFolder
+from volseg.files import require_new
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import write_prediction
@@ -46,7 +47,9 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
     return measured
 
 
-def apply_postprocessing(source: str | Path, folder: str | Path, output: str | Path) -> list[Path]:
+def apply_postprocessing(
+    source: str | Path, folder: str | Path, output: str | Path, *, overwrite: bool = False
+) -> list[Path]:
     """Write every label map of ``folder`` to ``output`` after the steps of ``source``; return the files.
 
     Parameters
@@ -57,11 +60,13 @@ def apply_postprocessing(source: str | Path, folder: str | Path, output: str | P
         Of label maps of the same task, whoever predicted them.
     output : path
         Another folder.
+    overwrite : bool
+        Whether label maps that are there are replaced.
 
     Raises
     ------
     ConfigError
-        If the two folders are one.
+        If the two folders are one, or a label map is there and ``overwrite`` is off.
     DataError
         If there is no label map, or one has values of another task.
     """
@@ -74,6 +79,7 @@ def apply_postprocessing(source: str | Path, folder: str | Path, output: str | P
         raise DataError(f"{folder} is no folder of label maps; name the one that `volseg predict` wrote")
     if doubled := find_doubled(stem(file) for file in files):
         raise DataError(f"two label maps of {folder} would be written as {doubled[0]}.nii.gz; put them apart")
+    require_new(*(output / f"{stem(file)}.nii.gz" for file in files), overwrite=overwrite)
     written = []
     with count_up(len(files), "postprocessing") as count:
         for file in files:

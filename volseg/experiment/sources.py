@@ -143,7 +143,7 @@ def _describe(path: Path) -> str:
         return f"is a file; {needed}"
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
-    return f"is no run folder: it has no config.yaml; and no cross-validation: it has no fold_0; {holds}. {needed}"
+    return f"is no run folder: it has no config.yaml; and no cross-validation: it has no fold_0; {holds}; {needed}"
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:

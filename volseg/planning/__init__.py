@@ -7,7 +7,7 @@ from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory
 from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
 from volseg.planning.stored import keep_fingerprint, load_fingerprint
-from volseg.planning.writing import require_new, write_config
+from volseg.planning.writing import write_config
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -25,7 +25,6 @@ __all__ = [
     "parse_memory",
     "plan",
     "published_fingerprint",
-    "require_new",
     "take_fingerprint",
     "write_config",
 ]

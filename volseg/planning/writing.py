@@ -8,13 +8,12 @@ from typing import Any
 import yaml
 
 from volseg.config.loading import load_config
-from volseg.errors import ConfigError
-from volseg.files import replacing
+from volseg.files import replacing, require_new
 from volseg.planning.geometry import PRESETS
 from volseg.planning.plan import Plan
 from volseg.version import __version__
 
-__all__ = ["require_new", "write_config"]
+__all__ = ["write_config"]
 
 WIDTH = 110
 
@@ -24,7 +23,7 @@ SOURCES = (
 )
 
 
-def write_config(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
+def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write the config of a plan, whole or not at all; `load_config` reads what `Plan.config` is.
 
     Parameters
@@ -33,27 +32,21 @@ def write_config(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
         See `volseg.planning.plan`.
     path : path
         The file.
-    force : bool
+    overwrite : bool
         Replace a file that is there.
 
     Raises
     ------
     ConfigError
-        If there is one and ``force`` is off.
+        If there is one and ``overwrite`` is off.
     """
     path = Path(path)
-    require_new(path, force=force)
+    require_new(path, overwrite=overwrite)
     with replacing(path) as partial:
         partial.write_text("\n".join(_list_lines(plan)) + "\n", encoding="utf-8")
         written = load_config(partial)
         assert written == plan.config(), "the file says something else than the plan"
     return path
-
-
-def require_new(path: str | Path, *, force: bool = False) -> None:
-    """Raise where a file would be replaced; see `write_config`."""
-    if Path(path).exists() and not force:
-        raise ConfigError(f"{path} exists already; choose another file, or replace it by --force")
 
 
 def _list_lines(plan: Plan) -> Iterator[str]:
