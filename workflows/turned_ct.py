@@ -249,7 +249,7 @@ def _measure_resampled(
     case = prepare({"case": "ct", "image": folder / "ct.nii.gz"}, trained.preprocessing)
     seen = Grid.of(case["image"])
     probabilities = predictor.probabilities(case["image"].as_tensor()[None])[0]
-    expected = label_map_on(target, probabilities, seen)[0]
+    expected = label_map_on(target, probabilities, seen)[0].cpu()
 
     back = save(bring(source, there, target), source, folder / "back.nii.gz")
     way_back = read_volume(predict(trained, predictor, back))[0]

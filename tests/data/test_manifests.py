@@ -28,7 +28,7 @@ def test_address_and_checksum_are_monais(name):
 def test_fields_agree_with_each_other(name):
     manifest = MANIFESTS[name]
     known = {"name", "url", "md5", "licence", "modalities", "tensor_image_size", "labels", "num_training", "num_test"}
-    known |= {"intensity", "nnunet", "plan", "published", "quirks", "stored"}
+    known |= {"intensity", "nnunet", "nsd_tolerance", "plan", "published", "quirks", "stored"}
     assert set(manifest) <= known
     assert (len(manifest["modalities"]) > 1) == (manifest["tensor_image_size"] == "4D")
     assert list(manifest["labels"]) == list(range(len(manifest["labels"])))

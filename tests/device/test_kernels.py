@@ -20,10 +20,16 @@ from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
+from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
 from volseg.losses.dice.terms import Terms
 from volseg.transforms.augmentation import triton_reading
+from volseg.transforms.augmentation.sources import PatchSources
+from volseg.transforms.grid import Grid
+
+if triton_tiles.available():
+    from volseg.inference import triton_blending, triton_decision
 
 ROOT = Path(volseg.__file__).parent
 WIDE_AND_HALF = [torch.float32, torch.bfloat16]
@@ -325,12 +331,45 @@ def read_patches() -> None:
     """Patches that are cut out and mirrored: each voxel is one of the case's."""
     images = values(2, 2, 6, 5, 7)
     labels = torch.randint(0, 3, (2, 1, 6, 5, 7), device=DEVICE, dtype=torch.uint8)
-    cases, size = torch.tensor([1, 0], device=DEVICE), (3, 3, 5)
-    corners = torch.tensor([[1, 0, 2], [2, 1, 0]], device=DEVICE)
+    size = (3, 3, 5)
+    sources = PatchSources(
+        stored=(images.flatten(), labels.flatten()),
+        boxes=(images.new_zeros(0, 2, *size), labels.new_zeros(0, 1, *size)),
+        begins=torch.tensor([6 * 5 * 7, 0], device=DEVICE),
+        shapes=torch.tensor([[6, 5, 7]] * 2, device=DEVICE),
+        corners=torch.tensor([[1, 0, 2], [2, 1, 0]], device=DEVICE),
+    )
     columns = torch.eye(3, device=DEVICE).repeat(2, 1, 1)
     columns[1, 2, 2] = -1.0  # the second one backwards along its last axis
     for num_classes in (3, None):
-        got = triton_reading.read_patches((images, labels), cases, corners, (columns, None), size, size, num_classes)
+        got = triton_reading.read_patches(sources, (columns, None), size, size, num_classes)
         for of, found in zip((images, labels), got, strict=True):
             first, second = of[1, :, 1:4, 0:3, 2:7], of[0, :, 2:5, 1:4, 0:5].flip(-1)
             torch.testing.assert_close(found, torch.stack([first, second]), rtol=1e-6, atol=0)
+
+
+@covers("inference.triton_blending._add_kernel", "inference.triton_blending._add_tiles_kernel")
+def add_windows() -> None:
+    """Classes one after the other, and tile by tile where many of them lie side by side."""
+    for num_classes in (3, 9):
+        window = volume(1, num_classes, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d)[0]
+        importance, blend = volume(3, 4, 5).abs(), volume(num_classes, 6, 7, 8)
+        expected = blend.clone()
+        triton_blending.add_window(blend, window, importance, (5, 0, 1), 0, "softmax", ())
+        for plane, place in enumerate((5, 0, 1)):  # around the end of the ring
+            expected[:, place, :4, 1:6] += window.softmax(0)[:, plane] * importance[plane]
+        assert_near(blend, expected, 1e-5)
+
+
+@covers("inference.triton_decision._decide_kernel")
+def decide_labels() -> None:
+    """Twice as many voxels along W, on and between those of the source."""
+    source, target = torch.eye(4, dtype=torch.float64), torch.diag(torch.tensor([1, 1, 0.5, 1], dtype=torch.float64))
+    sampling = sample_grid(Grid((3, 4, 9), target), Grid((3, 4, 5), source))
+    assert isinstance(sampling, Aligned)
+    probabilities = volume(3, 3, 4, 5).softmax(0)
+    between = (probabilities[..., 1:] + probabilities[..., :-1]) / 2
+    expected = torch.stack([probabilities, F.pad(between, (0, 1))], -1).flatten(-2)[..., :9].argmax(0)
+    cells = range(3), range(4), range(5)
+    ((_, labels, _),) = triton_decision.decide(sampling, Held(probabilities), cells, None, torch.uint8)
+    assert labels.long().equal(expected)

@@ -32,7 +32,7 @@ def test_other_settings_go_to_a_folder_that_is_called_by_them(crossed, tmp_path)
     with pytest.raises(ConfigError, match=r"validation/summary\.json is there already"):
         validate(run)
     assert validate(run, overwrite=True).summary["mean"] == json.loads(own)["mean"]
-    with pytest.raises(ConfigError, match=r"network is as it was trained with.*metrics, data\.root"):
+    with pytest.raises(ConfigError, match=r"network is as it was trained with.*metrics, evaluation, data\.root"):
         validate(run, overrides=["network.channels=[8]"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.nii.gz").touch()

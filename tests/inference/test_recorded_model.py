@@ -170,14 +170,17 @@ def test_dropout_that_works_in_evaluation_is_drawn_anew_in_every_replay():
 def test_freed_recordings_give_their_memory_back():
     models = record_models([network(seed).to(GPU) for seed in range(2)])
     window = torch.randn(1, 1, 64, 64, 64, device=GPU)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(GPU)
-    with torch.no_grad():
-        for _ in range(4):
-            for model in models:
-                model(window)
-    assert [model.num_recorded for model in models] == [1, 1]
-    for model in models:
-        model.release()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved(GPU) <= before + 2**25  # workspaces of cuDNN and cuBLAS
+    held = []
+    for _ in range(2):  # what libraries keep for a stream, they keep since the first time
+        with torch.no_grad():
+            for _ in range(4):
+                for model in models:
+                    model(window)
+        assert [model.num_recorded for model in models] == [1, 1]
+        recorded = torch.cuda.memory_reserved(GPU)
+        for model in models:
+            model.release()
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved(GPU))
+        assert held[-1] < recorded
+    assert held[1] <= held[0]

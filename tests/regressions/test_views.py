@@ -55,7 +55,11 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("devices", DEVICES, ids=len)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_change_through_a_copied_view_was_lost_and_is_refused(name: str, devices: list[str]) -> None:
-    volume = sharded(image(), devices) * 1.0
+    volume, plain = sharded(image(), devices) * 1.0, image() * 1.0
+    if name == "a part" and len(devices) == 2:  # planes 3 and 4 of one slab, 5 of the other: a view as torch's
+        WRITES[name](volume), WRITES[name](plain)
+        assert whole(volume).equal(plain)
+        return
     with pytest.raises(UnsupportedOperatorError, match=r"in place|merged"):
         WRITES[name](volume)
 

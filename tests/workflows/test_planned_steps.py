@@ -34,11 +34,13 @@ def test_a_row_is_measured_in_this_process(monkeypatch, capsys):
 def test_rounds_are_compared_and_a_failure_loses_nothing(monkeypatch, tmp_path):
     told = iter([4.0, 8.0, None, 6.0, 12.0, 10.0])
 
-    def measure(row, task, chosen):
+    def measure(process, chosen):
         seconds = next(told)
         return {"failed": "no memory"} if seconds is None else {"seconds_per_250_iterations": seconds}
 
-    monkeypatch.setattr(planned_steps, "measure_apart", measure)  # the processes, which the test above is about
+    # The processes, which the test above is about.
+    monkeypatch.setattr(planned_steps, "start_apart", lambda row, task, chosen: None)
+    monkeypatch.setattr(planned_steps, "finish_apart", measure)
     result = tmp_path / "steps.json"
     run(monkeypatch, "--tasks", "9", "--rows", "ours", "nnunet", "--result", str(result))
     [found] = json.loads(result.read_text(encoding="utf-8"))["tasks"].values()

@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of ours")
     parser.add_argument("--result", type=Path)
+    parser.add_argument("--wait", action="store_true", help="with --only: for a line on the standard input")
     parser.add_argument("--only", nargs=2, metavar=("ROW", "TASK"), help="measure here, and print it as JSON")
     chosen = parser.parse_args()
     if chosen.only:
         row, task = chosen.only
-        chosen.wait = not sys.stdin.isatty()
         print(json.dumps(ROWS[row](task, chosen)))
         return
     if chosen.result is None:
@@ -99,7 +99,7 @@ def compile_first(chosen: argparse.Namespace) -> None:
 
 def start_apart(row: str, task: str, chosen: argparse.Namespace) -> "subprocess.Popen[str]":
     """Start a measurement in a process of its own, which waits for its turn."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--only", row, task, "--device", chosen.device]
+    command = [sys.executable, str(Path(__file__).resolve()), "--only", row, task, "--wait", "--device", chosen.device]
     for name in ("warm_up", "windows", "window", "seconds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(chosen, name))]
     command += [part for override in chosen.overrides for part in ("--set", override)]
