@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +80,12 @@ def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, t
     assert find_images([tmp_path / "export" / "P1" / "study" / "a"]) == [
         {"case": "a", "image": tmp_path / "export" / "P1" / "study" / "a"}
     ]
+
+
+def test_the_current_folder_has_a_name(write_series, tmp_path, monkeypatch):
+    write_series("series 1", 1)
+    monkeypatch.chdir(tmp_path / "series 1")
+    assert find_images([Path()])[0]["case"] == "series 1"
 
 
 def test_series_that_share_a_folder_are_read_apart_and_sorted(write_series, tmp_path):

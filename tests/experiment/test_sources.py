@@ -136,7 +136,7 @@ def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):
             tmp_path / "notes",
             r"is no run folder: it has no config\.yaml; and no cross-validation: .* it holds todo\.txt",
         ),
-        (tmp_path / "empty", r"it is empty\. name a run folder"),
+        (tmp_path / "empty", r"it is empty; name a run folder"),
         ([], "got none"),
     ):
         with pytest.raises(ConfigError, match=message):

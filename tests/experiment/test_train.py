@@ -481,12 +481,6 @@ def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypa
     assert (tmp_path / "synthetic_007.nii.gz").read_bytes() == before
 
 
-def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
-    (tmp_path / "series 1").mkdir()
-    monkeypatch.chdir(tmp_path / "series 1")
-    assert find_images([Path()])[0]["case"] == "series 1"
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
