@@ -6,10 +6,11 @@ Each measurement is a process of its own, which starts while the one before it m
 it touches a batch. It trains on one random batch of the task's patch, which lies on the device: no case is read and
 nothing is augmented. ``--compile-first`` runs every process of nnU-Net's once for a few batches, side by side: what
 they compile is kept on the disk, where the measured ones find it.
-nnU-Net's row is its ``nnUNetTrainerBenchmark_5epochs_noDataLoading``
-(nnunetv2, needed for that row only), built from nnU-Net's own plan of the task in ``datasets/msd`` and compiled as
-nnU-Net chooses. Of that trainer's epoch the training batches are timed, not its 50 validation batches. Ours trains by
-the task's config in ``configs/msd``: its network, loss, optimizer, averaged weights and recorded step.
+
+nnU-Net's row is its ``nnUNetTrainerBenchmark_5epochs_noDataLoading`` (nnunetv2, needed for that row only), built from
+nnU-Net's own plan of the task in ``datasets/msd`` and compiled as nnU-Net chooses. Of that trainer's epoch the training
+batches are timed, not its 50 validation batches. Ours trains by the task's config in ``configs/msd``: its network,
+loss, optimizer, averaged weights and recorded step.
 """
 
 import argparse
