@@ -1,0 +1,50 @@
+"""A way to run a training step over devices, and what is forecast of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from volseg.forecast.memory_use import MemoryUse
+
+__all__ = ["Candidate", "Forecast"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Who computes what, and how."""
+
+    data: int = 1
+    """Replicas of the network, which share the samples of a batch."""
+    spatial: int = 1
+    """Slabs of each volume."""
+    pipeline: int = 1
+    """Stages of the network, each on a GPU."""
+    split_size: int | None = None
+    """Samples per micro-batch of a pipeline."""
+    checkpoint: Literal["all"] | int | None = None
+    """Activations that are computed again in backward: all, or those of that many finest levels."""
+    kernels: Literal["fast", "torch"] = "fast"
+    recorded: bool = False
+    """Whether the step is one CUDA graph."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices that it takes."""
+        return self.data * self.spatial * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a candidate needs; ``memory`` is that of the device that needs most."""
+
+    candidate: Candidate
+    memory: MemoryUse | None = None
+    """None where it cannot run at all; ``refused`` says why."""
+    seconds: float | None = None
+    """Of one optimizer step."""
+    refused: str | None = None
+    """Why it cannot run, or does not fit."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it fits and nothing refuses it."""
+        return self.refused is None
