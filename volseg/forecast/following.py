@@ -52,7 +52,7 @@ def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int
     Parameters
     ----------
     step
-        Builds what it needs (by ``FollowedStep.copy`` and ``to``), runs, and says by ``FollowedStep.mark`` where parts begin.
+        Builds what it needs (``copy`` and ``to``), runs, and says where parts begin (``mark``).
     gpu
         The kind of GPU.
     num_gpus
@@ -165,7 +165,7 @@ class FollowedStep:
 
 
 class _Noting(TorchDispatchMode):
-    """Tell a followed of each operator and its results."""
+    """Tell a ``FollowedStep`` of each operator and its results."""
 
     def __init__(self, followed: FollowedStep) -> None:
         super().__init__()
