@@ -13,10 +13,16 @@ import torch
 
 from volseg.forecast.trace import KernelRun
 
-__all__ = ["FULL", "HALF", "KernelClass", "classify", "name_dtype"]
+__all__ = ["FULL", "HALF", "LAID_OUT_ANEW", "TURNED_ROUND", "KernelClass", "classify", "name_dtype"]
 
 HALF, FULL = "half", "float32"
 """Types of numbers, as far as speed goes."""
+
+TURNED_ROUND = ", turned round"
+"""End of the name of a convolution that is asked for as the gradient of one with the flipped kernel."""
+
+LAID_OUT_ANEW = ", laid out anew"
+"""End of the name of a copy whose result has its channels elsewhere in memory."""
 
 CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
 
@@ -66,7 +72,8 @@ def classify(run: KernelRun) -> list[KernelClass]:
         return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
     if any(part in run.name for part in COUNTED_BY_TAPS):
         return [_classify_taps(run, dtype)]
-    family = f"{run.name}, {where}"
+    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name
+    family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
         moved = run.bytes_moved * PROCESSORS // _count_busy(run)
         return [KernelClass(family, (), 0, moved, dtype)]
