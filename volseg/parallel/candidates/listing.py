@@ -28,7 +28,8 @@ class Freedom:
     split_size: int | None = None
     checkpoint: Literal["all"] | int | None = None
     kernels: tuple[Literal["fast", "torch"], ...] = ("torch",)
-    """Of a network on one GPU that recomputes nothing; where volumes are cut it is always the fast ones."""
+    """Of a network on one GPU that recomputes nothing: those that are taken, then those that it falls back to. Where
+    volumes are cut it is always the fast ones."""
     records: bool = True
     """Whether a step that can be recorded is."""
     one_process: bool = False
@@ -54,12 +55,11 @@ def list_candidates(num_gpus: int, batch_size: int, sides: Sequence[int], free: 
     >>> [name_candidate(each) for each in list_candidates(2, 4, (64, 64, 64), Freedom())]
     ['one GPU', 'data: 2', 'spatial: 2', 'pipeline: 2, split_size: 1', 'pipeline: 2, split_size: 2']
     """
-    found = [
-        candidate
-        for data, spatial, pipeline in _list_meshes(num_gpus, batch_size, max(sides), free)
-        for candidate in _list_ways(data, spatial, pipeline, batch_size, free)
-    ]
-    return list(dict.fromkeys(found))
+    meshes = sorted(
+        _list_meshes(num_gpus, batch_size, max(sides), free),
+        key=lambda mesh: (mesh != (1, 1, 1), mesh[2], mesh[1]),  # what cuts least comes first
+    )
+    return [candidate for mesh in meshes for candidate in _list_ways(*mesh, batch_size, free)]
 
 
 def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> Iterator[tuple[int, int, int]]:
@@ -85,7 +85,9 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
 
 def _list_ways(data: int, spatial: int, pipeline: int, batch_size: int, free: Freedom) -> Iterator[Candidate]:
     """Give the ways in which a mesh can be run."""
-    mesh = Candidate(data=data, spatial=spatial, pipeline=pipeline, recorded=free.records)
+    # A step is recorded on one GPU of each process; a pipeline records its stages.
+    records = free.records and not (free.one_process and spatial > 1)
+    mesh = Candidate(data=data, spatial=spatial, pipeline=pipeline, recorded=records)
     if pipeline > 1:
         own = -(-batch_size // data)
         sizes = [2**power for power in range(own.bit_length()) if 2**power < own] or [1]
@@ -96,8 +98,7 @@ def _list_ways(data: int, spatial: int, pipeline: int, batch_size: int, free: Fr
     elif spatial > 1 or free.checkpoint is not None:
         yield replace(mesh, kernels="fast", checkpoint=free.checkpoint)
     else:
-        for kernels in free.kernels:
-            yield replace(mesh, kernels=kernels)
+        yield replace(mesh, kernels=free.kernels[0])
 
 
 def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
