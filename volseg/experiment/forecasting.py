@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.config.schema import ExperimentConfig
+from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.residency import choose_budget
-from volseg.experiment.building import build_objective, build_plain_network, check_components
-from volseg.experiment.data_facts import DataFacts, find_facts
+from volseg.experiment.building import build_objective, build_plain_network
+from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
 from volseg.models import FitGrid, GridRule, build_network
@@ -30,7 +30,7 @@ from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["Described", "describe_training", "find_freedom", "find_reserve"]
+__all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve"]
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
@@ -52,13 +52,7 @@ class Described:
     """Which sides the network takes."""
 
 
-def describe_training(
-    config: ExperimentConfig,
-    dtype: torch.dtype,
-    *,
-    channels: int | None = None,
-    classes: int | None = None,
-) -> Described:
+def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:
     """Return what is followed of a config's training.
 
     Parameters
@@ -67,21 +61,16 @@ def describe_training(
         Of the training.
     dtype : torch.dtype
         In which the kind of GPU computes it; see `choose_dtype`.
-    channels, classes : int, optional
-        See `find_facts`.
+    facts : DataFacts
+        Of its data set.
 
     Raises
     ------
     ConfigError
-        If a component cannot be built, or the network does not run on the patch.
-    DataError
-        If channels and classes are not known.
+        If the network does not run on the patch, or a loss not on what it gives.
     """
-    check_components(config)
-    facts = find_facts(config, channels, classes)
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
-    network = config.network.model_copy(update={"name": spec["name"], **spec})
-    config = config.model_copy(update={"network": network})
+    config = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
     with torch.random.fork_rng([]):
         plain = build_plain_network(config, facts.task)
         made = rehearse_network(plain, config, facts.task)
@@ -245,17 +234,11 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     return ahead + bank, notes
 
 
-def with_patch(config: ExperimentConfig, size: tuple[int, int, int], batch: int | None = None) -> ExperimentConfig:
-    """Return the config with another patch."""
-    changed: dict[str, Any] = {"size": size, **({} if batch is None else {"batch": batch})}
-    return config.model_copy(update={"patch": config.patch.model_copy(update=changed)})
-
-
-def at_size(described: Described, size: tuple[int, int, int], batch: int | None = None) -> Described:
-    """Return the same training on patches of another size; the network stays as it was planned."""
-    config = with_patch(described.config, size, batch)
-    facts, work = described.facts, described.work
-    changed = replace(
+def at_size(described: Described, size: tuple[int, int, int]) -> Work:
+    """Return the step on patches of another size; the network stays as it was planned."""
+    facts, work, config = described.facts, described.work, described.config
+    config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
+    return replace(
         work,
         build=lambda: _build_network(config, facts, described.rule),
         shape=(config.patch.batch, facts.task.num_channels, *size),
@@ -264,4 +247,3 @@ def at_size(described: Described, size: tuple[int, int, int], batch: int | None 
             config, facts, work.precision, described.batches, model, optimizer
         ),
     )
-    return replace(described, config=config, work=changed)

@@ -13,7 +13,17 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.choosing import Skipped, describe_seconds
 from volseg.parallel.candidates.listing import name_candidate
 
-__all__ = ["CandidateRow", "PlanReport", "build_row", "build_skipped_row", "format_table", "list_columns"]
+__all__ = [
+    "CandidateRow",
+    "LargestRow",
+    "PlanReport",
+    "VolumesReport",
+    "build_row",
+    "build_skipped_row",
+    "format_table",
+    "format_volumes",
+    "list_columns",
+]
 
 GIB = 2**30
 WIDTH = 80
@@ -91,6 +101,36 @@ class PlanReport(_Row):
     remedies: tuple[str, ...] = ()
     """Where nothing fits, what would."""
     notes: tuple[str, ...] = ()
+
+
+class LargestRow(_Row):
+    """The largest patch of an aspect, in one way of sharing a machine."""
+
+    name: str
+    """The candidate, in the words of a config."""
+    aspect: tuple[int, int, int]
+    """Which is kept, as far as the network's divisors let."""
+    sides: tuple[int, int, int] | None
+    """D, H, W of the largest that fits; null where none does."""
+    next_sides: tuple[int, int, int] | None
+    """The next larger one, which does not fit; null where no limit was found."""
+    total_bytes: Bytes | None
+    """What the largest takes of the fullest GPU."""
+
+
+class VolumesReport(_Row):
+    """What ``volseg plan --max-volume --json`` prints."""
+
+    version: Literal[1] = 1
+    """Of this form."""
+    network: str
+    batch_size: int
+    precision: str
+    gpu: str
+    num_gpus: int
+    gpu_bytes: Bytes
+    reserve_bytes: Bytes
+    rows: tuple[LargestRow, ...]
 
 
 def build_row(
@@ -175,12 +215,32 @@ def _gib(num_bytes: int | None) -> str:
 
 
 def format_table(rows: Sequence[CandidateRow]) -> str:
-    """Return the table as plain text of `WIDTH` columns at most."""
+    """Return the table of candidates as plain text of `WIDTH` columns at most."""
+    return _format(list_columns(rows))
+
+
+def format_volumes(rows: Sequence[LargestRow]) -> str:
+    """Return the table of largest patches as plain text of `WIDTH` columns at most."""
+    return _format(
+        [
+            ("parallel", [row.name for row in rows]),
+            ("shape", ["cube" if len(set(row.aspect)) == 1 else "patch" for row in rows]),
+            ("largest", [_sides(row.sides) or "none" for row in rows]),
+            ("GiB", [_gib(row.total_bytes) for row in rows]),
+            ("too large", [_sides(row.next_sides) for row in rows]),
+        ]
+    )
+
+
+def _sides(sides: tuple[int, int, int] | None) -> str:
+    return "" if sides is None else "x".join(map(str, sides))
+
+
+def _format(columns: Sequence[tuple[str, list[str]]]) -> str:
     # ASCII: a pipe or a log may have no other encoding.
     table = Table(box=box.MARKDOWN, padding=(0, 1))
-    columns = list_columns(rows)
     for title, _ in columns:
-        table.add_column(title, justify="left" if title == "parallel" else "right", overflow="fold")
+        table.add_column(title, justify="left" if title in ("parallel", "shape") else "right", overflow="fold")
     for cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*cells)
     written = StringIO()
