@@ -245,4 +245,4 @@ def _format(columns: Sequence[tuple[str, list[str]]]) -> str:
         table.add_row(*cells)
     written = StringIO()
     Console(file=written, width=WIDTH, color_system=None, force_terminal=False, highlight=False).print(table)
-    return "\n".join(line.rstrip() for line in written.getvalue().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
