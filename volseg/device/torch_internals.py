@@ -49,9 +49,11 @@ __all__ = [
     "count_dispatch_modes",
     "find_backward_pass",
     "find_default_group",
+    "find_group_name",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
+    "gather_into",
     "get_backward_hooks",
     "get_backward_pre_hooks",
     "get_base",
@@ -213,6 +215,15 @@ def keep_gpu_busy(cycles: int) -> None:
 def find_default_group() -> dist.ProcessGroup:
     """Return the group of all processes."""
     return dist.distributed_c10d._get_default_group()
+
+
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather every process's tensor into one; torch 2.13 has renamed it, and warns of the older name."""
+
+
+def find_group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which torch keeps a group."""
+    return dist.distributed_c10d._get_process_group_name(group)
 
 
 def accept_gradients_of_other_streams() -> None:

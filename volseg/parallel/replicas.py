@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.spatial.plan.shards import spans
@@ -117,7 +118,7 @@ class Replicas:
         if self.group is None:
             return values.detach().unsqueeze(0)
         stacked = values.new_empty((self.num_processes, *values.shape))
-        dist.all_gather_into_tensor(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
+        gather_into(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
         return stacked
 
     def require_alike(self, device: torch.device, **numbers: int) -> None:

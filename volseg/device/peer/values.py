@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
+from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import select_device, tl, triton
 
 __all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "ValuesOfSlabs"]
@@ -202,7 +203,7 @@ class RelayedValues:
         call(self.side)
         own = self.memory[:, self.side.rank, :count].contiguous()  # of even and of odd calls
         gathered = own.new_empty((self.side.shards, *own.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group)
+        gather_into(gathered.view(-1), own.view(-1), group=self.group)
         self.memory[:, :, :count] = gathered.movedim(0, 1)
         self.side.calls[:1].sub_(1)  # the same call
         return call(self.side)

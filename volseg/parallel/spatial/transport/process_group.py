@@ -16,7 +16,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.device.torch_internals import accept_gradients_of_other_streams, gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
@@ -188,7 +188,7 @@ class ProcessGroupShards(Communicator):
             return self.mailbox.stack(partial)
         partial = partial.contiguous()
         stacked = partial.new_empty((self.num_shards, *partial.shape))
-        dist.all_gather_into_tensor(stacked.view(-1), partial.view(-1), group=self.group)
+        gather_into(stacked.view(-1), partial.view(-1), group=self.group)
         return stacked
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
