@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from volseg.device.triton_tiles import select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
 
 __all__ = ["add_window"]
 
@@ -30,106 +31,107 @@ FEW_CLASSES = 8
 """Up to so many classes the logits of a voxel share a line of memory with those of others, in any layout."""
 
 
-if triton is not None:
-    # Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
-    @triton.jit(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
-    def _add_kernel(
-        x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
-        xk, xd, xh, xw, ok, od, oh, ow,
-        AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr,
-    ):  # fmt: skip
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        d, h, w = v // W // H, v // W % H, v % W
-        # Where the blend holds a part of the volume along an axis, some of the window lies beside it.
-        to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
-        there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
-        if AXIS == 0:  # around the end of the ring
-            to_d = tl.where(to_d >= side_d, to_d - side_d, to_d)
-        if AXIS == 1:
-            to_h = tl.where(to_h >= side_h, to_h - side_h, to_h)
-        if AXIS == 2:
-            to_w = tl.where(to_w >= side_w, to_w - side_w, to_w)
-        there = there & (to_d < side_d) & (to_h < side_h) & (to_w < side_w)
-        source = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw)
-        to = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh + to_w.to(tl.int64) * ow)
+# Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
+@kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
+def _add_kernel(
+    x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
+    xk, xd, xh, xw, ok, od, oh, ow,
+    AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    d, h, w = v // W // H, v // W % H, v % W
+    # Where the blend holds a part of the volume along an axis, some of the window lies beside it.
+    to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
+    there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
+    if AXIS == 0:  # around the end of the ring
+        to_d = tl.where(to_d >= side_d, to_d - side_d, to_d)
+    if AXIS == 1:
+        to_h = tl.where(to_h >= side_h, to_h - side_h, to_h)
+    if AXIS == 2:
+        to_w = tl.where(to_w >= side_w, to_w - side_w, to_w)
+    there = there & (to_d < side_d) & (to_h < side_h) & (to_w < side_w)
+    source = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw)
+    to = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh + to_w.to(tl.int64) * ow)
 
-        most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
-        total = tl.zeros((BV,), tl.float32)
-        if SOFTMAX:
-            of_class = source
-            for _ in range(K):
-                value = tl.load(of_class, mask=there, other=0.0).to(tl.float32)
-                more = tl.maximum(most, value)
-                total = total * tl.exp(most - more) + tl.exp(value - more)
-                most = more
-                of_class += xk
-        share = tl.load(importance + v, mask=there, other=0.0)
+    most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
+    total = tl.zeros((BV,), tl.float32)
+    if SOFTMAX:
+        of_class = source
         for _ in range(K):
-            value = tl.load(source, mask=there, other=0.0).to(tl.float32)
-            if SOFTMAX:
-                value = tl.exp(value - most) / total
-            if SIGMOID:
-                value = 1 / (1 + tl.exp(-value))
-            tl.store(to, tl.load(to, mask=there, other=0.0) + value * share, mask=there)
-            source += xk
-            to += ok
-
-    @triton.jit
-    def _read_tile(of_voxels, k, K, there, other):
-        return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
-
-    # Per program a part of one line along W, of which the compiler sees that its voxels lie side by side.
-    @triton.jit(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
-    def _add_tiles_kernel(
-        x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
-        xd, xh, xw, ok, od, oh, ow,
-        AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    ):  # fmt: skip
-        # A part lies before the end of the ring or beyond it, never around it.
-        parts_before = tl.cdiv(before, BV)
-        parts = parts_before + tl.cdiv(W - before, BV)
-        line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        d, h = line // H, line % H
-        is_beyond = part >= parts_before
-        w = tl.where(is_beyond, before + (part - parts_before) * BV, part * BV) + tl.arange(0, BV)
-        to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
-        if AXIS == 0:
-            to_d = to_d % side_d
-        if AXIS == 1:
-            to_h = to_h % side_h
-        if AXIS == 2:
-            to_w -= tl.where(is_beyond, side_w, 0)
-        stop = tl.where(is_beyond, W, before)
-        stop = tl.where(to_d >= 0, tl.where(to_d < side_d, stop, 0), 0)
-        stop = tl.where(to_h >= 0, tl.where(to_h < side_h, stop, 0), 0)
-        there = (w < stop) & (to_w >= 0) & (to_w < side_w)
-        of_voxels = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh) + w.to(tl.int64) * xw
-        to_voxels = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh) + to_w.to(tl.int64) * ow
-        share = tl.load(importance + (line.to(tl.int64) * W + w), mask=there, other=0.0)
-
-        first = tl.arange(0, BK)[None, :]
-        most = tl.full((BV,), 0.0, tl.float32)
+            value = tl.load(of_class, mask=there, other=0.0).to(tl.float32)
+            more = tl.maximum(most, value)
+            total = total * tl.exp(most - more) + tl.exp(value - more)
+            most = more
+            of_class += xk
+    share = tl.load(importance + v, mask=there, other=0.0)
+    for _ in range(K):
+        value = tl.load(source, mask=there, other=0.0).to(tl.float32)
         if SOFTMAX:
-            # Of each column of the tile first: to compare or add neighbouring threads' numbers takes five exchanges.
-            mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
-            for k in range(0, K, BK):
-                mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))
-            most = tl.where(there, tl.max(mosts, 1), 0.0)
-            totals = tl.zeros((BV, BK), tl.float32)
-            for k in range(0, K, BK):
-                totals += tl.exp(_read_tile(of_voxels, k + first, K, there, float("-inf")) - most[:, None])
-            share = share / tl.where(there, tl.sum(totals, 1), 1.0)
+            value = tl.exp(value - most) / total
+        if SIGMOID:
+            value = 1 / (1 + tl.exp(-value))
+        tl.store(to, tl.load(to, mask=there, other=0.0) + value * share, mask=there)
+        source += xk
+        to += ok
+
+
+@triton.jit
+def _read_tile(of_voxels, k, K, there, other):
+    return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
+
+
+# Per program a part of one line along W, of which the compiler sees that its voxels lie side by side.
+@kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
+def _add_tiles_kernel(
+    x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
+    xd, xh, xw, ok, od, oh, ow,
+    AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # A part lies before the end of the ring or beyond it, never around it.
+    parts_before = tl.cdiv(before, BV)
+    parts = parts_before + tl.cdiv(W - before, BV)
+    line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    d, h = line // H, line % H
+    is_beyond = part >= parts_before
+    w = tl.where(is_beyond, before + (part - parts_before) * BV, part * BV) + tl.arange(0, BV)
+    to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
+    if AXIS == 0:
+        to_d = to_d % side_d
+    if AXIS == 1:
+        to_h = to_h % side_h
+    if AXIS == 2:
+        to_w -= tl.where(is_beyond, side_w, 0)
+    stop = tl.where(is_beyond, W, before)
+    stop = tl.where(to_d >= 0, tl.where(to_d < side_d, stop, 0), 0)
+    stop = tl.where(to_h >= 0, tl.where(to_h < side_h, stop, 0), 0)
+    there = (w < stop) & (to_w >= 0) & (to_w < side_w)
+    of_voxels = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh) + w.to(tl.int64) * xw
+    to_voxels = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh) + to_w.to(tl.int64) * ow
+    share = tl.load(importance + (line.to(tl.int64) * W + w), mask=there, other=0.0)
+
+    first = tl.arange(0, BK)[None, :]
+    most = tl.full((BV,), 0.0, tl.float32)
+    if SOFTMAX:
+        # Of each column of the tile first: to compare or add neighbouring threads' numbers takes five exchanges.
+        mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
         for k in range(0, K, BK):
-            classes = k + first
-            value = _read_tile(of_voxels, classes, K, there, 0.0)
-            if SOFTMAX:
-                value = tl.exp(value - most[:, None])
-            if SIGMOID:
-                value = 1 / (1 + tl.exp(-value))
-            value *= share[:, None]
-            mask = there[:, None] & (classes < K)
-            to = to_voxels[:, None] + classes.to(tl.int64) * ok
-            tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
+            mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))
+        most = tl.where(there, tl.max(mosts, 1), 0.0)
+        totals = tl.zeros((BV, BK), tl.float32)
+        for k in range(0, K, BK):
+            totals += tl.exp(_read_tile(of_voxels, k + first, K, there, float("-inf")) - most[:, None])
+        share = share / tl.where(there, tl.sum(totals, 1), 1.0)
+    for k in range(0, K, BK):
+        classes = k + first
+        value = _read_tile(of_voxels, classes, K, there, 0.0)
+        if SOFTMAX:
+            value = tl.exp(value - most[:, None])
+        if SIGMOID:
+            value = 1 / (1 + tl.exp(-value))
+        value *= share[:, None]
+        mask = there[:, None] & (classes < K)
+        to = to_voxels[:, None] + classes.to(tl.int64) * ok
+        tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
 
 
 def add_window(
