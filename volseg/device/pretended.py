@@ -9,7 +9,7 @@ Outside of ``pretending`` all questions have torch's answers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import without_dispatch_modes
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -25,16 +26,22 @@ __all__ = [
     "PretendedEvent",
     "PretendedStream",
     "count_processors",
+    "find_address",
     "find_capability",
     "find_current_stream",
     "find_pretended",
+    "find_readable",
     "find_recording",
+    "host_values",
     "is_gpu",
+    "is_pretended",
     "is_recording",
     "make_event",
     "make_stream",
     "name_pretended",
     "note_kernel",
+    "note_sent_planes",
+    "note_shared_memory",
     "on_gpu",
     "on_stream",
     "pretend_recording",
@@ -74,6 +81,8 @@ class NotedKernel:
 class _Pretence:
     gpu: GpuLike
     note: Callable[[NotedKernel], None] | None
+    note_shared: Callable[[torch.device, int], None] | None
+    note_sent: Callable[[torch.device, int], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
@@ -83,7 +92,13 @@ _pretence: _Pretence | None = None
 
 
 @contextmanager
-def pretending(gpu: GpuLike, note: Callable[[NotedKernel], None] | None = None) -> Iterator[None]:
+def pretending(
+    gpu: GpuLike,
+    note: Callable[[NotedKernel], None] | None = None,
+    *,
+    shared: Callable[[torch.device, int], None] | None = None,
+    sent: Callable[[torch.device, int], None] | None = None,
+) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind; ``note`` is told of each kernel of ours that would run.
 
     Raises
@@ -94,7 +109,7 @@ def pretending(gpu: GpuLike, note: Callable[[NotedKernel], None] | None = None) 
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note)
+    _pretence = _Pretence(gpu, note, shared, sent)
     try:
         yield
     finally:
@@ -109,6 +124,18 @@ def name_pretended(index: int) -> torch.device:
 def find_pretended() -> GpuLike | None:
     """Return the kind of GPU that this process pretends to have, None where it does not pretend."""
     return None if _pretence is None else _pretence.gpu
+
+
+def note_shared_memory(device: torch.device, size: int) -> None:
+    """Put down that so many bytes are taken beside torch's allocator, for GPUs to write into each other's memory."""
+    if _pretence is not None and _pretence.note_shared is not None:
+        _pretence.note_shared(device, size)
+
+
+def note_sent_planes(device: torch.device, size: int) -> None:
+    """Put down that a kernel of ours writes so many bytes into other GPUs' memory."""
+    if _pretence is not None and _pretence.note_sent is not None:
+        _pretence.note_sent(device, size)
 
 
 def note_kernel(kernel: NotedKernel) -> None:
@@ -126,6 +153,26 @@ def is_gpu(device: torch.device) -> bool:
 def on_gpu(tensor: Tensor) -> bool:
     """Say whether a tensor lies on a GPU, or on a device that stands for one."""
     return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
+
+
+def is_pretended(device: torch.device) -> bool:
+    """Say whether a device only stands for a GPU, so that what lies on it has no values."""
+    return _pretence is not None and is_gpu(device)
+
+
+def find_address(tensor: Tensor) -> int:
+    """Return where a tensor begins in memory; 0 where it has no values."""
+    return 0 if is_pretended(tensor.device) else tensor.data_ptr()
+
+
+def find_readable(device: torch.device) -> torch.device:
+    """Return where small values are exchanged that the host reads: on a device; on the host where that has none."""
+    return torch.device("cpu") if is_pretended(device) else device
+
+
+def host_values() -> AbstractContextManager[Any]:
+    """Let tensors of the host have values in here also where this process pretends: votes, seeds, random states."""
+    return nullcontext() if _pretence is None else without_dispatch_modes()
 
 
 def find_capability(device: torch.device) -> tuple[int, int]:

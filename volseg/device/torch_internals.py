@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.loss import _Loss as Loss
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "get_modules",
     "get_parameters",
     "get_schema",
+    "get_storage_key",
     "get_version",
     "is_compiled",
     "is_transformed",
@@ -81,6 +83,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_transformed",
     "with_overrides",
+    "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
     "zero_each_",
@@ -93,6 +96,9 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 
 get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that this one is a view of, None where it is none or autograd need not know."""
+
+get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return what tells a piece of memory from all others as long as it is there, also one that has no values."""
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""

@@ -53,18 +53,18 @@ def computing_on(device: torch.device) -> Iterator[None]:
         _own_device = before
 
 
-def _find_launch() -> Launch | None:
+def _find_start() -> Launch | None:
     return find_launch() if _own_device is None else None
 
 
 def is_launched() -> bool:
     """Tell whether a launcher started this process and gave it a device of its own; see ``volseg.launched``."""
-    return _find_launch() is not None
+    return _find_start() is not None
 
 
 def count_launched() -> int:
     """Return how many processes were started for this job, whether they have joined a group yet or not."""
-    launch = _find_launch()
+    launch = _find_start()
     return 1 if launch is None else launch.world_size
 
 
@@ -82,7 +82,7 @@ def count_restarts() -> int:
 
     Processes of a group agree on it; asked before they have met, each says what its launcher says.
     """
-    launch = _find_launch()
+    launch = _find_start()
     return max(_restarts, 0 if launch is None else launch.restarts)
 
 
@@ -103,7 +103,7 @@ def is_distributed() -> bool:
 
 def find_local_rank() -> int:
     """Return this process's number on its machine, which its launcher gave it; 0 where it was started alone."""
-    launch = _find_launch()
+    launch = _find_start()
     return 0 if launch is None else launch.local_rank
 
 
@@ -114,7 +114,7 @@ def find_rank() -> int:
 
 def is_main_process() -> bool:
     """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
-    launch = None if has_process_group() else _find_launch()
+    launch = None if has_process_group() else _find_start()
     return find_rank() == 0 if launch is None else launch.rank == 0
 
 
@@ -159,7 +159,7 @@ def name_place(rank: int, world_size: int, local_rank: int) -> str:
 
 def name_own_place() -> str:
     """Return how a message names this process."""
-    launch = _find_launch()
+    launch = _find_start()
     if launch is None:
         return name_place(find_rank(), count_processes(), 0)
     return name_place(launch.rank, launch.world_size, launch.local_rank)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.pretended import find_readable, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
@@ -129,7 +130,8 @@ class Replicas:
         ParallelError
             Names the first that differs, and each process's.
         """
-        found = self.gather(torch.tensor(list(numbers.values()), device=device)).tolist()
+        with host_values():
+            found = self.gather(torch.tensor(list(numbers.values()), device=find_readable(device))).tolist()
         for name, *values in zip(numbers, *found, strict=True):
             if len(set(values)) > 1:
                 raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")
