@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import without_dispatch_modes
+from volseg.device.torch_internals import FakeTensor, without_dispatch_modes
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "find_address",
     "find_capability",
     "find_current_stream",
+    "find_kept",
     "find_pretended",
     "find_readable",
     "find_recording",
@@ -38,14 +39,17 @@ __all__ = [
     "is_recording",
     "make_event",
     "make_stream",
+    "move_in_place",
     "name_pretended",
     "note_kernel",
     "note_sent_planes",
     "note_shared_memory",
+    "note_use",
     "on_gpu",
     "on_stream",
     "pretend_recording",
     "pretending",
+    "read_clock",
 ]
 
 
@@ -59,6 +63,10 @@ class GpuLike(Protocol):
     @property
     def processors(self) -> int:
         """Multiprocessors."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -86,6 +94,8 @@ class _Pretence:
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
+    clock: Callable[[torch.device], float] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 _pretence: _Pretence | None = None
@@ -98,6 +108,7 @@ def pretending(
     *,
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, int], None] | None = None,
+    clock: Callable[[torch.device], float] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind; ``note`` is told of each kernel of ours that would run.
 
@@ -109,7 +120,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent)
+    _pretence = _Pretence(gpu, note, shared, sent, clock=clock)
     try:
         yield
     finally:
@@ -124,6 +135,15 @@ def name_pretended(index: int) -> torch.device:
 def find_pretended() -> GpuLike | None:
     """Return the kind of GPU that this process pretends to have, None where it does not pretend."""
     return None if _pretence is None else _pretence.gpu
+
+
+def read_clock(device: torch.device) -> float:
+    """Return the seconds that what a GPU was asked for so far should take."""
+    if _pretence is None or _pretence.clock is None:
+        raise ParallelError(
+            f"nobody knows how long {device}, which only stands for a GPU, takes: pretending(clock=...)"
+        )
+    return _pretence.clock(device)
 
 
 def note_shared_memory(device: torch.device, size: int) -> None:
@@ -153,6 +173,11 @@ def is_gpu(device: torch.device) -> bool:
 def on_gpu(tensor: Tensor) -> bool:
     """Say whether a tensor lies on a GPU, or on a device that stands for one."""
     return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
+
+
+def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
+    """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
+    return usual if _pretence is None else _pretence.kept
 
 
 def is_pretended(device: torch.device) -> bool:
@@ -190,6 +215,14 @@ def count_processors(device: torch.device) -> int:
 @lru_cache(maxsize=8)  # asked before most launches
 def _read_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer, which stays what it is, memory on another device."""
+    moved = tensor.data.to(device)
+    tensor.data = moved
+    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
+        tensor.fake_device = moved.fake_device
 
 
 # Recordings.
@@ -286,6 +319,12 @@ def find_current_stream(device: torch.device) -> Any:
     if _pretence is None:
         return torch.cuda.current_stream(device)
     return _pretence.current.setdefault(device, PretendedStream(device, 0))
+
+
+def note_use(tensor: Tensor, stream: Any) -> None:
+    """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
+    if not isinstance(stream, PretendedStream):
+        tensor.record_stream(stream)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -39,6 +40,8 @@ __all__ = [
     "SUPPORTED_NODES",
     "ConvNd",
     "DropoutNd",
+    "FakeTensor",
+    "FakeTensorMode",
     "Loss",
     "NormBase",
     "ScriptMethod",
