@@ -407,3 +407,35 @@ def test_a_gpu_is_kept_busy() -> None:
     stop.record()
     torch.cuda.synchronize()
     assert start.elapsed_time(stop) > 1  # 10 ms at 1 GHz; no GPU runs at 10
+
+
+def test_tensors_without_values_have_a_device_with_its_number() -> None:
+    with internals.FakeTensorMode():
+        x = torch.empty(2, 3, device="cpu:1")
+        assert isinstance(x, internals.FakeTensor)
+        assert (x.device, x.cpu().device) == (torch.device("cpu", 1), torch.device("cpu"))
+        assert x.fake_device == x.device
+        with pytest.raises(RuntimeError, match="two devices"):
+            x + torch.empty(2, 3, device="cpu:0")
+
+
+def test_a_storage_is_told_by_where_it_is() -> None:
+    x = torch.zeros(3)
+    keys = [internals.get_storage_key(tensor.untyped_storage()) for tensor in (x, x[1:], x.detach(), torch.zeros(3))]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_modules_change_parameters_by_the_function_that_is_given() -> None:
+    layer, swapped = nn.Linear(2, 3), []
+    with internals.swapping_by(lambda old, new: swapped.append((old.dtype, new.dtype))):
+        layer.double()
+    assert swapped == [(torch.float32, torch.float64)] * 2
+    assert layer.weight.dtype == torch.float32
+    assert layer.double().weight.dtype == torch.float64  # by torch's again
+
+
+def test_modes_are_put_aside() -> None:
+    with internals.FakeTensorMode():
+        with internals.without_dispatch_modes():
+            assert torch.ones(2).tolist() == [1, 1]
+        assert isinstance(torch.ones(2), internals.FakeTensor)

@@ -5,7 +5,8 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +80,7 @@ __all__ = [
     "multiply_each",
     "nn_functions",
     "pytree",
+    "swapping_by",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -105,6 +107,9 @@ get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
+
+get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return where a storage is, which is the same for all tensors in it."""
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
@@ -211,6 +216,19 @@ def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Load what a module itself owns, as ``nn.Module.load_state_dict`` asks of each of its modules."""
     module._load_from_state_dict(*args, **kwargs)
+
+
+@contextmanager
+def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
+    before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
+    torch.utils.swap_tensors = swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
+        torch.__future__.set_swap_module_params_on_conversion(always)
 
 
 # Devices and processes.
