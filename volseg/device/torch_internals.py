@@ -5,13 +5,15 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -19,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.loss import _Loss as Loss
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
@@ -38,6 +41,8 @@ __all__ = [
     "SUPPORTED_NODES",
     "ConvNd",
     "DropoutNd",
+    "FakeTensor",
+    "FakeTensorMode",
     "Loss",
     "NormBase",
     "ScriptMethod",
@@ -49,9 +54,11 @@ __all__ = [
     "count_dispatch_modes",
     "find_backward_pass",
     "find_default_group",
+    "find_group_name",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
+    "gather_into",
     "get_backward_hooks",
     "get_backward_pre_hooks",
     "get_base",
@@ -61,6 +68,7 @@ __all__ = [
     "get_modules",
     "get_parameters",
     "get_schema",
+    "get_storage_key",
     "get_version",
     "is_compiled",
     "is_transformed",
@@ -72,6 +80,7 @@ __all__ = [
     "multiply_each",
     "nn_functions",
     "pytree",
+    "swapping_by",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -79,6 +88,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_transformed",
     "with_overrides",
+    "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
     "zero_each_",
@@ -92,8 +102,14 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that this one is a view of, None where it is none or autograd need not know."""
 
+get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return what tells a piece of memory from all others as long as it is there, also one that has no values."""
+
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
+
+get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return where a storage is, which is the same for all tensors in it."""
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
@@ -202,6 +218,19 @@ def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     module._load_from_state_dict(*args, **kwargs)
 
 
+@contextmanager
+def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
+    before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
+    torch.utils.swap_tensors = swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
+        torch.__future__.set_swap_module_params_on_conversion(always)
+
+
 # Devices and processes.
 
 
@@ -213,6 +242,15 @@ def keep_gpu_busy(cycles: int) -> None:
 def find_default_group() -> dist.ProcessGroup:
     """Return the group of all processes."""
     return dist.distributed_c10d._get_default_group()
+
+
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather every process's tensor into one; torch 2.13 has renamed it, and warns of the older name."""
+
+
+def find_group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which torch keeps a group."""
+    return dist.distributed_c10d._get_process_group_name(group)
 
 
 def accept_gradients_of_other_streams() -> None:

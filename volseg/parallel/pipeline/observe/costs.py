@@ -11,11 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from volseg.device.pretended import is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
@@ -100,7 +102,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     if not with_hooks:
         runs.remove_hooks(probe)
     for state in (*probe.parameters(), *probe.buffers()):
-        state.data = state.data.to(device)
+        move_in_place(state, device)
         state.grad = None
     runs.install_hooks(probe)
     return probe
@@ -199,6 +201,8 @@ class Stopwatch(runs.Run):
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
         self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
+        if is_pretended(device):
+            self._start_clock = partial(_start_pretended_clock, device)
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._paused = False
@@ -287,6 +291,11 @@ class Stopwatch(runs.Run):
 def _start_host_clock() -> Callable[[], float]:
     start = time.perf_counter()
     return lambda: (time.perf_counter() - start) * 1e3
+
+
+def _start_pretended_clock(device: torch.device) -> Callable[[], float]:
+    start = read_clock(device)
+    return lambda: (read_clock(device) - start) * 1e3
 
 
 def _start_device_clock() -> Callable[[], float]:
