@@ -42,7 +42,7 @@ __all__ = [
     "move_in_place",
     "name_pretended",
     "note_kernel",
-    "note_sent_planes",
+    "note_sent",
     "note_shared_memory",
     "note_use",
     "on_gpu",
@@ -90,7 +90,7 @@ class _Pretence:
     gpu: GpuLike
     note: Callable[[NotedKernel], None] | None
     note_shared: Callable[[torch.device, int], None] | None
-    note_sent: Callable[[torch.device, int], None] | None
+    note_sent: Callable[[torch.device, str, int, int], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
@@ -107,10 +107,23 @@ def pretending(
     note: Callable[[NotedKernel], None] | None = None,
     *,
     shared: Callable[[torch.device, int], None] | None = None,
-    sent: Callable[[torch.device, int], None] | None = None,
+    sent: Callable[[torch.device, str, int, int], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
 ) -> Iterator[None]:
-    """Take ``name_pretended(i)`` for GPU i of a kind; ``note`` is told of each kernel of ours that would run.
+    """Take ``name_pretended(i)`` for GPU i of a kind.
+
+    Parameters
+    ----------
+    gpu
+        The kind.
+    note
+        Is told of each kernel of ours that would run.
+    shared
+        Is told how many bytes a GPU gives beside torch's allocator, for others to write to.
+    sent
+        Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
+    clock
+        Says how many seconds that should take which a GPU was asked for so far.
 
     Raises
     ------
@@ -152,10 +165,10 @@ def note_shared_memory(device: torch.device, size: int) -> None:
         _pretence.note_shared(device, size)
 
 
-def note_sent_planes(device: torch.device, size: int) -> None:
-    """Put down that a kernel of ours writes so many bytes into other GPUs' memory."""
-    if _pretence is not None and _pretence.note_sent is not None:
-        _pretence.note_sent(device, size)
+def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> None:
+    """Put down that so many bytes leave a GPU; outside of ``pretending`` do nothing."""
+    if _pretence is not None and _pretence.note_sent is not None and is_gpu(device):
+        _pretence.note_sent(device, kind, size, devices)
 
 
 def note_kernel(kernel: NotedKernel) -> None:

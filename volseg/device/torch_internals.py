@@ -102,9 +102,6 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that this one is a view of, None where it is none or autograd need not know."""
 
-get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return what tells a piece of memory from all others as long as it is there, also one that has no values."""
-
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from volseg.device.pretended import (
     GpuLike,
@@ -41,7 +42,7 @@ from volseg.device.torch_internals import (
 )
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
-from volseg.forecast.trace import Allocate, Event, Free, Mark, Sent, StepTrace
+from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
 
@@ -64,15 +65,34 @@ def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int
 
 
 @contextmanager
-def following(gpu: GpuLike, num_gpus: int = 1) -> Iterator["FollowedStep"]:
-    """Let tensors be without values, and write down what the GPUs are asked for."""
-    followed = FollowedStep(num_gpus)
+def following(
+    gpu: GpuLike, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None
+) -> Iterator["FollowedStep"]:
+    """Let tensors be without values, and write down what the GPUs are asked for.
+
+    Parameters
+    ----------
+    gpu, num_gpus
+        See ``follow``.
+    time_kernel
+        Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+    """
+    followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
-        stack.enter_context(pretending(gpu, followed.note_kernel))
+        stack.enter_context(
+            pretending(
+                gpu,
+                followed.note_kernel,
+                shared=followed.note_shared,
+                sent=followed.note_sent_from,
+                clock=None if time_kernel is None else followed.read_clock,
+            )
+        )
         stack.enter_context(swapping_by(_take_over))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
+        stack.enter_context(_OnDevices())
         yield followed
 
 
@@ -85,7 +105,9 @@ class FollowedStep:
         They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
     """
 
-    def __init__(self, num_gpus: int = 1) -> None:
+    def __init__(self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None) -> None:
+        self._time_kernel = time_kernel
+        self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode()
         self._events: list[list[Event]] = [[] for _ in self.devices]
@@ -123,6 +145,23 @@ class FollowedStep:
         """Put down data that a device sends."""
         self._events[self._number(device)].append(sent)
 
+    def note_sent_from(self, device: torch.device, kind: str, size: int, devices: int) -> None:
+        """Put down data that leave a device."""
+        self.note_sent(device, Sent(kind, size, devices, find_current_stream(device).number))
+
+    def note_shared(self, device: torch.device, size: int) -> None:
+        """Put down memory beside torch's allocator."""
+        self._events[self._number(device)].append(Outside(size))
+
+    def read_clock(self, device: torch.device) -> float:
+        """Return the seconds that the kernels of a device should have taken so far."""
+        return self._seconds[self._number(device)]
+
+    def _note_run(self, number: int, run: KernelRun) -> None:
+        self._events[number].append(run)
+        if self._time_kernel is not None:
+            self._seconds[number] += self._time_kernel(run)
+
     def note_storage(self, tensor: Tensor) -> None:
         """Put down the memory of a tensor, if it is new and on a GPU."""
         device = tensor.device
@@ -151,13 +190,13 @@ class FollowedStep:
             return
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
-            self._events[self._number(home)].append(run)
+            self._note_run(self._number(home), run)
 
     def note_kernel(self, kernel: NotedKernel) -> None:
         """Put down a kernel of ours."""
         home = kernel.tensors[0].device
         stream = find_current_stream(home).number
-        self._events[self._number(home)].append(describe_noted(kernel, stream))
+        self._note_run(self._number(home), describe_noted(kernel, stream))
 
     def _number(self, device: torch.device) -> int:
         assert device.index is not None
@@ -175,6 +214,7 @@ class _Noting(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
+            _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
         elif isinstance(out, list | tuple):
             for leaf in tree_leaves(out):
@@ -184,6 +224,24 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+
+def _correct_device(out: Tensor, device: torch.device | None) -> None:
+    """Let a tensor lie where it was asked for: a mode computes what has known values on the host."""
+    if device is not None and isinstance(out, FakeTensor) and is_gpu(device) and out.fake_device != device:
+        out.fake_device, out.constant = device, None
+
+
+class _OnDevices(TorchFunctionMode):
+    """Let ``torch.tensor`` make tensors of a device: it leaves a CPU's number away."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = torch.device(kwargs["device"])
+            if is_gpu(device):
+                return func(*args, **{**kwargs, "device": None}).to(device)
+        return func(*args, **kwargs)
 
 
 @contextmanager

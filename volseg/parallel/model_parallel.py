@@ -61,6 +61,7 @@ def choose_by(chooser: Chooser) -> Chooser:
     _choosers.append(chooser)
     return chooser
 
+
 STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
 
 

@@ -31,7 +31,7 @@ from volseg.device.pretended import (
     is_gpu,
     is_recording,
     make_stream,
-    note_sent_planes,
+    note_sent,
     on_stream,
 )
 from volseg.device.triton_kernels import kernel, tl, triton
@@ -289,7 +289,7 @@ class PlaneMailbox(Mailbox):
         exchange.kept = None
 
     def _send(self, packed: Sequence[Tensor | None]) -> None:
-        note_sent_planes(self.calls.device, sum(planes.nbytes for planes in packed if planes is not None))
+        note_sent(self.calls.device, "halo", sum(planes.nbytes for planes in packed if planes is not None))
         self._run(self.outboxes, packed, (None, None), RECEIVE=False, KEEP=False)
 
     def _receive(self, exchange: "_Exchange") -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import find_current_stream, find_kept, is_gpu, make_stream, note_use, on_stream
+from volseg.device.pretended import find_current_stream, find_kept, is_gpu, make_stream, note_sent, note_use, on_stream
 
 __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]
 
@@ -63,6 +63,7 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     if not is_gpu(tensor.device) or not is_gpu(target) or tensor.device == target:
         # A real copy even on the same device: stages never share memory, whatever the devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
+    note_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, target)
     leaving.wait_stream(find_current_stream(tensor.device))
     with on_stream(leaving), on_stream(entering):
@@ -83,6 +84,7 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
     if is_gpu(tensor.device) != is_gpu(room.device):
         room.copy_(tensor, non_blocking=True)
         return None
+    note_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, room.device)
     leaving.wait_stream(find_current_stream(tensor.device))
     if free is not None:

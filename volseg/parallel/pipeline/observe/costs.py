@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import is_pretended, move_in_place, read_clock
+from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError
+from volseg.forecast.copying import copying_by_clones
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
@@ -92,7 +93,8 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
         If it cannot be copied.
     """
     try:
-        probe = copy.deepcopy(net)
+        with copying_by_clones() if find_pretended() is not None else contextlib.nullcontext():
+            probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
             f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
