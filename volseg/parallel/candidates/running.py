@@ -17,7 +17,7 @@ from volseg.device.pretended import GpuLike
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
-from volseg.forecast.trace import KernelRun, Sent, StepTrace
+from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.candidates.lone_process import Exchange, be_process
 from volseg.parallel.candidates.work import Batch, Work
@@ -104,23 +104,21 @@ def _follow_in_one_process(
     work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel
 ) -> tuple[StepTrace, ...]:
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
-        net = work.build()
+        net = followed.copy(work.build())
         model = _place(net, candidate, followed.devices)
         rows = work.batch_size
         _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
     return followed.traces()
 
 
-def _follow_process(
-    work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel
-) -> StepTrace:
+def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel) -> StepTrace:
     """Follow one process of a mesh of replicas and shards."""
     with following(gpu, 1, time_kernel) as followed:
         (device,) = followed.devices
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):
             mesh = join_mesh(candidate.data, candidate.spatial)
-            model = _place(work.build(), candidate, [device], mesh)
+            model = _place(followed.copy(work.build()), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
             _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
     (trace,) = followed.traces()
@@ -163,7 +161,9 @@ def _make_batch(work: Work, model: nn.Module, rows: int, device: torch.device, c
     if candidate.spatial == 1:
         return work.make_batch(rows, device)
     assert isinstance(model, ModelParallel)
-    return {name: _take_slab(model, field, device) for name, field in work.make_batch(rows, torch.device("cpu")).items()}
+    return {
+        name: _take_slab(model, field, device) for name, field in work.make_batch(rows, torch.device("cpu")).items()
+    }
 
 
 def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
