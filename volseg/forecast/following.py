@@ -16,6 +16,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ from volseg.device.torch_internals import (
     swapping_by,
     tree_leaves,
 )
+from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
+from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
 from volseg.forecast.trace import Allocate, Event, Free, Mark, Sent, StepTrace
 
@@ -70,6 +73,8 @@ def following(gpu: GpuLike, num_gpus: int = 1) -> Iterator["FollowedStep"]:
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(pretending(gpu, followed.note_kernel))
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
@@ -144,11 +149,10 @@ class FollowedStep:
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        home = next((tensor.device for tensor in (*results, *tensors) if is_gpu(tensor.device)), None)
+        home = _find_gpu((out, args, kwargs))
         if home is None:
             return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
             self._events[self._number(home)].append(run)
@@ -173,6 +177,9 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        handler = GPU_OPERATORS.get(func)
+        if handler is not None and _find_gpu(args) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self.followed.note_storage(out)
@@ -184,6 +191,17 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+def _find_gpu(values: Any) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors if is_gpu(tensor.device)), None)
 
 
 @contextmanager
