@@ -16,6 +16,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ from volseg.device.torch_internals import (
     swapping_by,
     tree_leaves,
 )
+from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
+from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
@@ -89,6 +92,8 @@ def following(
                 clock=None if time_kernel is None else followed.read_clock,
             )
         )
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
@@ -183,11 +188,10 @@ class FollowedStep:
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        home = next((tensor.device for tensor in (*results, *tensors) if is_gpu(tensor.device)), None)
+        home = _find_gpu((out, args, kwargs))
         if home is None:
             return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
             self._note_run(self._number(home), run)
@@ -212,6 +216,9 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        handler = GPU_OPERATORS.get(func)
+        if handler is not None and _find_gpu(args) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
@@ -224,6 +231,17 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+def _find_gpu(values: Any) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors if is_gpu(tensor.device)), None)
 
 
 def _correct_device(out: Tensor, device: torch.device | None) -> None:

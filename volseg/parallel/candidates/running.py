@@ -85,7 +85,7 @@ def _check(work: Work, candidate: Candidate) -> None:
         )
     if candidate.pipeline > 1 and candidate.data > 1:
         raise ParallelError(
-            "gradients of replicas of a pipeline are summed by torch's DistributedDataParallel, which cannot be followed; "
+            "gradients of replicas of a pipeline are summed by DistributedDataParallel, which cannot be followed; "
             "follow one of them with its share of the batch"
         )
 
