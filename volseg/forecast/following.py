@@ -15,7 +15,7 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,9 @@ from volseg.forecast.kernel_work import describe_kernel, describe_noted
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -138,6 +141,15 @@ class FollowedStep:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
 
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Remember nothing of the operators in here."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
+
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
         return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
@@ -219,7 +231,8 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        out = func(*args, **kwargs)
+        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
+            out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
