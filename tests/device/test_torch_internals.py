@@ -439,3 +439,31 @@ def test_modes_are_put_aside() -> None:
         with internals.without_dispatch_modes():
             assert torch.ones(2).tolist() == [1, 1]
         assert isinstance(torch.ones(2), internals.FakeTensor)
+
+
+def test_layouts_are_told_by_strides() -> None:
+    x = torch.zeros(2, 3, 4, 4, 4)
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    assert internals.suggest_memory_format(x) is torch.contiguous_format
+    assert internals.suggest_memory_format(last) is torch.channels_last_3d
+    assert internals.suggest_memory_format(last[:, :1]) is torch.channels_last_3d
+    assert internals.suggest_memory_format(x[:, :1].contiguous()) is torch.contiguous_format
+
+
+def test_operators_are_overridden_for_a_while() -> None:
+    assert "max_pool3d" in internals.find_autocast_operators("AutocastCPU")
+    assert "max_pool3d" not in internals.find_autocast_operators("AutocastCUDA")
+    assert {"conv3d", "softmax.int"} <= internals.find_autocast_operators("AutocastCUDA")
+    x = torch.ones(1, 1, 4, 4, 4, dtype=torch.bfloat16)
+
+    def find_dtypes() -> list[torch.dtype]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [F.max_pool3d(x, 2).dtype, x.exp().dtype]
+
+    assert find_dtypes() == [torch.float32, torch.bfloat16]
+    kernels = {"max_pool3d": None, "exp": lambda value: torch.zeros_like(value, dtype=torch.float64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it overrides
+        with internals.overriding_operators("AutocastCPU", kernels):
+            assert find_dtypes() == [torch.bfloat16, torch.float64]
+    assert find_dtypes() == [torch.float32, torch.bfloat16]

@@ -124,7 +124,6 @@ def _build_step(
         clip=settings.clip,
         record=False,  # who follows it knows what a recording holds
         batch_size=config.patch.batch,
-        tries_shares=False,
         look=_look_at_nothing,
     )
     average = WeightAverage(model, settings.ema) if settings.ema else None

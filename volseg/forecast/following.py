@@ -15,7 +15,8 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +41,16 @@ from volseg.device.torch_internals import (
     swapping_by,
     tree_leaves,
 )
+from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
+from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -89,6 +95,8 @@ def following(
                 clock=None if time_kernel is None else followed.read_clock,
             )
         )
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
@@ -132,6 +140,15 @@ class FollowedStep:
     def copy(self, value: Any) -> Any:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Remember nothing of the operators in here."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
 
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
@@ -183,11 +200,10 @@ class FollowedStep:
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        home = next((tensor.device for tensor in (*results, *tensors) if is_gpu(tensor.device)), None)
+        home = _find_gpu((out, args, kwargs))
         if home is None:
             return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
             self._note_run(self._number(home), run)
@@ -212,7 +228,11 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        handler = GPU_OPERATORS.get(func)
+        if handler is not None and _find_gpu(args) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
+        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
+            out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
@@ -224,6 +244,17 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+def _find_gpu(values: Any) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors if is_gpu(tensor.device)), None)
 
 
 def _correct_device(out: Tensor, device: torch.device | None) -> None:

@@ -40,9 +40,6 @@ class TrainingStep:
         Record the step as a CUDA graph where it can be; every batch must then be a whole step.
     batch_size : int, optional
         Samples of a whole batch, of which this process gets those of its own replicas; needed where there are several.
-    tries_shares : bool
-        Whether replicas try on their first batch that each loss is a mean over samples; not where that is known, and
-        the batch has no values.
     look : callable
         Takes the losses on a CPU, before they reach the weights; it may raise.
 
@@ -63,7 +60,6 @@ class TrainingStep:
         clip: float | None,
         record: bool,
         batch_size: int | None = None,
-        tries_shares: bool = True,
         look: Callable[[Mapping[str, Tensor]], None],
     ) -> None:
         assert isinstance(model.module, nn.Module)
@@ -81,7 +77,7 @@ class TrainingStep:
                 "how large that is; give them an attribute batch_size, the samples of all replicas together"
             )
         self.scaler = precision.scaler()
-        self._is_tried = not tries_shares
+        self._is_tried = False
         self.recorded: RecordedStep | None = None
         if record and not self.scaler.is_enabled() and can_be_recorded(model.module, optimizer):
             self.recorded = RecordedStep(model.module, self._run, optimizer=optimizer)

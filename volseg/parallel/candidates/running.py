@@ -68,15 +68,15 @@ def follow_candidate(
     _check(work, candidate)
     if candidate.num_gpus == candidate.pipeline or one_process:
         return _follow_in_one_process(work, candidate, gpu, time_kernel or _time_roughly)
-    ranks = [rank for rank in _list_ranks(candidate) if rank < candidate.num_gpus]
+    ranks = _list_ranks(candidate, max(work.sides))
     return tuple(_follow_process(work, candidate, gpu, rank, time_kernel or _time_roughly) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
     if candidate.data > work.batch_size:
         raise ParallelError(
-            f"{candidate.data} replicas share a batch of {work.batch_size}; take a batch of {candidate.data} samples or "
-            "more, or fewer replicas"
+            f"{candidate.data} replicas share a batch of {work.batch_size}; take a batch of {candidate.data} samples "
+            "or more, or fewer replicas"
         )
     if candidate.spatial > 1 and candidate.pipeline > 1:
         raise ParallelError(
@@ -85,14 +85,20 @@ def _check(work: Work, candidate: Candidate) -> None:
         )
     if candidate.pipeline > 1 and candidate.data > 1:
         raise ParallelError(
-            "replicas of a pipeline are summed by torch's DistributedDataParallel, which runs on real GPUs only; follow "
-            "one of the replicas, with its share of the batch"
+            "gradients of replicas of a pipeline are summed by DistributedDataParallel, which cannot be followed; "
+            "follow one of them with its share of the batch"
         )
 
 
-def _list_ranks(candidate: Candidate) -> list[int]:
-    """Return the processes to follow: the first shard, which has a neighbour on one side, and one between two."""
-    return [0] if candidate.spatial < 3 else [0, 1]
+EVEN = 16
+"""Planes of each slab that are a multiple of this stay alike down to a network's coarsest levels."""
+
+
+def _list_ranks(candidate: Candidate, side: int) -> list[int]:
+    """Return the processes to follow: one between two others, and the first, which has the planes that are left."""
+    if candidate.spatial < 3:
+        return [0]
+    return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]
 
 
 def _time_roughly(run: KernelRun) -> float:
@@ -161,9 +167,8 @@ def _make_batch(work: Work, model: nn.Module, rows: int, device: torch.device, c
     if candidate.spatial == 1:
         return work.make_batch(rows, device)
     assert isinstance(model, ModelParallel)
-    return {
-        name: _take_slab(model, field, device) for name, field in work.make_batch(rows, torch.device("cpu")).items()
-    }
+    read = work.make_batch(rows, torch.device("cpu"))
+    return {name: _take_slab(model, field, device) for name, field in read.items()}
 
 
 def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
@@ -208,13 +213,13 @@ def _marked(model: nn.Module, followed: FollowedStep) -> Iterator[None]:
         is_over = False
         followed.mark("forward")
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
+    def end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
         followed.mark("loss")
         for tensor in _list_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(turn)
 
-    def turn(gradient: Tensor) -> None:
+    def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
         nonlocal is_over
         if not is_over:
             followed.mark("backward")
