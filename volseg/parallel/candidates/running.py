@@ -110,7 +110,7 @@ def _follow_in_one_process(
     work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel
 ) -> tuple[StepTrace, ...]:
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
-        net = work.build()
+        net = followed.copy(work.build())
         model = _place(net, candidate, followed.devices)
         rows = work.batch_size
         _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
@@ -124,7 +124,7 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):
             mesh = join_mesh(candidate.data, candidate.spatial)
-            model = _place(work.build(), candidate, [device], mesh)
+            model = _place(followed.copy(work.build()), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
             _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
     (trace,) = followed.traces()
