@@ -120,7 +120,7 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
         require_held(voxel_bytes, content.fill(payload.data) - offset, path)
         content.finish()
     try:
-        return kind.from_stream(io.BytesIO(payload[: max(offset, len(head))])), payload
+        return kind.from_stream(io.BytesIO(payload.data[: max(offset, len(head))])), payload
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
         raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
@@ -151,7 +151,7 @@ def _read_voxels(image: nibabel.Nifti1Image, content: np.ndarray, path: Path) ->
         if (stored.slope, stored.inter) == (1, 0):  # as stored: `as_volume` makes it float32 while it puts it in order
             return np.ndarray(stored.shape, stored.dtype, content.data, stored.offset, order="F")
         with np.errstate(over="ignore", invalid="ignore"):
-            whole = type(image).from_stream(io.BytesIO(content))
+            whole = type(image).from_stream(io.BytesIO(content.data))
             return whole.get_fdata(dtype=np.float32, caching="unchanged")
     except (OSError, EOFError, TypeError, ValueError, OverflowError) as fault:
         raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
-from volseg.data.checks import Remark, inspect_cases, read_case, remark_on_same_images, require_sound, summarise_remarks
+from volseg.data.checks import (
+    Remark,
+    digest_voxels,
+    inspect_cases,
+    read_case,
+    remark_on_same_images,
+    require_sound,
+    summarise_remarks,
+)
 from volseg.data.preprocessed import preprocess
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
 from volseg.experiment.images import list_unusable
@@ -22,6 +31,7 @@ from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction
+from volseg.inference.preparing_on_device import prepare_on, suits
 from volseg.monitoring.progress import count_up
 from volseg.workflow.interrupts import StopRequested
 
@@ -61,7 +71,8 @@ class WaitingCases:
         self._strict = strict
         self._results: dict[str, CaseResult] = {}
         self._remarks: list[Remark] = []
-        self._digests: list[tuple[Case, str]] = []
+        self._digests: list[tuple[Case, Future[str]]] = []
+        self._digesting = ThreadPoolExecutor(1, "digest")
 
     def require_sound(self) -> None:
         """Read every file to its end: once here and once when it is predicted, as not all fit into memory.
@@ -102,10 +113,16 @@ class WaitingCases:
         config = self._trained.config
         predictor = self._trained.build_predictor()
         stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
-        for outcome in overlapped(self._noted(cases), self._prepare, stream, self._write, ends=ENDS):
-            self._note(outcome, config)
-            yield self._results[outcome.case["case"]]
-        for line in summarise_remarks([*self._remarks, *remark_on_same_images(self._digests)]):
+        device = torch.device(predictor.device or "cpu")
+        on_device = suits(self._trained.preprocessing, device)
+        prepare, finish = (self._read, partial(self._finish, device)) if on_device else (self._prepare, None)
+        with self._digesting:
+            outcomes = overlapped(self._noted(cases), prepare, stream, self._write, finish=finish, ends=ENDS)
+            for outcome in outcomes:
+                self._note(outcome, config)
+                yield self._results[outcome.case["case"]]
+            digests = [(case, digest.result()) for case, digest in self._digests]
+        for line in summarise_remarks([*self._remarks, *remark_on_same_images(digests)]):
             logger.warning("look at %s", line)
 
     def run_in_processes(
@@ -131,16 +148,27 @@ class WaitingCases:
             self._cases[case["case"]] = case
             yield case
 
-    def _prepare(self, case: Case) -> Case:
-        """Read, check and preprocess a case."""
+    def _read(self, case: Case) -> dict[str, Any]:
+        """Read and check a case."""
         self._identities[case["case"]] = identify(case)
-        checked = read_case(case, self._trained.task)
+        checked = read_case(case, self._trained.task, digests=False)
         self._remarks.extend(checked.remarks)
-        if checked.digest is not None:
-            self._digests.append((case, checked.digest))
         if checked.problems:
             raise DataError("; ".join(problem.message for problem in checked.problems))
-        prepared = preprocess(checked.case, case, self._trained.preprocessing, keep_reference=False)
+        # Beside what follows: of a large image it takes as long as reading it.
+        self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
+        return dict(checked.case)
+
+    def _prepare(self, case: Case) -> Case:
+        """Read, check and preprocess a case."""
+        read = self._read(case)
+        return self._with_room(preprocess(read, case, self._trained.preprocessing, keep_reference=False))
+
+    def _finish(self, device: torch.device, read: dict[str, Any]) -> Case:
+        """Preprocess a case that was read, on the GPU."""
+        return self._with_room(prepare_on(device, read, self._trained.preprocessing))
+
+    def _with_room(self, prepared: Case) -> Case:
         self._files.require_room(prepared, self._trained)
         return prepared
 
