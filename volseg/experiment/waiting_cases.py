@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from volseg.experiment.images import list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult
 from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_processes import predict_in_processes
+from volseg.experiment.prediction_processes import FoundInCases, predict_in_processes
 from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
@@ -106,6 +107,7 @@ class WaitingCases:
             count()
         for _ in self.predict_each([case for name, case in self._cases.items() if name not in self._results]):
             count()
+        self._tell([(self._cases[name], digest) for name, digest in self.found().digests])
         return self._results
 
     def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
@@ -121,7 +123,14 @@ class WaitingCases:
             for outcome in outcomes:
                 self._note(outcome, config)
                 yield self._results[outcome.case["case"]]
-            digests = [(case, digest.result()) for case, digest in self._digests]
+
+    def found(self) -> FoundInCases:
+        """Return what was found in the cases that were predicted, beside their label maps."""
+        digests = [(case["case"], digest.result()) for case, digest in self._digests]
+        return FoundInCases(remarks=tuple(self._remarks), digests=tuple(digests))
+
+    def _tell(self, digests: Sequence[tuple[Case, str]]) -> None:
+        """Say what is to be looked at."""
         for line in summarise_remarks([*self._remarks, *remark_on_same_images(digests)]):
             logger.warning("look at %s", line)
 
@@ -132,7 +141,14 @@ class WaitingCases:
         for _ in self._results:
             count()
         waiting = [case for name, case in self._cases.items() if name not in self._results]
+        digests: list[tuple[Case, str]] = []
         for result in predict_in_processes(waiting, gpus, order):
+            if isinstance(result, FoundInCases):
+                self._remarks.extend(result.remarks)
+                digests.extend(((self._cases[name], digest) for name, digest in result.digests))
+                continue
+            if result.error == "ParallelError":
+                result = replace(result, message=f"{result.message}{self._tell_of_earlier(result.case)}")
             if result.state == "failed" and self._strict:
                 raise DataError(f"case {result.case}: {result.message}")
             if result.state == "failed":
@@ -141,6 +157,7 @@ class WaitingCases:
                     self._record.add_failure(self._cases[result.case], result.error, result.message)
             self._results[result.case] = result
             count()
+        self._tell(digests)
         return self._results
 
     def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
@@ -206,10 +223,15 @@ class WaitingCases:
             raise fault
         # What volseg did not raise on purpose may be a fault of its own, which its place helps to find.
         trace = None if isinstance(fault, VolsegError) else fault
-        error, message = type(fault).__name__, str(fault) or repr(fault)
+        error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._tell_of_earlier(name)}"
         logger.error("%s: %s", name, message, exc_info=trace)
         self._results[name] = CaseResult(case=name, state="failed", error=error, message=message)
         self._record.add_failure(self._cases[name], error, message)
+
+    def _tell_of_earlier(self, name: str) -> str:
+        """Return what to add to the words of a failure where another prediction's label map stays in its place."""
+        earlier = self._files.name_label_map(self._cases[name])
+        return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
 
 
 def _explain(fault: Exception, config: ExperimentConfig) -> Exception:
