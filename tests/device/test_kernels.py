@@ -47,9 +47,9 @@ def find_kernels() -> set[str]:
     found = set()
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any("kernel(" in ast.unparse(d) for d in node.decorator_list):
                 module = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-                found |= {f"{module}.{node.name}"} if node.name.endswith("_kernel") else set()
+                found.add(f"{module}.{node.name}")
     return found
 
 

@@ -12,7 +12,7 @@ from volseg import Hook
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError
 from volseg.experiment import kernels, predict, train, validate
-from volseg.experiment.building import build_model
+from volseg.experiment.placed_network import build_model
 from volseg.models import FitGrid
 from volseg.parallel import FastKernels, ModelParallel
 from volseg.workflow import load_checkpoint

@@ -11,9 +11,10 @@ import torch
 from in_group import in_group
 
 from volseg.errors import ConfigError
-from volseg.experiment import building, load_config, settling, train
-from volseg.experiment.building import build_model, build_training, choose_device
+from volseg.experiment import load_config, placed_network, settling, train
+from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.reading import choose_reading
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.parallel.devices import find_rank
@@ -208,7 +209,7 @@ def build_where_measurements_differ(config_file):
     device, chosen = choose_device(config), choose_cases(config)
     config, mesh = settle_mesh(config, chosen.task, device)
     layouts = [torch.contiguous_format, torch.channels_last_3d]
-    with mock.patch.object(building, "faster_layout", return_value=layouts[mesh.mesh.replica]):
+    with mock.patch.object(placed_network, "faster_layout", return_value=layouts[mesh.mesh.replica]):
         model = build_model(config, chosen.task, device, mesh=mesh)
     return [parameter.stride() for parameter in model.parameters()]
 

@@ -121,7 +121,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
 
 
 def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
-    """Return every metric of every structure: mean over cases, its interval, median, cases without one, folds' means."""
+    """Return each metric of every structure: mean over cases, interval, median, cases without one, means of folds."""
     full = complete_summary(crossed.summary)
     described: dict[str, dict[str, Any]] = {}
     for key, means in full["mean"].items():

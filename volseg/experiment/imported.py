@@ -21,8 +21,9 @@ from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.tensors import unpack_tensors
-from volseg.experiment.building import build_model, choose_device, preprocessing_of
+from volseg.experiment.building import preprocessing_of
 from volseg.experiment.component_record import require_components
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file

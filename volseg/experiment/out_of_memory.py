@@ -9,7 +9,7 @@ import torch
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
-from volseg.experiment.building import choose_device
+from volseg.experiment.placed_network import choose_device
 from volseg.memory import total_bytes
 from volseg.parallel.devices import count_gpus, count_launched
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.experiment.building import choose_device
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import only_process_in
 from volseg.experiment.network_plan import NetworkPlan
+from volseg.experiment.placed_network import choose_device
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.environment import environment

@@ -13,8 +13,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
-from volseg.experiment.building import build_model, build_objective, build_plain_network
+from volseg.experiment.building import build_objective
 from volseg.experiment.out_of_memory import is_out_of_memory
+from volseg.experiment.placed_network import build_model, build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process

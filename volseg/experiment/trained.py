@@ -11,8 +11,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.preprocessed import Preprocessing
 from volseg.errors import CheckpointError, ConfigError
-from volseg.experiment.building import build_model, build_predictor, choose_device, preprocessing_of
+from volseg.experiment.building import build_predictor, preprocessing_of
 from volseg.experiment.component_record import require_components
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing

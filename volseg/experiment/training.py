@@ -10,18 +10,12 @@ from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
-from volseg.experiment.building import (
-    build_hooks,
-    build_model,
-    build_objective,
-    build_training,
-    check_components,
-    choose_device,
-)
+from volseg.experiment.building import build_hooks, build_objective, build_training, check_components
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.component_record import require_components
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role

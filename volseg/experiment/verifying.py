@@ -7,8 +7,9 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.layouts import load_task
-from volseg.experiment.building import build_plain_network, check_components
+from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import plan_network
+from volseg.experiment.placed_network import build_plain_network
 from volseg.models import GridRule
 from volseg.parallel import Report
 from volseg.parallel import verify as verify_network

@@ -35,7 +35,7 @@ from torch.utils.data import RandomSampler
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.schema import ExperimentConfig, ParallelConfig
 from volseg.data.cases import Case, Task
-from volseg.experiment.building import build_model
+from volseg.experiment.placed_network import build_model
 from volseg.workflow.components import SEGMENTATION, AnyDepth, build_optimizer
 from volseg.workflow.precision import Precision
 

@@ -35,7 +35,8 @@ from volseg import experiment
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Batch, Task
 from volseg.data.catalogue import find_public_task, list_public_tasks
-from volseg.experiment.building import build_model, build_training, choose_device
+from volseg.experiment.building import build_training
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.monitoring.environment import environment
 from volseg.workflow import Hook, Training
 

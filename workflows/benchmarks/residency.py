@@ -27,7 +27,8 @@ from volseg.data.augmented import AugmentedBatches
 from volseg.data.cases import Case, Task
 from volseg.data.layouts import load_task
 from volseg.data.preprocessed import prepare_all
-from volseg.experiment.building import build_batches, choose_device, preprocessing_of
+from volseg.experiment.building import build_batches, preprocessing_of
+from volseg.experiment.placed_network import choose_device
 from volseg.monitoring.environment import environment
 
 DIGESTED = 20

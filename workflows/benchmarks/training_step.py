@@ -19,7 +19,8 @@ from volseg import experiment
 from volseg.config.schema import ExperimentConfig
 from volseg.data.layouts import load_task
 from volseg.data.preprocessed import prepare_all
-from volseg.experiment.building import build_batches, build_model, build_training, choose_device, preprocessing_of
+from volseg.experiment.building import build_batches, build_training, preprocessing_of
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.monitoring.environment import environment
 from volseg.workflow.randomness import deterministic
 

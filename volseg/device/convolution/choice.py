@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device import triton_tiles
+from volseg.device import pretended, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
-    if not (triton_tiles.available() and tensor.is_cuda and tensor.ndim == 5):
+    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
     half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
     return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed

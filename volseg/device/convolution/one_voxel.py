@@ -10,15 +10,8 @@ contiguously, as losses and predictions read them. Backward is for few classes; 
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import (
-    count_processors,
-    count_voxels,
-    make_even,
-    read_strides,
-    select_device,
-    tl,
-    triton,
-)
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import count_processors, count_voxels, make_even, read_strides, select_device
 
 __all__ = ["backward", "forward"]
 
@@ -28,56 +21,54 @@ MOST_CLASSES_OF_FORWARD = 1024
 """Some of them at a time: the features of a voxel are read again for every 128."""
 
 
-if triton is not None:
+@triton.jit
+def _locate(base, b, rows, columns, SB, SC, SV):
+    """Return where the voxels ``rows`` and channels ``columns`` of sample b are, ``[rows, columns]``."""
+    at = b.to(tl.int64) * SB + rows[:, None].to(tl.int64) * SV
+    return base + at + columns[None, :].to(tl.int64) * SC
 
-    @triton.jit
-    def _locate(base, b, rows, columns, SB, SC, SV):
-        """Return where the voxels ``rows`` and channels ``columns`` of sample b are, ``[rows, columns]``."""
-        at = b.to(tl.int64) * SB + rows[:, None].to(tl.int64) * SV
-        return base + at + columns[None, :].to(tl.int64) * SC
 
-    @triton.jit
-    def _forward_kernel(
-        x, weight, bias, out, V, N, C, xb, xc, xv,
-        BIAS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-    ):  # fmt: skip
-        b = tl.program_id(1)
-        v, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BC)
-        n = tl.program_id(2) * BN + tl.arange(0, BN)
-        features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=(v[:, None] < V) & (c[None, :] < C), other=0.0)
-        kernel = tl.load(weight + n[None, :] * C + c[:, None], mask=(n[None, :] < N) & (c[:, None] < C), other=0.0)
-        logits = tl.dot(features, kernel)
-        if BIAS:
-            logits += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        place = out + b.to(tl.int64) * N * V + n[None, :].to(tl.int64) * V + v[:, None]
-        tl.store(place, logits.to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
+@kernel()
+def _forward_kernel(
+    x, weight, bias, out, V, N, C, xb, xc, xv,
+    BIAS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1)
+    v, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BC)
+    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=(v[:, None] < V) & (c[None, :] < C), other=0.0)
+    kernel = tl.load(weight + n[None, :] * C + c[:, None], mask=(n[None, :] < N) & (c[:, None] < C), other=0.0)
+    logits = tl.dot(features, kernel)
+    if BIAS:
+        logits += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = out + b.to(tl.int64) * N * V + n[None, :].to(tl.int64) * V + v[:, None]
+    tl.store(place, logits.to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
 
-    @triton.jit
-    def _backward_kernel(
-        x, gradient, weight, out, sums, V, N, C, per_program, xb, xc, xv, gb, gc, gv,
-        INPUT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-    ):  # fmt: skip
-        part, b = tl.program_id(0), tl.program_id(1)
-        c, n = tl.arange(0, BC), tl.arange(0, BN)
-        stop = tl.minimum((part + 1) * per_program, V)
-        kernel = tl.load(weight + n[:, None] * C + c[None, :], mask=(n[:, None] < N) & (c[None, :] < C), other=0.0)
-        of_weight = tl.zeros((BN, BC), tl.float32)
-        of_bias = tl.zeros((BN,), tl.float32)
-        for first in range(part * per_program, stop, BV):
-            v = first + tl.arange(0, BV)
-            inside = (v[:, None] < stop) & (c[None, :] < C)
-            slopes = tl.load(
-                _locate(gradient, b, v, n, gb, gc, gv), mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0
-            )
-            features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=inside, other=0.0)
-            of_weight += tl.dot(tl.trans(slopes), features)
-            of_bias += tl.sum(slopes.to(tl.float32), 0)
-            if INPUT:
-                place = out + (b.to(tl.int64) * V + v[:, None]) * C + c[None, :]
-                tl.store(place, tl.dot(slopes, kernel).to(out.dtype.element_ty), mask=inside)
-        own = sums + (b * tl.num_programs(0) + part) * BN * (BC + 1)
-        tl.store(own + n[:, None] * (BC + 1) + c[None, :], of_weight)
-        tl.store(own + n * (BC + 1) + BC, of_bias)
+
+@kernel()
+def _backward_kernel(
+    x, gradient, weight, out, sums, V, N, C, per_program, xb, xc, xv, gb, gc, gv,
+    INPUT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    part, b = tl.program_id(0), tl.program_id(1)
+    c, n = tl.arange(0, BC), tl.arange(0, BN)
+    stop = tl.minimum((part + 1) * per_program, V)
+    kernel = tl.load(weight + n[:, None] * C + c[None, :], mask=(n[:, None] < N) & (c[None, :] < C), other=0.0)
+    of_weight = tl.zeros((BN, BC), tl.float32)
+    of_bias = tl.zeros((BN,), tl.float32)
+    for first in range(part * per_program, stop, BV):
+        v = first + tl.arange(0, BV)
+        inside = (v[:, None] < stop) & (c[None, :] < C)
+        slopes = tl.load(_locate(gradient, b, v, n, gb, gc, gv), mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0)
+        features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=inside, other=0.0)
+        of_weight += tl.dot(tl.trans(slopes), features)
+        of_bias += tl.sum(slopes.to(tl.float32), 0)
+        if INPUT:
+            place = out + (b.to(tl.int64) * V + v[:, None]) * C + c[None, :]
+            tl.store(place, tl.dot(slopes, kernel).to(out.dtype.element_ty), mask=inside)
+    own = sums + (b * tl.num_programs(0) + part) * BN * (BC + 1)
+    tl.store(own + n[:, None] * (BC + 1) + c[None, :], of_weight)
+    tl.store(own + n * (BC + 1) + BC, of_bias)
 
 
 def _choose_tile(features: int, classes: int = MOST_CLASSES) -> dict[str, int]:

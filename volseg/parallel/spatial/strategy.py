@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
+from volseg.device.pretended import is_recording
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
@@ -304,7 +305,7 @@ class SpatialStrategy:
         evaluated, too. The caller's generators are put back.
         """
         device = self.communicator.home
-        if self.seeds is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self.seeds is None or is_recording(device):
             yield
             return
         with seeded(self.seeds.draw(self.net.training), dict.fromkeys(self.communicator.devices)):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import is_recording
 from volseg.parallel.spatial.operators.pointwise import aligned, in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
@@ -48,7 +49,7 @@ def common_generator(volume: ShardedVolume) -> torch.Generator | None:
 
 
 def _is_recording(volume: ShardedVolume) -> bool:
-    return volume.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_recording(volume.device)
 
 
 FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]

@@ -1,0 +1,219 @@
+"""The network that a config describes, on the device or devices that it trains or predicts on."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from volseg.config.registry import explain_import
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.errors import ConfigError, ParallelError
+from volseg.experiment.building import build_objective
+from volseg.experiment.kernels import with_fast_kernels
+from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
+from volseg.experiment.training_mesh import TrainingMesh
+from volseg.models import FitGrid, build_network
+from volseg.models.layout import faster_layout
+from volseg.parallel import ModelParallel
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.devices import (
+    count_gpus,
+    find_current_device,
+    is_distributed,
+    list_devices,
+    list_gpus,
+    require_devices,
+)
+from volseg.workflow.parts import find_frozen_norms, freeze_parts
+from volseg.workflow.precision import Precision
+from volseg.workflow.processes import largest_over_processes
+
+__all__ = ["build_model", "build_plain_network", "choose_device"]
+
+
+def choose_device(config: ExperimentConfig) -> torch.device:
+    """Return where to train: the first GPU if there is one.
+
+    Raises
+    ------
+    ConfigError
+        If the config insists on a GPU and there is none.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = find_current_device()
+    if config.device == "cuda" and device.type != "cuda":
+        raise ConfigError("device is cuda, but no GPU is visible; set device to auto or cpu")
+    return device
+
+
+def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
+    """Return the network as it is initialised, on the CPU; it takes any volume size."""
+    network = build_network(
+        config.network.spec(),
+        in_channels=task.num_channels,
+        out_channels=task.num_outputs,
+        patch_size=config.patch.size,
+    )
+    try:
+        return FitGrid(network, divisors=getattr(network, "divisors", None))
+    except ImportError as fault:  # its forward was asked which sizes it takes
+        raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
+
+
+def build_model(
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    mesh: TrainingMesh | None = None,
+    begin: Callable[[FitGrid], object] | None = None,
+) -> nn.Module:
+    """Return the network on its device or devices; it takes any volume size and gives logits.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Its network, kernels, memory layout and parallel strategy. The network as it was planned for the run's spacing
+        (`NetworkPlan.complete`); what its spec leaves open is planned for cubic voxels.
+    task : Task
+        Channels and classes.
+    device : torch.device
+        Of this process; a strategy may take others besides.
+    trains : bool
+        Whether the network will be trained, or only predict, which one process does by itself.
+    mesh : TrainingMesh, optional
+        With whom it is trained; by itself by default.
+    begin : callable, optional
+        Gives the network, still on the CPU, its first weights.
+
+    Raises
+    ------
+    ConfigError
+        If the network cannot be built or run, or gives no logits of the task's labels.
+    """
+    network = build_plain_network(config, task)
+    _require_window(network, config)
+    if trains:
+        made = rehearse_network(network, config, task)
+        rehearse_losses(build_objective(config, task), made, task)
+        if begin is not None:
+            begin(network)
+        freeze_parts(network, config.training.frozen)
+        network.hold_in_evaluation(find_frozen_norms(network))
+    if config.parallel.model_strategy == "none":
+        model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
+    else:
+        model = _place_on_several(network, config, device, trains=trains, mesh=mesh)
+    return model if mesh is None or mesh.replicas is None else DataParallel(model, mesh.replicas)
+
+
+def _place_on_one(
+    network: FitGrid,
+    config: ExperimentConfig,
+    task: Task,
+    device: torch.device,
+    *,
+    trains: bool,
+    mesh: TrainingMesh | None,
+) -> nn.Module:
+    """Return the network on one device, with the kernels and in the layout that suit it."""
+    if mesh is not None:  # what is rehearsed and measured is what this process computes
+        rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
+        config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
+    fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
+    # Gradients are summed as they lie in memory: what each process found must not differ.
+    agree = mesh is not None and mesh.replicas is not None
+    if agree and largest_over_processes(int(fast is None), device):
+        fast = None
+    return fast or _laid_out(network.to(device), config, task, agree=agree)
+
+
+def _place_on_several(
+    network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> nn.Module:
+    parallel = config.parallel
+    if parallel.only_chooses_kernels and not is_distributed():
+        warnings.warn(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
+            FutureWarning,
+            stacklevel=3,
+        )
+    group = None if mesh is None else mesh.mesh.spatial_group
+    options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}
+    return ModelParallel(
+        network,
+        strategy=parallel.model_strategy,
+        devices=None if group is not None else _devices(config, device, trains=trains, mesh=mesh),
+        mesh=group,
+        split_size=parallel.split_size,
+        on_unsupported=parallel.on_unsupported,
+        checkpoint=parallel.checkpoint,
+        **options,
+    )
+
+
+def _require_window(network: FitGrid, config: ExperimentConfig) -> None:
+    """Raise for a network of one size without a window of it: the first whole volume may come after hours."""
+    rule, window = network.rule, config.inference.window
+    if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
+        raise ConfigError(
+            f"network {config.network.name} takes volumes of {rule.minimum} voxels only; set inference.window to "
+            f"{list(rule.minimum)}, got {window and list(window)}"
+        )
+
+
+def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree: bool) -> nn.Module:
+    """Return the network in the memory layout that the config asks for, in all processes the same if they ``agree``."""
+    layouts = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
+    wanted = config.training.memory_format
+    if wanted == "auto" and config.training.deterministic:  # what is measured may differ next time
+        wanted = "contiguous"
+    if wanted == "auto":
+        device = next(network.parameters()).device
+        shape = (config.patch.batch, task.num_channels, *config.patch.size)
+        faster = faster_layout(network, shape, Precision.choose(config.training.precision, device).autocast)
+        slower_somewhere = agree and largest_over_processes(int(faster is torch.contiguous_format), device)
+        wanted = "contiguous" if slower_somewhere or faster is torch.contiguous_format else "channels_last"
+    return network.to(memory_format=layouts[wanted])  # type: ignore[call-overload]
+
+
+def _devices(
+    config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
+) -> Sequence[str | torch.device] | None:
+    """Return the devices of this process; None for the strategy's own choice."""
+    parallel = config.parallel
+    if mesh is not None and mesh.plan.is_cut_in_process:
+        return [device] * mesh.plan.spatial
+    if is_distributed():
+        if mesh is None:
+            return None
+        return [device] if parallel.pipeline is None else _deal_devices(parallel.pipeline, device)
+    wanted = parallel.devices
+    if parallel.pipeline is not None or parallel.spatial is not None:
+        wanted = parallel.pipeline or parallel.spatial
+        assert wanted is not None
+        if not trains:  # where a network only predicts, its layers and slabs lie on what there is
+            wanted = min(wanted, len(list_devices()))
+    try:
+        return None if wanted is None else require_devices(wanted, device.type)
+    except ParallelError as fault:
+        raise ConfigError(f"parallel.{fault}") from None
+
+
+def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]:
+    """Return the devices of this process, its own first; a machine's are dealt to its processes as cards are."""
+    if own.type == "cpu":
+        return [own] * count
+    gpus, step = list_gpus(), count_gpus() // count
+    if gpus.index(own) >= step:
+        raise ConfigError(
+            f"parallel.pipeline takes {count} GPUs of each process, and of the {len(gpus)} that are visible process "
+            f"{gpus.index(own)} of this machine finds none left; start {step} processes on a machine"
+        )
+    return gpus[gpus.index(own) :: step][:count]
