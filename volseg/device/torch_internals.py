@@ -5,7 +5,7 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -52,11 +53,14 @@ __all__ = [
     "add_each_",
     "apply_to_tensors",
     "count_dispatch_modes",
+    "find_autocast_operators",
     "find_backward_pass",
     "find_default_group",
+    "find_group_name",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
+    "gather_into",
     "get_backward_hooks",
     "get_backward_pre_hooks",
     "get_base",
@@ -77,7 +81,9 @@ __all__ = [
     "make_wrapper_subclass",
     "multiply_each",
     "nn_functions",
+    "overriding_operators",
     "pytree",
+    "suggest_memory_format",
     "swapping_by",
     "to_copy",
     "tree_flatten",
@@ -146,6 +152,23 @@ multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
 lerp_each_: Callable[..., None] = torch._foreach_lerp_
 zero_each_: Callable[..., None] = torch._foreach_zero_
 """Add, multiply, interpolate, set to zero each tensor of a list, by few kernels for all of them."""
+
+
+def find_autocast_operators(key: str) -> set[str]:
+    """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name.removeprefix("aten::") for name in names if known(name, key)}
+
+
+@contextmanager
+def overriding_operators(key: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Run functions in place of operators of aten under a dispatch key; None: as if the key had none."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in kernels.items():
+            library.impl(name, torch.library.fallthrough_kernel if function is None else function, key)
+        yield
+
 
 # Autograd and its transforms.
 
@@ -237,6 +260,15 @@ def keep_gpu_busy(cycles: int) -> None:
 def find_default_group() -> dist.ProcessGroup:
     """Return the group of all processes."""
     return dist.distributed_c10d._get_default_group()
+
+
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather every process's tensor into one; torch 2.13 has renamed it, and warns of the older name."""
+
+
+def find_group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which torch keeps a group."""
+    return dist.distributed_c10d._get_process_group_name(group)
 
 
 def accept_gradients_of_other_streams() -> None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.torch_internals import FakeTensor, FakeTensorMode, without_dispatch_modes
 from volseg.errors import FollowError
 
-__all__ = ["copy_without_values"]
+__all__ = ["copy_without_values", "copying_by_clones"]
 
 
 def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
@@ -23,6 +23,18 @@ def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
     """
     with without_dispatch_modes(), _Emptying(mode):
         return copy.deepcopy(value)
+
+
+class copying_by_clones(TorchFunctionMode):  # noqa: N801 (a context, as torch names its own)
+    """Let ``copy.deepcopy`` in here copy tensors without values, by ``clone``: torch's own way looks for the values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
 
 
 class _Emptying(TorchFunctionMode):
