@@ -93,6 +93,12 @@ def test_a_recording_does_without_python() -> None:
     assert times.host == pytest.approx(100 * US)
 
 
+def test_a_step_that_is_recorded_later_is_said_to_be() -> None:
+    trace = step([run(0)] * 100, [run(0)] * 100)
+    assert find_seconds([trace], GPU, LINKS, recorded=True) == pytest.approx(200 * 2 * US)
+    assert find_seconds([trace], GPU, LINKS) > 2e-3
+
+
 def test_only_the_last_step_counts() -> None:
     twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
     assert find_seconds([twice], GPU, LINKS) == pytest.approx(3 * MS)

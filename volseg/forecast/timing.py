@@ -62,6 +62,7 @@ def find_seconds(
     gpu: GpuKind,
     links: Links,
     *,
+    recorded: bool | None = None,
     stages: bool = False,
     micro_batches: int = 1,
 ) -> float:
@@ -69,10 +70,10 @@ def find_seconds(
 
     Parameters
     ----------
-    traces, gpu, links, stages, micro_batches
+    traces, gpu, links, recorded, stages, micro_batches
         See ``find_times``.
     """
-    return find_times(traces, gpu, links, stages=stages, micro_batches=micro_batches).seconds
+    return find_times(traces, gpu, links, recorded=recorded, stages=stages, micro_batches=micro_batches).seconds
 
 
 def find_times(
@@ -80,6 +81,7 @@ def find_times(
     gpu: GpuKind,
     links: Links,
     *,
+    recorded: bool | None = None,
     stages: bool = False,
     micro_batches: int = 1,
 ) -> StepTimes:
@@ -93,12 +95,15 @@ def find_times(
         What these are.
     links
         What connects them.
+    recorded
+        Whether the step is replayed from a recording; by default where a trace has the mark of one.
     stages
         Whether the devices are a pipeline's stages, in order, that one process drives; else each has its own.
     micro_batches
         Pieces of a batch that go through the stages one behind the other.
     """
-    recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
+    if recorded is None:
+        recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
     times = [_time_device(select_step(trace.events), gpu, links, recorded) for trace in traces]
     slowest = max(times, key=lambda device: device.seconds)
     seconds, host = slowest.seconds, slowest.host
