@@ -167,7 +167,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
     """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes."""
     host_rates = gpu.host_rates()
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
-    lengths = [_find_length(event, gpu, links, recorded) for event in events]
+    lengths = [_find_length(event, gpu, links) for event in events]
     parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
     host, ends, communication = 0.0, [0.0], 0.0
     ready: dict[int, float] = defaultdict(float)
@@ -200,14 +200,17 @@ def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
     return longest
 
 
-def _find_length(event: Event, gpu: GpuKind, links: Links, recorded: bool) -> float:
+def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
+    """Return how long the device is at it: a message recorded or not, for what Python takes is counted apart."""
     if isinstance(event, KernelRun):
         return gpu.seconds(event)
-    return links.seconds(event, recorded) if isinstance(event, Sent) else 0.0
+    return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
 def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
-    if isinstance(event, Sent) or part not in ("forward", "loss", "backward"):
+    if isinstance(event, Sent):
+        return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
+    if part not in ("forward", "loss", "backward"):
         return rates.operator
     if on_slabs:
         is_small = event.name.startswith("aten.") and "convolution" not in event.name
