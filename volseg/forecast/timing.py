@@ -22,6 +22,9 @@ __all__ = ["StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """By which a network on slabs is known: its norms are never torch's."""
 
+OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
+"""Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
+
 PARTS = ("forward", "loss", "backward", "optimizer")
 """Of a step, as marks name them."""
 
@@ -217,5 +220,9 @@ def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_
         return rates.operator if is_small else rates.slab
     if not event.name.startswith("aten."):
         return rates.triton
-    kind = "convolution" if "convolution" in event.name else "norm" if "norm" in event.name else "pointwise"
+    if event.name.startswith(OF_CLIPPING):
+        return rates.operator
+    norms = ("batch_norm", "group_norm", "layer_norm")
+    is_norm = any(name in event.name for name in norms)
+    kind = "convolution" if "convolution" in event.name else "norm" if is_norm else "pointwise"
     return (rates.backward if part == "backward" else rates.forward)[kind]
