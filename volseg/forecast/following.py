@@ -92,6 +92,7 @@ def following(
                 followed.note_kernel,
                 shared=followed.note_shared,
                 sent=followed.note_sent_from,
+                resized=followed.note_resized,
                 clock=None if time_kernel is None else followed.read_clock,
             )
         )
@@ -119,7 +120,8 @@ class FollowedStep:
         self.devices = [name_pretended(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode()
         self._events: list[list[Event]] = [[] for _ in self.devices]
-        self._held: dict[int, tuple[int, int]] = {}
+        self._held: dict[int, tuple[int, int, int]] = {}
+        """By the memory's key: its device, its size and its block."""
         self._blocks = 0
 
     def traces(self) -> tuple[StepTrace, ...]:
@@ -156,7 +158,7 @@ class FollowedStep:
 
     def count_held_bytes(self, device: int = 0) -> int:
         """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
-        return sum(size for number, size in self._held.values() if number == device)
+        return sum(size for number, size, _ in self._held.values() if number == device)
 
     def note_sent(self, device: torch.device, sent: Sent) -> None:
         """Put down data that a device sends."""
@@ -188,15 +190,29 @@ class FollowedStep:
         key = get_storage_key(storage)
         if key in self._held:
             return
-        number, size, self._blocks = self._number(device), storage.nbytes(), self._blocks + 1
-        self._held[key] = number, size
-        stream = find_current_stream(device).number
-        self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
-        weakref.finalize(storage, self._free, key, number, self._blocks).atexit = False
+        self._take(key, self._number(device), storage.nbytes(), device)
+        weakref.finalize(storage, self._give_back, key).atexit = False
 
-    def _free(self, key: int, number: int, block: int) -> None:
-        del self._held[key]
-        self._events[number].append(Free(block))
+    def note_resized(self, tensor: Tensor) -> None:
+        """Put down that a tensor's memory was given back, or taken again."""
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            number = self._give_back(key)
+            self._take(key, number, storage.nbytes(), tensor.device)
+
+    def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
+        self._blocks += 1
+        self._held[key] = number, size, self._blocks
+        if size:
+            stream = find_current_stream(device).number
+            self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
+
+    def _give_back(self, key: int) -> int:
+        number, size, block = self._held.pop(key)
+        if size:
+            self._events[number].append(Free(block))
+        return number
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
