@@ -107,7 +107,9 @@ def _compute_weights(
         widths = torch.tensor([width for _, width in columns]).to(device)
         counts = torch.tensor([counts for counts, _ in columns], dtype=dtype).to(device)
         totals = torch.tensor([sum(counts) for counts, _ in columns], dtype=dtype).to(device)
-        return counts.repeat_interleave(widths, 0).T.contiguous(), totals.repeat_interleave(widths)
+        size = sum(width for _, width in columns)  # told, so that nobody waits for it
+        spread = counts.repeat_interleave(widths, 0, output_size=size).T.contiguous()
+        return spread, totals.repeat_interleave(widths, output_size=size)
 
 
 def combine(
