@@ -26,8 +26,8 @@ def explaining_refusals() -> Iterator[None]:
     except UNFOLLOWABLE as fault:
         raise FollowError(
             f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
-            "tensors have no values here; compute with tensors instead of numbers (torch.where for a branch), keep a size or a "
-            "setting as a number from the beginning, or measure on a GPU"
+            "tensors have no values here; compute with tensors instead of numbers (torch.where for a branch), keep a "
+            "size or a setting as a number from the beginning, or measure on a GPU"
         ) from fault
     except Exception as fault:
         if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
