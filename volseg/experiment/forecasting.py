@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.residency import choose_budget
-from volseg.experiment.building import build_objective, build_plain_network
+from volseg.experiment.building import build_objective
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_slowness
+from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
-from volseg.models import FitGrid, GridRule, build_network
+from volseg.models import GridRule
 from volseg.models.networks import complete_spec
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.work import Batch, Step, Work
@@ -72,12 +73,16 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
     config = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
     with torch.random.fork_rng([]):
-        plain = build_plain_network(config, facts.task)
-        made = rehearse_network(plain, config, facts.task)
+        network = build_plain_network(config, facts.task)
+        made = rehearse_network(network, config, facts.task)
     rehearse_losses(build_objective(config, facts.task), made, facts.task)
+    freeze_parts(network, config.training.frozen)
+    network.hold_in_evaluation(find_frozen_norms(network))
+    if config.training.memory_format == "channels_last":
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     batches = min(config.training.accumulate, 2)
     work = Work(
-        build=lambda: _build_network(config, facts, plain.rule),
+        build=network.train,
         shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
         build_optimizer=lambda model: _build_optimizer(config, model),
@@ -85,25 +90,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         precision=dtype,
         name=config.network.name,
     )
-    return Described(config=config, facts=facts, work=work, batches=batches, rule=plain.rule)
-
-
-def _build_network(config: ExperimentConfig, facts: DataFacts, rule: GridRule) -> FitGrid:
-    """Return the network as `build_model` lays it out; the sides that it takes are known, and are not asked again."""
-    network = build_network(
-        config.network.spec(),
-        in_channels=facts.task.num_channels,
-        out_channels=facts.task.num_outputs,
-        patch_size=config.patch.size,
-        spacing=facts.spacing,
-    )
-    fitted = FitGrid(network, divisors=rule.divisors)
-    fitted.rule = rule
-    freeze_parts(fitted, config.training.frozen)
-    fitted.hold_in_evaluation(find_frozen_norms(fitted))
-    if config.training.memory_format == "channels_last":
-        fitted.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    return fitted.train()
+    return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
 
 
 def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
@@ -240,7 +227,6 @@ def at_size(described: Described, size: tuple[int, int, int]) -> Work:
     config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
     return replace(
         work,
-        build=lambda: _build_network(config, facts, described.rule),
         shape=(config.patch.batch, facts.task.num_channels, *size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
         build_step=lambda model, optimizer: _build_step(

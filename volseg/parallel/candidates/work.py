@@ -21,11 +21,12 @@ Step = Callable[[Batch], Any]
 class Work:
     """What is trained, and how; whoever follows a candidate calls these under fake tensors.
 
-    They are called anew for each candidate, so nothing that one of them does to the network reaches another.
+    They are called anew for each candidate, on a copy of the network: nothing that one of them does reaches another.
     """
 
     build: Callable[[], nn.Module]
-    """Makes the plain network on the CPU, in training mode."""
+    """Gives the plain network, in training mode; whoever follows it takes a copy without values, for it may be the
+    user's own."""
     shape: tuple[int, ...]
     """Of the image of a whole batch, (B, C, D, H, W)."""
     make_batch: Callable[[int, torch.device], Batch]
