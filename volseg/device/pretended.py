@@ -26,6 +26,7 @@ __all__ = [
     "PretendedEvent",
     "PretendedStream",
     "count_processors",
+    "empty_cache",
     "find_address",
     "find_capability",
     "find_current_stream",
@@ -97,6 +98,7 @@ class _Pretence:
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
     note_resized: Callable[[Tensor], None] | None
+    note_emptied: Callable[[], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
@@ -115,6 +117,7 @@ def pretending(
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
+    emptied: Callable[[], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind.
@@ -131,6 +134,8 @@ def pretending(
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
     resized
         Is told of a tensor whose memory was given back, or taken again.
+    emptied
+        Is told when all cached memory goes back to the devices.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
 
@@ -142,7 +147,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, emptied, clock=clock)
     try:
         yield
     finally:
@@ -178,6 +183,14 @@ def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> N
     """Put down that so many bytes leave a GPU; outside of ``pretending`` do nothing."""
     if _pretence is not None and _pretence.note_sent is not None and is_gpu(device):
         _pretence.note_sent(device, kind, size, devices)
+
+
+def empty_cache() -> None:
+    """Give cached memory back to the devices: ``torch.cuda.empty_cache``."""
+    if _pretence is None:
+        torch.cuda.empty_cache()
+    elif _pretence.note_emptied is not None:
+        _pretence.note_emptied()
 
 
 def resize_memory(tensor: Tensor, size: int) -> None:

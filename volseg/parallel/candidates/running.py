@@ -17,6 +17,7 @@ from volseg.device.pretended import GpuLike, host_values
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
+from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.candidates.lone_process import Exchange, be_process
@@ -56,7 +57,7 @@ def follow_candidate(
     gpu : GpuKind
         The kind of GPU.
     time_kernel : callable, optional
-        Says how many seconds a kernel takes: a pipeline is cut by it. By default what the memory's speed allows.
+        Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
     one_process : bool
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
 
@@ -66,10 +67,11 @@ def follow_candidate(
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
+    time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == candidate.pipeline or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel or _time_roughly)
+        return _follow_in_one_process(work, candidate, gpu, time_kernel)
     ranks = _list_ranks(candidate, max(work.sides))
-    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel or _time_roughly) for rank in ranks)
+    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
