@@ -44,6 +44,7 @@ __all__ = [
     "move_in_place",
     "name_pretended",
     "note_kernel",
+    "note_mark",
     "note_sent",
     "note_shared_memory",
     "note_use",
@@ -98,11 +99,11 @@ class _Pretence:
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
     note_resized: Callable[[Tensor], None] | None
-    note_emptied: Callable[[], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
+    mark: Callable[[str], None] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -117,8 +118,8 @@ def pretending(
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
-    emptied: Callable[[], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
+    mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind.
 
@@ -134,10 +135,10 @@ def pretending(
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
     resized
         Is told of a tensor whose memory was given back, or taken again.
-    emptied
-        Is told when all cached memory goes back to the devices.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
+    mark
+        Is told when a recording begins, is run again, or the allocators' caches are emptied.
 
     Raises
     ------
@@ -147,7 +148,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, emptied, clock=clock)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -185,19 +186,17 @@ def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> N
         _pretence.note_sent(device, kind, size, devices)
 
 
-def empty_cache() -> None:
-    """Give cached memory back to the devices: ``torch.cuda.empty_cache``."""
-    if _pretence is None:
-        torch.cuda.empty_cache()
-    elif _pretence.note_emptied is not None:
-        _pretence.note_emptied()
-
-
 def resize_memory(tensor: Tensor, size: int) -> None:
     """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
     tensor.untyped_storage().resize_(size)
     if _pretence is not None and _pretence.note_resized is not None:
         _pretence.note_resized(tensor)
+
+
+def note_mark(name: str) -> None:
+    """Say that a part of the step begins: see ``volseg.forecast.trace.Mark``."""
+    if _pretence is not None and _pretence.mark is not None:
+        _pretence.mark(name)
 
 
 def note_kernel(kernel: NotedKernel) -> None:
@@ -312,6 +311,15 @@ def pretend_recording(pool: str) -> Iterator[None]:
         yield
     finally:
         _pretence.recording = before
+
+
+def empty_cache(device: torch.device) -> None:
+    """Wait for all GPUs, and give what their allocators keep back to them."""
+    if _pretence is not None and is_gpu(device):
+        note_mark("empty_cache")
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 # Streams and events.

@@ -159,7 +159,8 @@ def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
         return None
     # What measuring has left behind is not in use.
     gc.collect()
-    empty_cache()
+    for device in devices:
+        empty_cache(device)
     kind = find_pretended()
     if kind is not None:
         return [float(kind.memory) / list(devices).count(device) for device in devices]
