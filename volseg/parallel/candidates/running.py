@@ -27,13 +27,14 @@ from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial import ShardedVolume, Spatial
 
 __all__ = ["follow_candidate"]
 
 NUM_STEPS = 2
-"""The first makes the optimizer's state and the mailboxes, the second finds them."""
+"""Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
 
 TimeKernel = Callable[[KernelRun], float]
 
@@ -114,7 +115,8 @@ def _follow_in_one_process(
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
         model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
-        _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
+        make_batch = partial(work.make_batch, rows, followed.devices[0])
+        _run(work, model, make_batch, followed, recorded=candidate.recorded and candidate.num_gpus == 1)
     return followed.traces()
 
 
@@ -127,7 +129,8 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
             mesh = join_mesh(candidate.data, candidate.spatial)
             model = _place(_build(work, followed), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
-            _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
+            make_batch = partial(_make_batch, work, model, rows, device, candidate)
+            _run(work, model, make_batch, followed, recorded=candidate.recorded)
     (trace,) = followed.traces()
     return StepTrace(trace.events, rank)
 
@@ -194,16 +197,21 @@ def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
     return from_slab(model, slab, field.shape)
 
 
-def _run(work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep) -> None:
+def _run(
+    work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep, *, recorded: bool
+) -> None:
     """Train on the same batch, as the training loop does."""
     model.train()
     batch = make_batch()
     followed.mark("placed")
     optimizer = work.build_optimizer(model)
-    step = work.build_step(model, optimizer)
+    step: Callable[[Batch], Any] = work.build_step(model, optimizer)
+    num_steps = NUM_STEPS
+    if recorded:  # one more records, and another one replays
+        step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
     with _marked(model, followed):
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             followed.mark("step")
             result = step(batch)
             del result
