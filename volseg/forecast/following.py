@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,10 +95,19 @@ def following(
         stack.enter_context(casting_like_gpus())
         stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
+        stack.enter_context(_noting_resizes(followed))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
         stack.enter_context(_OnDevices())
         yield followed
+
+
+class _Held(NamedTuple):
+    """Memory that is held: the number of its device, its bytes, and the number of its block."""
+
+    device: int
+    size: int
+    block: int
 
 
 class FollowedStep:
@@ -116,7 +125,7 @@ class FollowedStep:
         self.devices = [name_pretended(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode()
         self._events: list[list[Event]] = [[] for _ in self.devices]
-        self._held: dict[int, tuple[int, int]] = {}
+        self._held: dict[int, _Held] = {}
         self._blocks = 0
 
     def traces(self) -> tuple[StepTrace, ...]:
@@ -144,7 +153,7 @@ class FollowedStep:
 
     def count_held_bytes(self, device: int = 0) -> int:
         """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
-        return sum(size for number, size in self._held.values() if number == device)
+        return sum(held.size for held in self._held.values() if held.device == device)
 
     def note_sent(self, device: torch.device, sent: Sent) -> None:
         """Put down data that a device sends."""
@@ -176,15 +185,29 @@ class FollowedStep:
         key = get_storage_key(storage)
         if key in self._held:
             return
-        number, size, self._blocks = self._number(device), storage.nbytes(), self._blocks + 1
-        self._held[key] = number, size
-        stream = find_current_stream(device).number
-        self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
-        weakref.finalize(storage, self._free, key, number, self._blocks).atexit = False
+        self._held[key] = self._take(device, storage.nbytes())
+        weakref.finalize(storage, self._give_back, key).atexit = False
 
-    def _free(self, key: int, number: int, block: int) -> None:
-        del self._held[key]
-        self._events[number].append(Free(block))
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Put down that memory was given back, or taken anew, beneath tensors that stay."""
+        key = get_storage_key(storage)
+        if key in self._held:
+            device = self.devices[self._held[key].device]
+            self._give_back(key)
+            self._held[key] = self._take(device, storage.nbytes())
+
+    def _take(self, device: torch.device, size: int) -> "_Held":
+        held = _Held(self._number(device), size, self._blocks)
+        if size:  # an empty tensor takes no memory
+            self._blocks += 1
+            stream = find_current_stream(device).number
+            self._events[held.device].append(Allocate(held.block, size, stream, find_recording()))
+        return held
+
+    def _give_back(self, key: int) -> None:
+        held = self._held.pop(key)
+        if held.size:
+            self._events[held.device].append(Free(held.block))
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
@@ -207,6 +230,10 @@ class FollowedStep:
         return device.index
 
 
+ON_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+"""Operators that are given memory itself: who remembers their arguments holds it."""
+
+
 class _Noting(TorchDispatchMode):
     """Tell a ``FollowedStep`` of each operator and its results."""
 
@@ -219,7 +246,8 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        out = func(*args, **kwargs)
+        with self._remembering(func not in ON_STORAGES):
+            out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
@@ -231,6 +259,16 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+    @contextmanager
+    def _remembering(self, wanted: bool) -> Iterator[None]:
+        """Let the mode remember an operator's result for the same arguments, which it then holds."""
+        mode = self.followed.mode
+        before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and wanted
+        try:
+            yield
+        finally:
+            mode.cache_enabled = before
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
@@ -273,6 +311,23 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _noting_resizes(followed: FollowedStep) -> Iterator[None]:
+    """Tell of memory that is resized: no operator does it, so no mode sees it."""
+    resize = torch.UntypedStorage.resize_
+
+    def note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        followed.note_resize(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = note  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def _take_over(old: Tensor, new: Tensor) -> None:

@@ -13,14 +13,34 @@ import torch
 
 from volseg.forecast.trace import KernelRun
 
-__all__ = ["FULL", "HALF", "KernelClass", "classify", "name_dtype"]
+__all__ = ["FULL", "HALF", "LAID_OUT_ANEW", "TURNED_ROUND", "KernelClass", "classify", "name_dtype"]
 
 HALF, FULL = "half", "float32"
 """Types of numbers, as far as speed goes."""
 
+TURNED_ROUND = ", turned round"
+"""End of the name of a convolution that is asked for as the gradient of one with the flipped kernel."""
+
+LAID_OUT_ANEW = ", laid out anew"
+"""End of the name of a copy whose result has its channels elsewhere in memory."""
+
 CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+
+GROUP_NORM = "aten.native_group_norm"
+
+BY_PROCESSOR = (
+    "aten.native_batch_norm",
+    "aten.native_batch_norm_backward",
+    GROUP_NORM,
+    "aten.native_group_norm_backward",
+)
+"""Norms of torch's that give each channel, or group, to one multiprocessor, where channels are not last: two channels
+take as long as a hundred."""
+
+PROCESSORS = 132
+"""Of the GPU whose table comes with the package."""
 
 COUNTED_BY_TAPS = ("few_taps", "many_taps")
 """Kernels of our own whose speed is that of a matrix product, and not of memory."""
@@ -52,7 +72,26 @@ def classify(run: KernelRun) -> list[KernelClass]:
         return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
     if any(part in run.name for part in COUNTED_BY_TAPS):
         return [_classify_taps(run, dtype)]
-    return [KernelClass(f"{run.name}, {where}", _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
+    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name
+    family = f"{name}, {where}"
+    if run.name in BY_PROCESSOR and not run.channels_last:
+        moved = run.bytes_moved * PROCESSORS // _count_busy(run)
+        return [KernelClass(family, (), 0, moved, dtype)]
+    return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
+
+
+def _count_busy(run: KernelRun) -> int:
+    """Return how many multiprocessors a norm has busy on average: one for each channel, or group of them, at a time."""
+    volume = next((shape for shape in run.shapes if len(shape) >= 3), (1, 1))
+    # A norm over instances is one over a batch of one, with a channel for each.
+    works = volume[1] if "batch" in run.name else volume[0] * volume[1]
+    if run.name == GROUP_NORM:
+        # Their means are among what it returns, (samples, groups); eight is what networks of this field take.
+        groups = next((shape for shape in run.shapes if len(shape) == 2), (volume[0], min(8, volume[1])))
+        works = prod(groups)
+    works = max(1, works)
+    waves = -(-works // PROCESSORS)
+    return max(1, works // waves)
 
 
 def _describe_pass(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:

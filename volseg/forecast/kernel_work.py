@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from volseg.device.layout import layout_of
 from volseg.device.pretended import NotedKernel
 from volseg.device.torch_internals import get_schema, tree_leaves
+from volseg.forecast.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.forecast.trace import KernelRun
 
 __all__ = ["describe_kernel", "describe_noted"]
@@ -42,7 +43,7 @@ def describe_kernel(
     first = (inputs or results)[0]
     count = flop_registry.get(function.overloadpacket)
     return KernelRun(
-        str(function.overloadpacket),
+        str(function.overloadpacket) + _name_variant(function, args, tensors),
         first.dtype,
         int(count(*args, **kwargs, out_val=out)) if count else _count(results),
         sum(_count_bytes(tensor) for tensor in tensors),
@@ -50,6 +51,19 @@ def describe_kernel(
         layout_of(first) is torch.channels_last_3d,
         stream,
     )
+
+
+COPIES = {"clone", "copy_", "_to_copy"}
+
+
+def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> str:
+    """Return what tells an operator from one of the same name that takes another time, as an end of the name."""
+    name = function.overloadpacket.__name__
+    if name in COPIES and len(tensors) == 2 and len({layout_of(tensor) for tensor in tensors}) > 1:
+        return LAID_OUT_ANEW
+    if name == "convolution" and args[6] and set(args[3]) == {1}:
+        return TURNED_ROUND
+    return ""
 
 
 def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
