@@ -99,9 +99,9 @@ def search(
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
         if plain is None or plain.memory is None or (plain.runs and not thorough):
             continue
-        *less, most = relieve(first) or [None]
+        *less, most = relieve(first) or (first,)
         # What recomputes most first: where that does not fit, nothing does.
-        last = None if most is None else look(most, plain.seconds or 0.0, group)
+        last = None if most == first else look(most, plain.seconds or 0.0, group)
         if last is not None and last.runs and not thorough:
             for candidate in less:
                 relieved = look(candidate, plain.seconds or 0.0, group)

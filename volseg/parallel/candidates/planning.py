@@ -160,8 +160,8 @@ def forecast_work(
     try:
         with _quietly():
             traces = follow_candidate(
-            work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
-        )
+                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+            )
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
