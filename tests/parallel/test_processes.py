@@ -15,6 +15,8 @@ from volseg.errors import ParallelError
 from volseg.parallel import launch
 from volseg.parallel.supervision import is_running
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 SCRIPT = [str(Path(__file__).with_name("job_of_processes.py"))]
 
 

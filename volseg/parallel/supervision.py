@@ -173,11 +173,11 @@ class Supervision:
                 try:
                     self._publish()
                     self._read()
+                    cause, show_stack = self._judge()
                 except RuntimeError as fault:  # of the store
                     self._miss_store(fault)
                     continue
                 self._lost = None
-                cause, show_stack = self._judge()
             if cause is not None and not self._ending.is_set():
                 if cause.again:
                     self.part()
@@ -219,7 +219,7 @@ class Supervision:
             return None, False
         for rank, member in staying.items():
             silent = self._watched - self._seen.get(rank, (0.0, 0.0))[0]
-            if self._is_dead(member):
+            if self._is_dead(member) and not self._has_left(rank):
                 return self._decide(
                     f"{member['where']} is gone without a word, last seen at {self._step_of(rank)}; {ENDED_SILENTLY}"
                 ), False
@@ -262,6 +262,11 @@ class Supervision:
     def _is_dead(self, member: Mapping[str, Any]) -> bool:
         """Tell whether a process of this machine is gone; of others that is not known."""
         return member["machine"] == self.members[self.rank]["machine"] and not is_running(member["pid"])
+
+    def _has_left(self, rank: int) -> bool:
+        """Ask a process that is gone for its last words: since they were last read it may have left, and ended."""
+        key = f"life/{rank}"
+        return self.store.check([key]) and bool(json.loads(self.store.get(key))["leaving"])
 
     def _step_of(self, rank: int) -> str:
         return self._states[rank]["at"] if rank in self._states else "its start"
