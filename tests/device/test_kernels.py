@@ -276,6 +276,9 @@ def convolve_one_voxel() -> None:
             for one, other in zip(got, (input_gradient, weight_gradient, wanted_of_bias), strict=True):
                 assert one is not None
                 assert_near(one, other, 2 * ROUNDING[dtype])
+        x, many = volume(2, 20, 3, 5, 7, dtype=dtype, last=True), 130  # more than a tile of classes
+        weight, bias = volume(many, 20, 1, 1, 1, dtype=dtype) / 5, values(many).to(dtype)
+        assert_near(one_voxel.forward(x, weight, bias), convolve_widely(x, weight, bias, (0, 0, 0))[0], ROUNDING[dtype])
 
 
 @covers("device.convolution.many_taps._weight_kernel")

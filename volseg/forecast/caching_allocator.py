@@ -39,14 +39,14 @@ SEGMENT_ROUNDING = 2 * MIB
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a segment: in use, free, or an address without memory behind it."""
 
     address: int
     size: int
-    pool: "Pool"
-    before: "Block | None" = None
-    after: "Block | None" = None
+    pool: "BlockPool"
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
     is_free: bool = True
     is_mapped: bool = True
 
@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
-class Pool:
+class BlockPool:
     """Free blocks of one kind, owner and stream."""
 
     is_small: bool
@@ -70,28 +70,28 @@ class Pool:
     """Of an expandable segment, in bytes."""
     keys: list[tuple[int, int]] = field(default_factory=list)
     """Size and address of the free blocks, in order."""
-    by_address: dict[int, Block] = field(default_factory=dict)
-    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+    by_address: dict[int, MemoryBlock] = field(default_factory=dict)
+    unmapped: list[tuple[int, MemoryBlock]] = field(default_factory=list)
     """Addresses without memory, in order."""
     base: int = 0
     """Where the expandable segment begins, from which its pages are counted."""
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         """Put a free block in its place."""
         insort(self.keys, block.key)
         self.by_address[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         """Take a free block out."""
         del self.keys[bisect_left(self.keys, block.key)]
         del self.by_address[block.address]
 
-    def find(self, size: int) -> Iterator[Block]:
+    def find(self, size: int) -> Iterator[MemoryBlock]:
         """Yield the free blocks that are large enough, the smallest first."""
         for place in range(bisect_left(self.keys, (size, -1)), len(self.keys)):
             yield self.by_address[self.keys[place][1]]
 
-    def list_free(self) -> list[Block]:
+    def list_free(self) -> list[MemoryBlock]:
         """Return the free blocks, the smallest first."""
         return [self.by_address[address] for _, address in self.keys]
 
@@ -133,8 +133,8 @@ class Allocator:
         self.capacity = capacity
         self.used = self.reserved = self.peak_used = self.peak_reserved = 0
         self._place = place or self._place_behind
-        self._pools: dict[tuple[str, bool, int], Pool] = {}
-        self._held: dict[Any, Block] = {}
+        self._pools: dict[tuple[str, bool, int], BlockPool] = {}
+        self._held: dict[Any, MemoryBlock] = {}
         self._next_address = SEGMENT_ROUNDING
 
     def take(self, name: Any, size: int, stream: int = 0, owner: str = "") -> None:
@@ -190,13 +190,13 @@ class Allocator:
         """Return address and size of the block of ``name``."""
         return self._held[name].address, self._held[name].size
 
-    def _find_pool(self, owner: str, is_small: bool, stream: int) -> Pool:
+    def _find_pool(self, owner: str, is_small: bool, stream: int) -> BlockPool:
         key = owner, is_small, stream
         if key not in self._pools:
-            self._pools[key] = Pool(is_small, SMALL_SEGMENT if is_small else self.settings.large_segment)
+            self._pools[key] = BlockPool(is_small, SMALL_SEGMENT if is_small else self.settings.large_segment)
         return self._pools[key]
 
-    def _find_free(self, pool: Pool, size: int) -> Block | None:
+    def _find_free(self, pool: BlockPool, size: int) -> MemoryBlock | None:
         """Take the free block that fits best out of its pool; None where none fits."""
         found = next(pool.find(size), None)
         if found is None:
@@ -211,10 +211,10 @@ class Allocator:
         pool.remove(found)
         return found
 
-    def _prefer_what_cannot_grow(self, pool: Pool, found: Block, size: int) -> Block:
+    def _prefer_what_cannot_grow(self, pool: BlockPool, found: MemoryBlock, size: int) -> MemoryBlock:
         """Return the best fit where a block before addresses without memory counts as large as it can grow."""
 
-        def can_be(block: Block) -> int:
+        def can_be(block: MemoryBlock) -> int:
             after = block.after
             return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
@@ -225,22 +225,22 @@ class Allocator:
                 found = other
         return found
 
-    def _is_divided(self, block: Block, size: int) -> bool:
+    def _is_divided(self, block: MemoryBlock, size: int) -> bool:
         left = block.size - size
         if block.pool.is_small or self.settings.expandable_segments:
             return left >= SMALLEST_BLOCK
         limit = self.settings.max_split_size
         return (limit is None or size < limit) and left > LARGEST_SMALL
 
-    def _divide(self, block: Block, size: int) -> None:
+    def _divide(self, block: MemoryBlock, size: int) -> None:
         """Keep the first ``size`` bytes of a block; the rest is a free block behind it."""
-        rest = Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
+        rest = MemoryBlock(block.address + size, block.size - size, block.pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         block.pool.add(rest)
 
-    def _join_neighbours(self, block: Block) -> None:
+    def _join_neighbours(self, block: MemoryBlock) -> None:
         """Let a block, which is in no list, take up its neighbours of the same kind."""
         before, after = block.before, block.after
         if before is not None and before.is_free and before.is_mapped == block.is_mapped:
@@ -255,13 +255,13 @@ class Allocator:
                 block.after.before = block
 
     @staticmethod
-    def _forget(block: Block) -> None:
+    def _forget(block: MemoryBlock) -> None:
         if block.is_mapped:
             block.pool.remove(block)
         else:
             del block.pool.unmapped[bisect_left(block.pool.unmapped, block.address, key=lambda one: one[0])]
 
-    def _ask_device(self, pool: Pool, size: int, recording: bool) -> Block:
+    def _ask_device(self, pool: BlockPool, size: int, recording: bool) -> MemoryBlock:
         """Return a new block; give cached ones back to the device where it has no more."""
         block = self._try_device(pool, size)
         if block is None and self._release_oversize(pool, size):
@@ -276,16 +276,16 @@ class Allocator:
             )
         return block
 
-    def _try_device(self, pool: Pool, size: int) -> Block | None:
+    def _try_device(self, pool: BlockPool, size: int) -> MemoryBlock | None:
         """Return a new block, in no list; None where the device has no more."""
         if self.settings.expandable_segments:
             return self._expand(pool, size)
         wanted = self._find_segment_size(pool, size)
         if not self._reserve(wanted):
             return None
-        return Block(self._place(wanted), wanted, pool)
+        return MemoryBlock(self._place(wanted), wanted, pool)
 
-    def _find_segment_size(self, pool: Pool, size: int) -> int:
+    def _find_segment_size(self, pool: BlockPool, size: int) -> int:
         if pool.is_small:
             return SMALL_SEGMENT
         if size < SMALLEST_OWN_SEGMENT:
@@ -304,7 +304,7 @@ class Allocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _release(self, pool: Pool) -> None:
+    def _release(self, pool: BlockPool) -> None:
         """Return the whole segments of a pool, and the whole pages of its expandable one."""
         for block in pool.list_free():
             if self.settings.expandable_segments:
@@ -313,7 +313,7 @@ class Allocator:
                 pool.remove(block)
                 self.reserved -= block.size
 
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
+    def _release_oversize(self, pool: BlockPool, size: int) -> bool:
         """Return as many segments of the size that is not divided as are needed; say whether they are enough."""
         limit = self.settings.max_split_size
         if limit is None:
@@ -330,9 +330,9 @@ class Allocator:
             self.reserved -= block.size
         return freed >= wanted
 
-    def _expand(self, pool: Pool, size: int) -> Block | None:
+    def _expand(self, pool: BlockPool, size: int) -> MemoryBlock | None:
         """Return a block at the lowest address of the pool's expandable segment that has room for ``size`` bytes."""
-        block: Block | None = self._find_room(pool, size)
+        block: MemoryBlock | None = self._find_room(pool, size)
         assert block is not None
         if not block.is_mapped:
             block = self._map(block, min(block.size, size))
@@ -344,23 +344,23 @@ class Allocator:
             pool.remove(block)
         return block
 
-    def _find_room(self, pool: Pool, size: int) -> Block:
+    def _find_room(self, pool: BlockPool, size: int) -> MemoryBlock:
         for _, block in pool.unmapped:
             start = block.before if block.before is not None and block.before.is_free else block
             room = 0
-            following: Block | None = start
+            following: MemoryBlock | None = start
             while following is not None and following.is_free and room < size:
                 room, following = room + following.size, following.after
             if room >= size:
                 return start
         # As much address space as no device has memory: a segment for all.
         room = 2**40 // pool.page * pool.page
-        block = Block(self._place(room), room, pool, is_mapped=False)
+        block = MemoryBlock(self._place(room), room, pool, is_mapped=False)
         pool.base = block.address
         insort(pool.unmapped, (block.address, block), key=lambda one: one[0])
         return block
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: MemoryBlock, size: int) -> MemoryBlock | None:
         """Put memory behind the first pages of a block; return the free block that it is part of then."""
         pool = block.pool
         size = -(-size // pool.page) * pool.page
@@ -368,7 +368,7 @@ class Allocator:
             return None
         self._forget(block)
         if size < block.size:
-            rest = Block(block.address + size, block.size - size, pool, block, block.after, is_mapped=False)
+            rest = MemoryBlock(block.address + size, block.size - size, pool, block, block.after, is_mapped=False)
             if block.after is not None:
                 block.after.before = rest
             block.after, block.size = rest, size
@@ -378,7 +378,7 @@ class Allocator:
         pool.add(block)
         return block
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         """Return the whole pages of a free block to the device; what is left of it at either end stays."""
         pool = block.pool
         start = block.address + (pool.base - block.address) % pool.page
@@ -389,13 +389,13 @@ class Allocator:
         pool.remove(block)
         tail = block.address + block.size - end
         if start > block.address:
-            head = Block(block.address, start - block.address, pool, block.before, block)
+            head = MemoryBlock(block.address, start - block.address, pool, block.before, block)
             if block.before is not None:
                 block.before.after = head
             block.before = head
             pool.add(head)
         if tail:
-            rest = Block(end, tail, pool, block, block.after)
+            rest = MemoryBlock(end, tail, pool, block, block.after)
             if block.after is not None:
                 block.after.before = rest
             block.after = rest

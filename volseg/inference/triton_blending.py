@@ -4,8 +4,8 @@
 
 `blending.add_window` defines the result; a GPU may round a product and a sum at once. There are two kernels.
 
-- By classes: a thread takes a few voxels and reads their classes one after the other, twice for a softmax.
-  Neighbouring threads read neighbouring voxels.
+- By classes: a thread takes a few voxels and reads their classes, four at a time, twice for a softmax. Neighbouring
+  threads read neighbouring voxels.
 - By tiles, where the many classes of a voxel lie side by side (channels last): there, neighbouring threads would read
   from lines of memory that are hundreds of bytes apart, of which no cache holds as many as are under way. A tile of
   voxels and classes is read along the classes, turned in shared memory, and added along the voxels, which lie side by
@@ -29,6 +29,23 @@ TILE_VOXELS, TILE_CLASSES = 64, 32
 
 FEW_CLASSES = 8
 """Up to so many classes the logits of a voxel share a line of memory with those of others, in any layout."""
+
+
+@triton.jit
+def _step(first, stride):
+    """Return where the three classes after the first lie: one by one, since a product could pass 32 bits."""
+    second = first + stride
+    third = second + stride
+    return second, third, third + stride
+
+
+@triton.jit
+def _link(value, most, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr):
+    if SOFTMAX:
+        value = tl.exp(value - most)
+    if SIGMOID:
+        value = 1 / (1 + tl.exp(-value))
+    return value
 
 
 # Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
@@ -55,24 +72,42 @@ def _add_kernel(
 
     most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
     total = tl.zeros((BV,), tl.float32)
+    # Four classes at a time: what is read next is under way while others are waited for, and nothing is stored
+    # between, behind which a read may not go. A missing one has no probability.
     if SOFTMAX:
-        of_class = source
-        for _ in range(K):
-            value = tl.load(of_class, mask=there, other=0.0).to(tl.float32)
-            more = tl.maximum(most, value)
-            total = total * tl.exp(most - more) + tl.exp(value - more)
+        first = source
+        for k in range(0, K, 4):
+            second, third, fourth = _step(first, xk)
+            a = tl.load(first, mask=there, other=0.0).to(tl.float32)
+            b = tl.load(second, mask=there & (k + 1 < K), other=float("-inf")).to(tl.float32)
+            c = tl.load(third, mask=there & (k + 2 < K), other=float("-inf")).to(tl.float32)
+            e = tl.load(fourth, mask=there & (k + 3 < K), other=float("-inf")).to(tl.float32)
+            more = tl.maximum(most, tl.maximum(tl.maximum(a, b), tl.maximum(c, e)))
+            total = total * tl.exp(most - more) + tl.exp(a - more) + tl.exp(b - more)
+            total += tl.exp(c - more) + tl.exp(e - more)
             most = more
-            of_class += xk
+            first = fourth + xk
     share = tl.load(importance + v, mask=there, other=0.0)
-    for _ in range(K):
-        value = tl.load(source, mask=there, other=0.0).to(tl.float32)
-        if SOFTMAX:
-            value = tl.exp(value - most) / total
-        if SIGMOID:
-            value = 1 / (1 + tl.exp(-value))
-        tl.store(to, tl.load(to, mask=there, other=0.0) + value * share, mask=there)
-        source += xk
-        to += ok
+    if SOFTMAX:
+        share = share / tl.where(there, total, 1.0)
+    for k in range(0, K, 4):
+        has_second, has_third, has_fourth = there & (k + 1 < K), there & (k + 2 < K), there & (k + 3 < K)
+        second, third, fourth = _step(source, xk)
+        to_second, to_third, to_fourth = _step(to, ok)
+        a = tl.load(source, mask=there, other=0.0).to(tl.float32)
+        b = tl.load(second, mask=has_second, other=0.0).to(tl.float32)
+        c = tl.load(third, mask=has_third, other=0.0).to(tl.float32)
+        e = tl.load(fourth, mask=has_fourth, other=0.0).to(tl.float32)
+        old_a = tl.load(to, mask=there, other=0.0)
+        old_b = tl.load(to_second, mask=has_second, other=0.0)
+        old_c = tl.load(to_third, mask=has_third, other=0.0)
+        old_e = tl.load(to_fourth, mask=has_fourth, other=0.0)
+        tl.store(to, old_a + _link(a, most, SOFTMAX, SIGMOID) * share, mask=there)
+        tl.store(to_second, old_b + _link(b, most, SOFTMAX, SIGMOID) * share, mask=has_second)
+        tl.store(to_third, old_c + _link(c, most, SOFTMAX, SIGMOID) * share, mask=has_third)
+        tl.store(to_fourth, old_e + _link(e, most, SOFTMAX, SIGMOID) * share, mask=has_fourth)
+        source = fourth + xk
+        to = to_fourth + ok
 
 
 @triton.jit
@@ -124,11 +159,7 @@ def _add_tiles_kernel(
     for k in range(0, K, BK):
         classes = k + first
         value = _read_tile(of_voxels, classes, K, there, 0.0)
-        if SOFTMAX:
-            value = tl.exp(value - most[:, None])
-        if SIGMOID:
-            value = 1 / (1 + tl.exp(-value))
-        value *= share[:, None]
+        value = _link(value, most[:, None], SOFTMAX, SIGMOID) * share[:, None]
         mask = there[:, None] & (classes < K)
         to = to_voxels[:, None] + classes.to(tl.int64) * ok
         tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)

@@ -218,7 +218,9 @@ def find_supervision() -> Supervision | None:
 def _watch(launch: Launch, meeting: Meeting, timeout: float) -> None:
     connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
     connection = PrefixStore(meeting.name, connection)
-    _joined.supervision = Supervision(connection, launch.rank, meeting.members, timeout, end_by)
+    _joined.supervision = Supervision(
+        connection, launch.rank, meeting.members, timeout, end_by, keeps_store=_joined.serves
+    )
 
 
 def _tell_of_errors() -> None:

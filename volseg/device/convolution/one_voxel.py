@@ -1,10 +1,10 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A network's heads, convolutions of one voxel to a few classes, in half precision: two Triton kernels.
+"""A network's heads, convolutions of one voxel to classes, in half precision: two Triton kernels.
 
 All they do is read and write memory, once in forward and once in backward, where cuDNN and torch take several kernels
 outside of the matrix units and copies between layouts. Features are read with channels last, logits written
-contiguously, as losses read them.
+contiguously, as losses and predictions read them. Backward is for few classes; of many only forward is computed here.
 """
 
 import torch
@@ -16,6 +16,9 @@ from volseg.device.triton_tiles import count_processors, count_voxels, make_even
 __all__ = ["backward", "forward"]
 
 MOST_CLASSES, MOST_FEATURES = 16, 256
+
+MOST_CLASSES_OF_FORWARD = 1024
+"""Some of them at a time: the features of a voxel are read again for every 128."""
 
 
 @triton.jit
@@ -31,7 +34,8 @@ def _forward_kernel(
     BIAS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
-    v, c, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BC), tl.arange(0, BN)
+    v, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BC)
+    n = tl.program_id(2) * BN + tl.arange(0, BN)
     features = tl.load(_locate(x, b, v, c, xb, xc, xv), mask=(v[:, None] < V) & (c[None, :] < C), other=0.0)
     kernel = tl.load(weight + n[None, :] * C + c[:, None], mask=(n[None, :] < N) & (c[:, None] < C), other=0.0)
     logits = tl.dot(features, kernel)
@@ -67,20 +71,23 @@ def _backward_kernel(
     tl.store(own + n * (BC + 1) + BC, of_bias)
 
 
-def _choose_tile(features: int) -> dict[str, int]:
+def _choose_tile(features: int, classes: int = MOST_CLASSES) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(features))
-    return {"BV": max(32, min(256, 8192 // width)), "BC": width, "BN": MOST_CLASSES, "num_warps": 4}
+    if classes <= MOST_CLASSES:
+        return {"BV": max(32, min(256, 8192 // width)), "BC": width, "BN": MOST_CLASSES, "num_warps": 4}
+    together = min(128, triton.next_power_of_2(classes))  # the sums of 128 x 128 logits fit into registers
+    return {"BV": max(32, min(128, 8192 // width)), "BC": width, "BN": together, "num_warps": 8}
 
 
 def forward(slab: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits, ``(B, N, D, H, W)``, contiguous."""
     slab = make_even(slab, slab)
     batch, features = slab.shape[:2]
-    classes, voxels, tile = weight.shape[0], count_voxels(slab), _choose_tile(features)
+    classes, voxels, tile = weight.shape[0], count_voxels(slab), _choose_tile(features, weight.shape[0])
     out = slab.new_empty((batch, classes, *slab.shape[2:]))
     weight = weight.reshape(classes, features).contiguous()
     with select_device(slab):
-        _forward_kernel[(triton.cdiv(voxels, tile["BV"]), batch)](
+        _forward_kernel[(triton.cdiv(voxels, tile["BV"]), batch, triton.cdiv(classes, tile["BN"]))](
             slab, weight, weight if bias is None else bias, out, voxels, classes, features, *read_strides(slab),
             BIAS=bias is not None, **tile,
         )  # fmt: skip

@@ -1,0 +1,295 @@
+"""A training step that is out of memory: what is said, and how the run goes on in another way, once."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from volseg import Checkpoints, Hook
+from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
+from volseg.experiment import RunFolder, train
+from volseg.parallel import ModelParallel
+from volseg.workflow import load_checkpoint
+
+REPLAN = "parallel.on_oom=replan"
+
+
+def take_all_memory():
+    """Ask torch's allocator for more than any machine has."""
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+class TooMuch(Hook):
+    """Take all memory at a batch, in the network's first way, or in whatever way it runs."""
+
+    def __init__(self, epoch, position, *, always=False):
+        self.at, self.always, self.seen = (epoch, position), always, []
+
+    def on_batch_begin(self, training, batch):
+        is_cut = isinstance(training.network, ModelParallel)
+        self.seen.append((training.epoch, training.position, is_cut))
+        if (training.epoch, training.position) == self.at and (self.always or not is_cut):
+            take_all_memory()
+
+    def on_batch_end(self, training, fields):
+        next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+
+
+def latest(config):
+    return load_checkpoint(config.folder / "checkpoints" / "latest.pt")
+
+
+def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
+    with pytest.raises(OutOfMemoryError) as caught:
+        train(configured(), hooks=[TooMuch(0, 1)])
+    told = str(caught.value)
+    assert told.startswith("out of memory on cpu, which has ")
+    assert "Tried: patch.size [16, 16, 16], patch.batch 2" in told
+    assert "at train, epoch 0, 1" in told
+    assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=all   " in told
+    assert told.endswith("parallel.checkpoint: all (recomputes activations)")
+
+
+def test_what_is_said_can_be_pasted(configured, tmp_path):
+    with pytest.raises(OutOfMemoryError) as caught:
+        train(configured(), hooks=[TooMuch(1, 1)])
+    line = next(line for line in str(caught.value).splitlines() if line.startswith("  --set"))
+    words = line.split("   ")[0].split()
+    assert words[::2] == ["--set"] * 3
+    outcome = train(configured(*words[1::2]), resume=True)
+    assert [record.epoch for record in outcome.history] == [0, 1]
+
+
+def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
+    """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out."""
+    config = configured(REPLAN, "training.checkpoint_minutes=0")
+    hook = TooMuch(1, 1)
+    with caplog.at_level("INFO"):
+        outcome = train(config, hooks=[hook])
+    assert hook.seen == [
+        *((0, position, False) for position in range(3)),
+        (1, 0, False),
+        (1, 1, False),
+        (1, 1, True),
+        (1, 2, True),
+    ]
+    words = "was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with --set parallel."
+    assert caplog.text.count(words) == 1
+    record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert record["parallel"]["checkpoint"] == "all"
+    assert record["failure"]["tried"]["checkpoint"] is None
+    assert words in (config.folder / "report.md").read_text(encoding="utf-8")
+    aside = configured(f"output={config.folder.parent / 'whole'}")
+    whole = train(aside)
+    # float32: the strategy that recomputes adds up in another order, over two steps.
+    torch.testing.assert_close(latest(config).model, latest(aside).model, rtol=1e-3, atol=1e-5)
+    assert outcome.history[0].losses == whole.history[0].losses
+
+
+def test_before_the_first_checkpoint_it_begins_again(configured):
+    config, hook = configured(REPLAN), TooMuch(0, 1)
+    train(config, hooks=[hook])
+    assert hook.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
+    assert latest(config).progress == (2, 0)
+
+
+def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
+    config = configured(REPLAN)
+    with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\."):
+        train(config, hooks=[TooMuch(1, 1, always=True)])
+    hook = TooMuch(1, 1, always=True)
+    with pytest.raises(OutOfMemoryError, match="A second time ends the run"):
+        train(config, resume=True, hooks=[hook])
+    assert all(is_cut for _, _, is_cut in hook.seen)
+
+
+class Fails(Hook):
+    """Lose the run at a batch of its second way."""
+
+    def on_batch_end(self, training, fields):
+        if isinstance(training.network, ModelParallel) and training.epoch == 1:
+            raise InterruptedError
+
+
+def test_a_run_that_was_replanned_and_lost_does_not_fall_back(configured, caplog):
+    config = configured(REPLAN)
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[TooMuch(0, 1), Fails()])
+    hook = TooMuch(9, 9)
+    with caplog.at_level("INFO"):
+        train(config, resume=True, hooks=[hook])
+    assert hook.seen
+    assert all(is_cut for _, _, is_cut in hook.seen)
+    assert "the run goes on with --set parallel.strategy=spatial" in caplog.text
+
+
+def test_what_is_asked_for_anew_is_tried(configured, caplog):
+    config = configured(REPLAN)
+    with pytest.raises(InterruptedError):
+        train(config, hooks=[TooMuch(0, 1), Fails()])
+    hook = TooMuch(9, 9)
+    with caplog.at_level("INFO"):
+        train(configured(REPLAN, "parallel={strategy: pipeline, devices: 2}"), resume=True, hooks=[hook])
+    assert "is about another mesh than is asked for now" in caplog.text
+
+
+def test_a_record_that_is_none_is_refused(configured):
+    config = configured(REPLAN, "training.epochs=1")
+    train(config)
+    (config.folder / "replanned.json").write_text('{"asked": 3}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
+        train(configured(REPLAN), resume=True)
+
+
+def test_a_validation_without_memory_is_no_matter_of_steps(configured):
+    class Full(Hook):
+        def on_training_begin(self, training):
+            training.network.register_forward_hook(
+                lambda network, inputs, output: None if network.training else take_all_memory()
+            )
+
+    with pytest.raises(OutOfMemoryError, match=r"inference\.window \(prediction\)"):
+        train(configured(REPLAN), hooks=[Full()])
+    assert not (RunFolder(configured().folder).path / "replanned.json").exists()
+
+
+def test_the_same_bits_and_another_way_exclude_each_other(configured):
+    with pytest.raises(ConfigError, match="promises the same bits from begin to end; leave out one of them"):
+        configured(REPLAN, "training.deterministic=true")
+
+
+HOOK = """
+import os
+import torch
+import volseg
+from volseg.parallel.devices import count_restarts
+
+@volseg.register("hook", "TooMuch")
+class TooMuch(volseg.Hook):
+    def __init__(self, ranks, always=False):
+        self.ranks, self.always = map(str, ranks), always
+
+    def on_batch_begin(self, training, batch):
+        line = f"at {os.environ['RANK']} {count_restarts()} {training.epoch} {training.position}\\n"
+        os.write(1, line.encode())  # whole, though both processes write
+        if (training.epoch, training.position) == (1, 1) and os.environ["RANK"] in self.ranks:
+            if (self.always or count_restarts() == 0) and training.device.type == "cuda":
+                torch.cuda.empty_cache()
+                total = torch.cuda.get_device_properties(training.device).total_memory
+                torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+            elif self.always or count_restarts() == 0:
+                torch.empty(1 << 50, dtype=torch.uint8)
+"""
+"""Leaves no memory to some processes, at first or in every attempt: on a GPU the step itself then fails."""
+
+
+def run_together(start, tmp_path, launcher, config_file, hook, *more):
+    """Train in two processes with the hook; return the status, what was printed batch by batch, and the errors."""
+    (tmp_path / "hook.py").write_text(HOOK, encoding="utf-8")
+    settings = [REPLAN, "training.checkpoint_minutes=0", f"hooks=[{{name: TooMuch, {hook}}}]", *more]
+    arguments = [part for each in settings for part in ("--set", each)]
+    command = [*launcher, "-m", "volseg", "train", str(config_file), "--components", str(tmp_path / "hook.py")]
+    job = start([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    printed, errors = job.communicate(timeout=300)
+    batches = [tuple(map(int, line.split()[1:])) for line in printed.splitlines() if line.startswith("at ")]
+    return job.returncode, sorted(batches), errors
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config_file, tmp_path):
+    """Under a launcher that would not have started them again."""
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [1]")
+    assert status == 0, errors
+    # Process 1 failed at the fifth batch, of which process 0 had its own replica's part under way.
+    first = [(epoch, batch) for rank, attempt, epoch, batch in batches if (rank, attempt) == (1, 0)]
+    assert first == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    again = {
+        rank: [(epoch, batch) for r, attempt, epoch, batch in batches if (r, attempt) == (rank, 1)] for rank in (0, 1)
+    }
+    assert again[0] == again[1]
+    assert again[0][-1] == (1, 2)
+    assert "process 1 of 2" in errors
+    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert "every volume cut into 2 slabs" in errors
+    assert "Traceback" not in errors
+    history = latest(configured()).history
+    assert [record.epoch for record in history] == [0, 1]
+    assert json.loads((configured().folder / "replanned.json").read_text(encoding="utf-8"))["processes"] == 2
+
+
+@pytest.mark.slow
+def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file, tmp_path):
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [0, 1], always: true")
+    assert status != 0
+    assert {attempt for _, attempt, _, _ in batches} == {0, 1}
+    assert "A second time ends the run." in errors
+    assert errors.count("since then, and once only, the run goes on with") <= 3  # when chosen, and as each one ends
+
+
+def measure_peak(config):
+    """Return the bytes that a training takes from its GPU."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(config)
+    return torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_path):
+    """The limit lies between what the step takes as it is and what it takes recomputed; both are measured before."""
+    # A recording allocates nothing when it is replayed: what is to fail is the step.
+    step = ["device=cuda", "training.record=false", "network={name: VNet}", "patch.size=[96,96,96]"]
+    recomputed = "parallel={strategy: spatial, devices: 1, checkpoint: all}"
+    most = measure_peak(configured(*step, f"output={tmp_path / 'plain'}"))
+    least = measure_peak(configured(*step, f"output={tmp_path / 'recomputed'}", recomputed))
+    assert least < 0.9 * most
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((0.4 * most + 0.6 * least) / total)
+    try:
+        with pytest.raises(OutOfMemoryError) as caught:
+            train(configured(*step, f"output={tmp_path / 'raised'}"))
+        assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=" in str(
+            caught.value
+        )
+        del caught  # its traceback holds the model
+        config = configured(*step, REPLAN)
+        train(config)
+        assert torch.cuda.max_memory_reserved() < most
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert latest(config).progress == (2, 0)
+    taken = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert taken["parallel"]["checkpoint"] is not None
+    measured = json.loads((config.folder / "memory.json").read_text(encoding="utf-8"))["measured"]
+    assert measured[-1]["devices"][0]["reserved"] < most
+
+
+@pytest.mark.gpu
+def test_the_first_steps_on_a_gpu_are_measured_beside_a_forecast(configured, caplog):
+    config = configured("device=cuda", "training.epochs=30", "training.iterations=20", "training.validate_every=30")
+    with caplog.at_level("INFO"):
+        train(config)
+    written = json.loads((config.folder / "memory.json").read_text(encoding="utf-8"))
+    assert [reading["steps"] for reading in written["measured"]] == [2, 8]
+    assert all(reading["devices"][0]["used"] > 0 for reading in written["measured"])
+    # The forecast may come after so short a training, and then is given up.
+    assert written["forecast"] is None or "forecast of a step: " in caplog.text
+    assert "Memory after 8 steps: " in (config.folder / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.multi_gpu
+def test_one_of_two_gpus_is_out_of_memory_and_both_go_on_cut(start, configured, config_file, tmp_path):
+    more = ["device=cuda", "training.record=false"]
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [1]", *more)
+    assert status == 0, errors
+    assert {attempt for _, attempt, _, _ in batches} == {0, 1}
+    assert "CUDA out of memory" in errors
+    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert [record.epoch for record in latest(configured()).history] == [0, 1]
+    devices = json.loads((configured().folder / "memory.json").read_text(encoding="utf-8"))["measured"][0]["devices"]
+    assert [(each["process"], each["device"]) for each in devices] == [(0, "cuda:0"), (1, "cuda:1")]
