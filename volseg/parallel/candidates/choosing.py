@@ -102,7 +102,7 @@ def search(
         *less, most = relieve(first) or (first,)
         # What recomputes most first: where that does not fit, nothing does.
         last = None if most == first else look(most, plain.seconds or 0.0, group)
-        if last is not None and last.runs and not thorough:
+        if last is not None and last.runs and not plain.runs:
             for candidate in less:
                 relieved = look(candidate, plain.seconds or 0.0, group)
                 if relieved is None or relieved.runs:
