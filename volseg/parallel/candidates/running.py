@@ -6,21 +6,21 @@ several GPUs, all of them are.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import GpuLike, host_values
+from volseg.device.pretended import GpuLike, host_values, make_stream, on_stream
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.candidates.lone_process import Exchange, be_process
-from volseg.parallel.candidates.work import Batch, Work
+from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.mesh import Mesh, join_mesh
@@ -112,7 +112,7 @@ def _follow_in_one_process(
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
         model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
-        _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
+        _run(work, candidate, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
     return followed.traces()
 
 
@@ -125,7 +125,7 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
             mesh = join_mesh(candidate.data, candidate.spatial)
             model = _place(_build(work, followed), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
-            _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
+            _run(work, candidate, model, partial(_make_batch, work, model, rows, device, candidate), followed)
     (trace,) = followed.traces()
     return StepTrace(trace.events, rank)
 
@@ -192,7 +192,9 @@ def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
     return from_slab(model, slab, field.shape)
 
 
-def _run(work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep) -> None:
+def _run(
+    work: Work, candidate: Candidate, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep
+) -> None:
     """Train on the same batch, as the training loop does."""
     model.train()
     batch = make_batch()
@@ -200,14 +202,37 @@ def _run(work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed
     optimizer = work.build_optimizer(model)
     step = work.build_step(model, optimizer)
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
+    # As `RecordedStep`: a pipeline records its stages by itself, and nothing records what one process runs on several.
+    is_recorded = candidate.recorded and candidate.pipeline == 1 and len(followed.devices) == 1
+    stream = make_stream(followed.devices[0]) if is_recorded else None
     with _marked(model, followed):
-        for _ in range(NUM_STEPS):
-            followed.mark("step")
-            result = step(batch)
-            del result
-            followed.mark("end")
+        with nullcontext() if stream is None else on_stream(stream):
+            for _ in range(NUM_STEPS):
+                followed.mark("step")
+                result = step(batch)
+                del result
+                followed.mark("end")
+        if stream is not None:
+            _record(step, batch, stream, followed)
     for handle in handles:
         handle.remove()
+
+
+def _record(step: Step, batch: Batch, stream: Any, followed: FollowedStep) -> None:
+    """Record the step on copies of its inputs, with memory of its own, after what is cached was given back."""
+    followed.mark("record")
+    copies = {name: _clone(field) for name, field in batch.items()}
+    followed.mark("empty_cache")
+    with on_stream(stream), followed.recording("step"):
+        result = step(copies)
+    followed.mark("replay")
+    del result
+
+
+def _clone(field: Any) -> Any:
+    if isinstance(field, ShardedVolume):
+        return field.with_pieces([piece.clone() for piece in field.pieces()])
+    return field.clone() if isinstance(field, Tensor) else field
 
 
 @contextmanager
