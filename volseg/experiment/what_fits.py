@@ -109,6 +109,8 @@ def plan_words(plan: Plan, config: Path) -> str:
         gpus = f" --gpus {plan.chosen.candidate.num_gpus}" if plan.chosen.candidate.num_gpus > 1 else ""
         lines += [f"  volseg train {shlex.quote(str(config))}{gpus}{settings}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    refused = [each for each in plan.forecasts if each.memory is None]
+    lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
     lines += [
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
