@@ -19,6 +19,7 @@ HOST = HostRates(
     backward={"convolution": 50 * US, "norm": 70 * US, "pointwise": 15 * US},
     operator=5 * US,
     triton=30 * US,
+    slab=90 * US,
     replay=100 * US,
 )
 
@@ -92,6 +93,12 @@ def test_a_recording_does_without_python() -> None:
     assert times.host == pytest.approx(100 * US)
 
 
+def test_a_step_that_is_recorded_later_is_said_to_be() -> None:
+    trace = step([run(0)] * 100, [run(0)] * 100)
+    assert find_seconds([trace], GPU, LINKS, recorded=True) == pytest.approx(200 * 2 * US)
+    assert find_seconds([trace], GPU, LINKS) > 2e-3
+
+
 def test_only_the_last_step_counts() -> None:
     twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
     assert find_seconds([twice], GPU, LINKS) == pytest.approx(3 * MS)
@@ -132,6 +139,14 @@ def test_a_pipeline_fills_and_empties() -> None:
 def test_one_process_starts_the_kernels_of_all_stages() -> None:
     traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
     assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * 25 * US, rel=0.01)
+
+
+def test_a_network_on_slabs_takes_python_longer() -> None:
+    norm, convolution = run(0, "norm.passes._affine_kernel"), run(0, "aten.convolution")
+    eager = find_times([step([norm, convolution, run(0)] * 10, [])], GPU, LINKS)
+    assert eager.host == pytest.approx(10 * (90 + 90 + 5) * US)
+    loss = run(0, "losses.dice.passes._sums_kernel")
+    assert find_times([step([loss, convolution] * 10, [])], GPU, LINKS).host == pytest.approx(10 * (30 + 40) * US)
 
 
 def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:

@@ -11,8 +11,8 @@ Outside of ``pretending`` all questions have torch's answers.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ __all__ = [
     "is_gpu",
     "is_pretended",
     "is_recording",
+    "keeping",
     "make_event",
     "make_stream",
     "move_in_place",
@@ -50,7 +51,11 @@ __all__ = [
     "pretend_recording",
     "pretending",
     "read_clock",
+    "resize_memory",
 ]
+
+
+Kept = TypeVar("Kept")
 
 
 class GpuLike(Protocol):
@@ -91,6 +96,7 @@ class _Pretence:
     note: Callable[[NotedKernel], None] | None
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
+    note_resized: Callable[[Tensor], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
@@ -108,6 +114,7 @@ def pretending(
     *,
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
+    resized: Callable[[Tensor], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind.
@@ -122,6 +129,8 @@ def pretending(
         Is told how many bytes a GPU gives beside torch's allocator, for others to write to.
     sent
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
+    resized
+        Is told of a tensor whose memory was given back, or taken again.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
 
@@ -133,7 +142,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, clock=clock)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock)
     try:
         yield
     finally:
@@ -171,6 +180,13 @@ def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> N
         _pretence.note_sent(device, kind, size, devices)
 
 
+def resize_memory(tensor: Tensor, size: int) -> None:
+    """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
+    tensor.untyped_storage().resize_(size)
+    if _pretence is not None and _pretence.note_resized is not None:
+        _pretence.note_resized(tensor)
+
+
 def note_kernel(kernel: NotedKernel) -> None:
     """Put down that a kernel would run."""
     assert _pretence is not None
@@ -191,6 +207,27 @@ def on_gpu(tensor: Tensor) -> bool:
 def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
     """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
     return usual if _pretence is None else _pretence.kept
+
+
+def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
+    """Keep what a function makes on a device, by its arguments: ``functools.lru_cache``; a pretence keeps its own."""
+
+    def decorate(function: Callable[..., Kept]) -> Callable[..., Kept]:
+        usual = lru_cache(limit)(function)
+
+        @wraps(function)
+        def find(*arguments: Any) -> Kept:
+            if _pretence is None:
+                return usual(*arguments)
+            key = find, arguments
+            if key not in _pretence.kept:
+                _pretence.kept[key] = function(*arguments)
+            found: Kept = _pretence.kept[key]
+            return found
+
+        return find
+
+    return decorate
 
 
 def is_pretended(device: torch.device) -> bool:

@@ -30,6 +30,12 @@ BY_CUDA_CORES = 0.6
 measurement of ours."""
 
 
+OF_SLABS = 3.1
+"""Times what a kernel of our own alone takes Python: a step of a DynUNet, 185 kernels and convolutions, took 24.0 to
+24.8 ms of it, which are 130 us each beside 48 (workflows/benchmarks/results/networks_h200_move_before_after.json); a
+V-Net's 212 and 1,150 small operators 38.5 to 39.2 ms. From run to run that varies by a fifth and more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
     """What Python and the launch of kernels take, in seconds."""
@@ -41,6 +47,8 @@ class HostRates:
     """Of one without autograd."""
     triton: float
     """Of a kernel of our own."""
+    slab: float
+    """Of a convolution, or a kernel of our own, in a network that runs on slabs: what leads to it included."""
     replay: float
     """Of a recording, whatever it holds."""
 
@@ -116,6 +124,7 @@ def parse_table(stored: Mapping[str, Any], peaks: Peaks) -> Table:
         backward={name: host[f"{name} backward"] for name in parts},
         operator=host["operator"],
         triton=host["triton"],
+        slab=host.get("slab", OF_SLABS * host["triton"]),
         replay=host["replay"],
     )
     return Table(machine, rates, told, tuple(stored["links"]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import GpuLike
+from volseg.device.pretended import GpuLike, host_values
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
@@ -110,8 +110,7 @@ def _follow_in_one_process(
     work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel
 ) -> tuple[StepTrace, ...]:
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
-        net = followed.copy(work.build())
-        model = _place(net, candidate, followed.devices)
+        model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
         _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
     return followed.traces()
@@ -124,11 +123,19 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):
             mesh = join_mesh(candidate.data, candidate.spatial)
-            model = _place(followed.copy(work.build()), candidate, [device], mesh)
+            model = _place(_build(work, followed), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
             _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
     (trace,) = followed.traces()
     return StepTrace(trace.events, rank)
+
+
+def _build(work: Work, followed: FollowedStep) -> nn.Module:
+    """Return the network without values; it is built with values first, as some read them where they are built."""
+    with host_values():
+        net = work.build()
+    copied: nn.Module = followed.copy(net)
+    return copied
 
 
 def _note_exchange(followed: FollowedStep, exchange: Exchange) -> None:
