@@ -93,6 +93,7 @@ def following(
                 shared=followed.note_shared,
                 sent=followed.note_sent_from,
                 resized=followed.note_resized,
+                mark=followed.mark,
                 clock=None if time_kernel is None else followed.read_clock,
             )
         )
