@@ -130,8 +130,9 @@ def list_settings(candidate: Candidate) -> list[str]:
     if candidate.split_size is not None:
         settings.append(f"parallel.split_size={candidate.split_size}")
     if candidate.checkpoint is not None:
-        alone = candidate.num_gpus == 1
-        settings += ["parallel.strategy=spatial", "parallel.devices=1"] if alone else []
+        # Recomputation belongs to the strategy that cuts, where nothing is cut too.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        settings += ["parallel.devices=1"] if candidate.num_gpus == 1 else []
         settings.append(f"parallel.checkpoint={candidate.checkpoint}")
     return settings
 
