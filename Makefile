@@ -17,7 +17,8 @@ WORKERS ?= 2
 GPU_WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 # One arithmetic thread each: two processes with as many threads as cores wait for each other most of the time.
-ONE_THREAD := OMP_NUM_THREADS=1
+# And bytecode, even where the environment wants none written: else each process of the tests compiles volseg anew.
+ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # What is quick: a folder per part of volseg, without the comparison with torch's database, which takes half a minute.
 UNIT := $(filter-out tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py

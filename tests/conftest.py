@@ -54,6 +54,18 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def ready_python(monkeypatch):
+    """Let processes of this interpreter begin with everything imported: see the module of that name."""
+    import ready_python as module  # not in the processes that tests start of this folder
+
+    monkeypatch.setattr(subprocess, "Popen", module.Popen)
+    # It has taken the name from subprocess.
+    monkeypatch.setattr(
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen", module.Popen
+    )
+
+
+@pytest.fixture
 def read(monkeypatch):
     """Return the ids of the cases that are decompressed from now on."""
     from volseg.data import preparing  # not for every test, nor in the processes that tests start

@@ -1,10 +1,10 @@
 """Functions that run in every process of a group, which is started once and serves test after test.
 
 ``in_group(2, function, *arguments)`` calls the function in two processes that are joined by gloo, and returns what each
-returned. Starting Python, torch and a group takes seconds, a call takes milliseconds: so the processes stay, one group
-at a time, until a test asks for another number of them or something goes wrong. A function that raises, or does not
-return in time, fails its own test with the traceback of the process it failed in; that group ends, and the next call
-starts a fresh one.
+returned. Starting a group takes tenths of a second, and importing a test's module in it may take seconds; a call takes
+milliseconds. So the processes stay, a group of each size, until something goes wrong. A function that raises, or does
+not return in time, fails its own test with the traceback of the process it failed in; that group ends, and the next
+call starts a fresh one.
 
 The function is found again by its file and its name, so it must stand at the top level of its module. It finds the
 default process group, ``RANK`` and ``WORLD_SIZE`` as under torchrun, no GPU, and leaves the group as it was.
@@ -27,6 +27,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+from ready_python import Popen
 
 __all__ = ["GroupError", "assert_all_well", "end_group", "in_group"]
 
@@ -67,7 +69,7 @@ class Group:
             command = [sys.executable, __file__, str(other.fileno()), f"{self.folder.name}/meet"]
             with other, self._log(rank).open("wb") as log:
                 self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[other.fileno()])
+                    Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[other.fileno()])
                 )
             self.pipes.append(own)
         try:
@@ -132,8 +134,8 @@ class Group:
         self.folder.cleanup()
 
 
-_group: Group | None = None
-"""The one that is running."""
+_groups: dict[int, Group] = {}
+"""Those that are running, by size."""
 
 
 def in_group(processes: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
@@ -155,29 +157,31 @@ def in_group(processes: int, function: Callable[..., Any], *arguments: Any, seco
     GroupError
         With the traceback, if the function raises in any process, or does not return.
     """
-    global _group
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} cannot be found by its name; put it at the top level of its module")
     message = pickle.dumps((function.__code__.co_filename, function.__qualname__, arguments, seconds))
-    if _group is not None and _group.size != processes:
-        end_group()
     try:
-        _group = _group or Group(processes)
-        return _group.call(message, seconds)
+        if processes not in _groups:
+            _groups[processes] = Group(processes)
+        return _groups[processes].call(message, seconds)
     except BaseException:
-        end_group(politely=False)
+        end_group(processes, politely=False)
         raise
 
 
-def end_group(politely: bool = True) -> None:
-    """End the running group, if there is one."""
-    global _group
-    group, _group = _group, None
+def end_group(processes: int, politely: bool = True) -> None:
+    """End the running group of that size, if there is one."""
+    group = _groups.pop(processes, None)
     if group is not None:
         group.end(politely)
 
 
-atexit.register(end_group)
+def _end_groups() -> None:
+    for size in tuple(_groups):
+        end_group(size)
+
+
+atexit.register(_end_groups)
 
 
 def assert_all_well(found: Sequence[str | None]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import torch
+from nnunet_architecture import describe_architecture
 
 os.environ.setdefault("nnUNet_def_n_proc", "1")
 VERSIONS = ("nnunetv2", "dynamic-network-architectures", "torch", "numpy", "scipy", "scikit-image")
@@ -146,7 +147,6 @@ def make_plans(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "min": float(values.min()),
             "max": float(values.max()),
         }
-    stages = len(spec["filters"])
     configuration = {
         "data_identifier": "nnUNetPlans_3d",
         "preprocessor_name": "DefaultPreprocessor",
@@ -159,40 +159,21 @@ def make_plans(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "batch_dice": False,
         **spec["resampling"],
     }
-    blocks = [1, 2, 2] if spec["residual"] else [2] * stages
     if spec["old_plans"]:
         configuration |= {
             "UNet_class_name": "PlainConvUNet",
             "UNet_base_num_features": spec["filters"][0],
             "unet_max_num_features": spec["filters"][-1],
-            "n_conv_per_stage_encoder": blocks,
-            "n_conv_per_stage_decoder": [2] * (stages - 1),
+            "n_conv_per_stage_encoder": [2] * len(spec["filters"]),
+            "n_conv_per_stage_decoder": [2] * (len(spec["filters"]) - 1),
             "num_pool_per_axis": [1, 2, 2],
             "pool_op_kernel_sizes": spec["strides"],
             "conv_kernel_sizes": spec["kernels"],
         }
     else:
-        kind = "ResidualEncoderUNet" if spec["residual"] else "PlainConvUNet"
-        configuration["architecture"] = {
-            "network_class_name": f"dynamic_network_architectures.architectures.unet.{kind}",
-            "arch_kwargs": {
-                "n_stages": stages,
-                "features_per_stage": spec["filters"],
-                "conv_op": "torch.nn.modules.conv.Conv3d",
-                "kernel_sizes": spec["kernels"],
-                "strides": spec["strides"],
-                "n_blocks_per_stage" if spec["residual"] else "n_conv_per_stage": blocks,
-                "n_conv_per_stage_decoder": [1 if spec["residual"] else 2] * (stages - 1),
-                "conv_bias": True,
-                "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
-                "norm_op_kwargs": {"eps": 1e-05, "affine": True},
-                "dropout_op": None,
-                "dropout_op_kwargs": None,
-                "nonlin": "torch.nn.LeakyReLU",
-                "nonlin_kwargs": {"inplace": True},
-            },
-            "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
-        }
+        configuration["architecture"] = describe_architecture(
+            spec["filters"], spec["kernels"], spec["strides"], blocks=[1, 2, 2] if spec["residual"] else None
+        )
     backward = np.argsort(spec["transpose"]).tolist()
     plans = {
         "dataset_name": "Dataset900_Synthetic",

@@ -38,6 +38,8 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.own_components import REGISTRIES, load_components
 from volseg.transforms.preprocessing import build_preprocessing
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 STEPS = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [1.0, 1.2, 1.0]}, {"name": "ZScore"}]
 NUM_CASES, NUM_TRAINING = 5, 3
 

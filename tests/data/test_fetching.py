@@ -27,6 +27,8 @@ from volseg.data.fetching import fetch_task
 from volseg.data.unpacking import unpack
 from volseg.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 QUICK = Persistence(timeout=5.0, attempts=3, first_wait=0.001, longest_wait=10.0)
 CONTENT = bytes(range(256)) * 4096  # 1 MiB, in which no part is like its neighbour by chance
 

@@ -27,6 +27,8 @@ from volseg.data.synthetic import make_task
 from volseg.errors import VolsegError
 from volseg.transforms.preprocessing import build_preprocessing
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 NUM_TRAINING = 5
 STEPS = [{"name": "Orientation"}, {"name": "ZScore"}]
 

@@ -17,6 +17,8 @@ from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 VERBS = [
     "configure",
     "train",

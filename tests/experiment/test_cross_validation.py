@@ -25,6 +25,8 @@ from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import plan_folds
 from volseg.workflow import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 SHORT = ("training.epochs=1", "training.iterations=2")
 
 

@@ -19,6 +19,8 @@ from volseg.experiment.own_components import components_arguments
 from volseg.workflow import Hook
 from volseg.workflow.checkpoints import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 COMPONENTS = '''
 import torch
 import volseg

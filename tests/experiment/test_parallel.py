@@ -16,6 +16,8 @@ from volseg.experiment import load_config, predict, train, train_on, validate, v
 from volseg.experiment.run_folder import RunFolder
 from volseg.workflow import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 # float32: sums over shards add up in another order, and six optimizer steps carry that on.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 

@@ -18,6 +18,8 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train
 from volseg.experiment.prediction_record import FILE
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 @pytest.fixture
 def outcome(configured):

@@ -10,6 +10,8 @@ from volseg.errors import ConfigError
 from volseg.experiment import predict, prediction_processes, train
 from volseg.experiment.prediction_processes import predict_in_processes
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 @pytest.fixture
 def images(task, tmp_path):

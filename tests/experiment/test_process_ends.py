@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import ready_python
 
 from volseg.parallel.supervision import is_running
 from volseg.workflow import load_checkpoint
+
+pytestmark = pytest.mark.usefixtures("ready_python")
 
 ENDLESS = ["--set", "training.epochs=100000"]
 
@@ -24,9 +27,9 @@ def volseg(*arguments: str) -> list[str]:
 
 
 def children(process: subprocess.Popen) -> list[int]:
-    return [
-        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
-    ]
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    names = {pid: Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() for pid in pids}
+    return [int(pid) for pid, name in names.items() if name != ready_python.NAME]  # which is one of the tests' own
 
 
 def wait_until(holds, seconds: float) -> None:

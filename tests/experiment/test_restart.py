@@ -20,6 +20,8 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 class Fails(Hook):
     def __init__(self, epoch, position):

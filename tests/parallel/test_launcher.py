@@ -8,6 +8,8 @@ import pytest
 from volseg.errors import ParallelError
 from volseg.parallel import is_worker, launch
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 def test_processes_know_their_rank(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"

@@ -16,6 +16,8 @@ from in_group import in_group
 from volseg.errors import DataError, ParallelError
 from volseg.parallel.together import exchange, run_together
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 NUMBERS = [0.1, 1 / 3, math.inf, math.nan, 5e-324, "ä", [1, None], {"a": True}]
 
 

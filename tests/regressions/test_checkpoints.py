@@ -19,6 +19,8 @@ from volseg.errors import CheckpointError, NonFiniteLossError
 from volseg.workflow import Checkpoints, EpochRecord, Hook, Named, Training, load_checkpoint, save_checkpoint
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 class Batches:
     def __len__(self):

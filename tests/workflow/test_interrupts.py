@@ -8,6 +8,8 @@ import pytest
 
 from volseg.workflow.interrupts import LookInterval
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 WAITING = """
 import signal, sys, time
 from volseg.workflow import interrupts

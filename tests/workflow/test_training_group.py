@@ -21,6 +21,8 @@ from volseg.workflow import Hook, Named, Training
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 
 class Batches:
     """Batches of two sizes: the first is recorded, the second comes too seldom."""

@@ -9,7 +9,7 @@ Outside of ``pretending`` all questions have torch's answers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import FakeTensor, without_dispatch_modes
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -25,20 +26,30 @@ __all__ = [
     "PretendedEvent",
     "PretendedStream",
     "count_processors",
+    "find_address",
     "find_capability",
     "find_current_stream",
+    "find_kept",
     "find_pretended",
+    "find_readable",
     "find_recording",
+    "host_values",
     "is_gpu",
+    "is_pretended",
     "is_recording",
     "make_event",
     "make_stream",
+    "move_in_place",
     "name_pretended",
     "note_kernel",
+    "note_sent",
+    "note_shared_memory",
+    "note_use",
     "on_gpu",
     "on_stream",
     "pretend_recording",
     "pretending",
+    "read_clock",
 ]
 
 
@@ -52,6 +63,10 @@ class GpuLike(Protocol):
     @property
     def processors(self) -> int:
         """Multiprocessors."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -74,17 +89,41 @@ class NotedKernel:
 class _Pretence:
     gpu: GpuLike
     note: Callable[[NotedKernel], None] | None
+    note_shared: Callable[[torch.device, int], None] | None
+    note_sent: Callable[[torch.device, str, int, int], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
+    clock: Callable[[torch.device], float] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 _pretence: _Pretence | None = None
 
 
 @contextmanager
-def pretending(gpu: GpuLike, note: Callable[[NotedKernel], None] | None = None) -> Iterator[None]:
-    """Take ``name_pretended(i)`` for GPU i of a kind; ``note`` is told of each kernel of ours that would run.
+def pretending(
+    gpu: GpuLike,
+    note: Callable[[NotedKernel], None] | None = None,
+    *,
+    shared: Callable[[torch.device, int], None] | None = None,
+    sent: Callable[[torch.device, str, int, int], None] | None = None,
+    clock: Callable[[torch.device], float] | None = None,
+) -> Iterator[None]:
+    """Take ``name_pretended(i)`` for GPU i of a kind.
+
+    Parameters
+    ----------
+    gpu
+        The kind.
+    note
+        Is told of each kernel of ours that would run.
+    shared
+        Is told how many bytes a GPU gives beside torch's allocator, for others to write to.
+    sent
+        Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
+    clock
+        Says how many seconds that should take which a GPU was asked for so far.
 
     Raises
     ------
@@ -94,7 +133,7 @@ def pretending(gpu: GpuLike, note: Callable[[NotedKernel], None] | None = None) 
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note)
+    _pretence = _Pretence(gpu, note, shared, sent, clock=clock)
     try:
         yield
     finally:
@@ -109,6 +148,27 @@ def name_pretended(index: int) -> torch.device:
 def find_pretended() -> GpuLike | None:
     """Return the kind of GPU that this process pretends to have, None where it does not pretend."""
     return None if _pretence is None else _pretence.gpu
+
+
+def read_clock(device: torch.device) -> float:
+    """Return the seconds that what a GPU was asked for so far should take."""
+    if _pretence is None or _pretence.clock is None:
+        raise ParallelError(
+            f"nobody knows how long {device}, which only stands for a GPU, takes: pretending(clock=...)"
+        )
+    return _pretence.clock(device)
+
+
+def note_shared_memory(device: torch.device, size: int) -> None:
+    """Put down that so many bytes are taken beside torch's allocator, for GPUs to write into each other's memory."""
+    if _pretence is not None and _pretence.note_shared is not None:
+        _pretence.note_shared(device, size)
+
+
+def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> None:
+    """Put down that so many bytes leave a GPU; outside of ``pretending`` do nothing."""
+    if _pretence is not None and _pretence.note_sent is not None and is_gpu(device):
+        _pretence.note_sent(device, kind, size, devices)
 
 
 def note_kernel(kernel: NotedKernel) -> None:
@@ -128,6 +188,31 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
 
 
+def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
+    """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
+    return usual if _pretence is None else _pretence.kept
+
+
+def is_pretended(device: torch.device) -> bool:
+    """Say whether a device only stands for a GPU, so that what lies on it has no values."""
+    return _pretence is not None and is_gpu(device)
+
+
+def find_address(tensor: Tensor) -> int:
+    """Return where a tensor begins in memory; 0 where it has no values."""
+    return 0 if is_pretended(tensor.device) else tensor.data_ptr()
+
+
+def find_readable(device: torch.device) -> torch.device:
+    """Return where small values are exchanged that the host reads: on a device; on the host where that has none."""
+    return torch.device("cpu") if is_pretended(device) else device
+
+
+def host_values() -> AbstractContextManager[Any]:
+    """Let tensors of the host have values in here also where this process pretends: votes, seeds, random states."""
+    return nullcontext() if _pretence is None else without_dispatch_modes()
+
+
 def find_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device) if _pretence is None else _pretence.gpu.capability
@@ -143,6 +228,14 @@ def count_processors(device: torch.device) -> int:
 @lru_cache(maxsize=8)  # asked before most launches
 def _read_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer, which stays what it is, memory on another device."""
+    moved = tensor.data.to(device)
+    tensor.data = moved
+    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
+        tensor.fake_device = moved.fake_device
 
 
 # Recordings.
@@ -239,6 +332,12 @@ def find_current_stream(device: torch.device) -> Any:
     if _pretence is None:
         return torch.cuda.current_stream(device)
     return _pretence.current.setdefault(device, PretendedStream(device, 0))
+
+
+def note_use(tensor: Tensor, stream: Any) -> None:
+    """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
+    if not isinstance(stream, PretendedStream):
+        tensor.record_stream(stream)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

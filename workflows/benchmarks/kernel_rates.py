@@ -54,7 +54,8 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": parts[0]["machine"],
         "host": parts[0]["host"],
-        "links": parts[0]["links"],
+        # Copies last, when no other process has a kernel that waits on the other GPU.
+        "links": [*parts[0]["links"], *measure_copies()],
         "rows": [row for part in parts for row in part["rows"]],
         "left_out": {name: why for part in parts for name, why in part["left_out"].items()},
         "failed": failed,
@@ -90,11 +91,7 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
         dist.init_process_group("nccl", rank=rank, world_size=gpus, device_id=device, timeout=timedelta(seconds=90))
         found["links"] = measure_group(rank, gpus, device)
         dist.barrier(device_ids=[rank])
-    if rank == 0:
-        found["links"] += measure_copies()
         save(found, rank, folder)
-    if gpus > 1:
-        dist.barrier(device_ids=[rank])
         dist.destroy_process_group()
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="configurations whose name has these")
     parser.add_argument("--skip-done", action="store_true", help="keep what the result has, and go on")
     parser.add_argument("--seconds", type=float, default=240, help="after which no configuration is begun")
-    parser.add_argument("--limit", type=float, default=75, help="seconds for one configuration")
+    parser.add_argument("--limit", type=float, default=110, help="seconds for one configuration")
     parser.add_argument("--gpus", type=int, help="default all that are visible")
     parser.add_argument("--ahead", type=int, default=10, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work()
+        return work()
     # A worker imports torch by itself; this program needs it for the list of rows and for the environment only.
     from plan_accuracy_rows import list_rows, name_row
 
@@ -55,30 +55,33 @@ def main() -> None:
     rows = [{"name": name_row(row), **row} for row in rows]
     rows = [row for row in rows if all(words in row["name"] for words in chosen.only)]
     if chosen.list:
-        print("\n".join(row["name"] for row in rows))
-        return
+        return print("\n".join(row["name"] for row in rows))
     if chosen.result is None:
         parser.error("name the file for the result by --result")
-    measure_all(rows, chosen)
+    return measure_all(rows, chosen)
+
+
+ENVIRONMENT = "import json; from volseg.monitoring.environment import environment; print(json.dumps(environment()))"
 
 
 def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     """Measure rows one after another, those of one GPU side by side; write the result after each."""
-    from volseg.monitoring.environment import environment
-
     done: list[Row] = []
     if chosen.skip_done and chosen.result.exists():
         done = [row for row in json.loads(chosen.result.read_text(encoding="utf-8"))["rows"] if "failed" not in row]
     names = {row["name"] for row in done}
     waiting = [row for row in rows if row["name"] not in names]
-    report = {"command": shlex.join(["python", *sys.argv]), "environment": environment(), "rows": done}
+    report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": None, "rows": done}
     report["gpu_memory_before"] = ask_driver()
+    # In a process of its own, which ends: who asks torch about GPUs takes memory of the first.
+    asked = subprocess.Popen([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         pool = Pool(chosen, Path(scratch), sum(count_processes(row) for row in waiting))
         try:
             for row in pool.measure(waiting, begin + chosen.seconds):
                 done.append(row | {"measured_at_s": round(time.monotonic() - begin, 1)})
+                report["environment"] = report["environment"] or json.loads(asked.communicate()[0])
                 print(describe(done[-1]), flush=True)
                 write(report, chosen.result)
                 if chosen.histories is not None:
@@ -146,8 +149,7 @@ class Pool:
         while len(self.waiting) < self.chosen.ahead and self.started < self.needed:
             log = (self.scratch / f"log{self.started}").open("w+", encoding="utf-8")
             command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, encoding="utf-8")
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, encoding="utf-8")
             process.log = log  # type: ignore[attr-defined]
             self.waiting.append(process)
             self.started += 1
@@ -166,6 +168,7 @@ class Pool:
             history = str(self.scratch / f"history {row['name']}") if row.get("history") and number == 0 else None
             own = [] if self.chosen.device == "cpu" else [gpus[number]] if count > 1 else list(gpus)
             job = {"row": row, "number": number, "processes": count, "port": port, "history": history, "gpus": own}
+            process.result = job["result"] = str(self.scratch / f"result {process.pid}")  # type: ignore[attr-defined]
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(job) + "\n")
@@ -178,22 +181,20 @@ class Pool:
         """Return what a configuration gave, once it has ended or its time is up."""
         late = time.monotonic() - begun > self.chosen.limit
         ended = [process.poll() is not None for process in processes]
-        failed = [process for process in processes if process.poll()]
+        failed = [process for process in processes if process.poll() is not None and read_result(process) is None]
         if not (all(ended) or failed or late):
             return None
         for process in processes:
             if process.poll() is None:
                 process.kill()
-        results = [read_result(process) for process in processes]
+            process.wait()
         seconds = round(time.monotonic() - begun, 2)
         if failed or late:
             told = "\n".join(read_log(process) for process in failed or processes)
             why = f"no result within {self.chosen.limit} s" if late else "a process failed"
             return row | {"failed": f"{why}:\n{told[-3000:]}", "wall_s": seconds}
-        merged = dict(results[0])
-        if len(results) > 1:
-            merged["processes"] = results[1:]
-        return row | merged | {"wall_s": seconds}
+        first, *others = [read_result(process) or {} for process in processes]
+        return row | first | {"wall_s": seconds} | ({"processes": others} if others else {})
 
     def end(self) -> None:
         """End the processes that are left."""
@@ -203,15 +204,10 @@ class Pool:
             process.wait()
 
 
-def read_result(process: "subprocess.Popen[str]") -> Row:
-    """Return what a process that has ended printed last; nothing where it failed."""
-    assert process.stdout is not None
-    lines = process.stdout.read().strip().splitlines()
-    process.wait()
-    try:
-        return json.loads(lines[-1]) if process.returncode == 0 else {}
-    except (IndexError, json.JSONDecodeError):
-        return {"failed": f"printed no result: {lines[-1:]}"}
+def read_result(process: Any) -> Row | None:
+    """Return what a process found; None where it wrote nothing."""
+    path = Path(process.result)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def read_log(process: Any) -> str:
@@ -221,7 +217,7 @@ def read_log(process: Any) -> str:
 
 
 def work() -> None:
-    """Import everything, wait for a configuration, measure it, print the result, end."""
+    """Import everything, wait for a configuration, measure it, write the result, end."""
     import plan_accuracy_rows
 
     # Whoever asks for these imports them in its first step otherwise, and the step is timed.
@@ -235,7 +231,8 @@ def work() -> None:
     try:
         history = None if job["history"] is None else Path(job["history"])
         found = plan_accuracy_rows.measure(job["row"], job["gpus"], history)
-        print(json.dumps(found), flush=True)
+        replace_by(Path(job["result"]), json.dumps(found).encode())
+        plan_accuracy_rows.wait_for_others()  # who ends first is missed by the others
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

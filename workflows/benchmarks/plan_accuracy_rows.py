@@ -28,7 +28,7 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["NETWORKS", "Row", "build_step", "list_rows", "measure", "name_row", "take_place"]
+__all__ = ["NETWORKS", "Row", "build_step", "list_rows", "measure", "name_row", "take_place", "wait_for_others"]
 
 Row = dict[str, Any]
 
@@ -503,3 +503,9 @@ def take_place(number: int, processes: int, port: int) -> None:
     if processes > 1:
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(processes)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def wait_for_others() -> None:
+    """Wait until every process that shares the volumes is here."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

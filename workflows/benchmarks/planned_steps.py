@@ -40,6 +40,9 @@ from volseg.experiment.placed_network import build_model, choose_device
 from volseg.monitoring.environment import environment
 from volseg.workflow import Hook, Training
 
+sys.path.append(str(Path(__file__).parents[1]))
+from nnunet_architecture import describe_architecture
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "msd"
 ITERATIONS = 250
 """Batches of an epoch, nnU-Net's number: seconds are given for so many."""
@@ -287,33 +290,13 @@ def measure_nnunet(name: str, chosen: argparse.Namespace) -> dict[str, Any]:
 def nnunet_plans(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return nnU-Net's plans file of a task, of which a training without data reads this much; axes slices first."""
     known = manifest["nnunet"]
-    stages = len(known["filters"])
-    architecture = {
-        "n_stages": stages,
-        "features_per_stage": known["filters"],
-        "conv_op": "torch.nn.modules.conv.Conv3d",
-        "kernel_sizes": [kernel[::-1] for kernel in known["kernels"]],
-        "strides": [stride[::-1] for stride in known["strides"]],
-        "n_conv_per_stage": [2] * stages,
-        "n_conv_per_stage_decoder": [2] * (stages - 1),
-        "conv_bias": True,
-        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
-        "norm_op_kwargs": {"eps": 1e-05, "affine": True},
-        "dropout_op": None,
-        "dropout_op_kwargs": None,
-        "nonlin": "torch.nn.LeakyReLU",
-        "nonlin_kwargs": {"inplace": True},
-    }
+    turned = {name: [axes[::-1] for axes in known[name]] for name in ("kernels", "strides")}
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres",
         "batch_size": known["batch"],
         "patch_size": known["patch"][::-1],
         "spacing": known["spacing"][::-1],
-        "architecture": {
-            "network_class_name": "dynamic_network_architectures.architectures.unet.PlainConvUNet",
-            "arch_kwargs": architecture,
-            "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
-        },
+        "architecture": describe_architecture(known["filters"], **turned),
         "batch_dice": False,
     }
     return {

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.pretended import find_current_stream, is_gpu, is_recording, make_stream, on_stream
+from volseg.device.pretended import (
+    find_address,
+    find_current_stream,
+    is_gpu,
+    is_recording,
+    make_stream,
+    note_sent,
+    on_stream,
+)
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError
@@ -169,14 +177,14 @@ def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None 
 
     An address everywhere, even of no planes: Triton compiles for integers of 32 and of 64 bits apart.
     """
-    address = box if kept is None else kept.data_ptr()
+    address = box if kept is None else find_address(kept)
     if planes is None or planes.numel() == 0:
         return Planes(box, int(there), box, 0, 1, 1, 0, 0, address)
     runs = _find_runs(planes.shape, planes.stride(), planes.element_size())
-    if runs is None or planes.data_ptr() % 4:
+    if runs is None or find_address(planes) % 4:
         return None
     words = planes.numel() * planes.element_size() // 4
-    return Planes(box, words if there else 0, planes.data_ptr(), words, *runs, address)
+    return Planes(box, words if there else 0, find_address(planes), words, *runs, address)
 
 
 class PlaneMailbox(Mailbox):
@@ -281,6 +289,7 @@ class PlaneMailbox(Mailbox):
         exchange.kept = None
 
     def _send(self, packed: Sequence[Tensor | None]) -> None:
+        note_sent(self.calls.device, "halo", sum(planes.nbytes for planes in packed if planes is not None))
         self._run(self.outboxes, packed, (None, None), RECEIVE=False, KEEP=False)
 
     def _receive(self, exchange: "_Exchange") -> None:

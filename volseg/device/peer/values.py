@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
+from volseg.device.pretended import find_address
+from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
@@ -171,7 +173,7 @@ class ValuesOfSlabs:
 
     def __init__(self, shards: int, device: torch.device) -> None:
         memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [memory.data_ptr()] * shards
+        boxes = [find_address(memory)] * shards
         self.sides = [ValueMailbox(boxes, rank, device, patience=0, memory=memory) for rank in range(shards)]
 
     def run(self, calls: Sequence[Call], count: int) -> Tensor:
@@ -196,7 +198,7 @@ class RelayedValues:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, shards = group, dist.get_world_size(group)
         self.memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [self.memory.data_ptr()] * shards
+        boxes = [find_address(self.memory)] * shards
         self.side = ValueMailbox(boxes, dist.get_rank(group), device, patience=0, memory=self.memory)
 
     def run(self, calls: Sequence[Call], count: int) -> Tensor:
@@ -205,7 +207,7 @@ class RelayedValues:
         call(self.side)
         own = self.memory[:, self.side.rank, :count].contiguous()  # of even and of odd calls
         gathered = own.new_empty((self.side.shards, *own.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group)
+        gather_into(gathered.view(-1), own.view(-1), group=self.group)
         self.memory[:, :, :count] = gathered.movedim(0, 1)
         self.side.calls[:1].sub_(1)  # the same call
         return call(self.side)

@@ -95,20 +95,20 @@ def prepare_optimizers(millions: int, device: torch.device) -> list[Prepared]:
     kind = torch.float32
     return [
         (
-            count_run("aten._foreach_add_", kind, [*weights, *gradients, *weights]),
+            count_run("aten._foreach_add_", kind, [*weights, *gradients]),
             lambda: torch._foreach_add_(weights, gradients, alpha=-1e-6),
         ),
         (
-            count_run("aten._foreach_mul_", kind, [*momenta, *momenta]),
+            count_run("aten._foreach_mul_", kind, momenta),
             lambda: torch._foreach_mul_(momenta, 0.999),
         ),
         (count_run("aten._foreach_norm", kind, gradients), lambda: torch._foreach_norm(gradients)),
         (
-            count_run("aten._fused_adamw_", kind, [*every, *three]),
+            count_run("aten._fused_adamw_", kind, every),
             lambda: _step_adam(weights, gradients, momenta, seconds, steps),
         ),
         (
-            count_run("aten._fused_sgd_", kind, [*three, *weights, *momenta]),
+            count_run("aten._fused_sgd_", kind, three),
             lambda: _step_sgd(weights, gradients, momenta),
         ),
     ]

@@ -33,7 +33,7 @@ PASSES: dict[str, Build] = {
     "aten.fill_": lambda v: ((v.x,), lambda: v.x.fill_(0.5)),
     "aten.zero_": lambda v: ((v.x,), lambda: v.x.zero_()),
     "aten.add": lambda v: ((v.x, v.y, v.x), lambda: aten.add(v.x, v.y)),
-    "aten.add_": lambda v: ((v.x, v.y, v.x), lambda: aten.add_(v.x, v.y)),
+    "aten.add_": lambda v: ((v.x, v.y), lambda: aten.add_(v.x, v.y)),
     "aten.mul": lambda v: ((v.x, v.y, v.x), lambda: aten.mul(v.x, v.y)),
     "aten._to_copy": lambda v: (
         (v.x, v.x.to(other := torch.float32 if v.x.dtype is torch.bfloat16 else torch.bfloat16)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.device.pretended import is_recording
+from volseg.device.pretended import find_address, is_recording
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
@@ -238,7 +238,7 @@ def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives
     for planes, number in zip(sends, halo.neighbours, strict=True):
         if planes is not None and number is not None and planes.numel():
             packed = planes.contiguous()
-            kept.append(packed.clone() if staged and packed.data_ptr() == planes.data_ptr() else packed)
+            kept.append(packed.clone() if staged and find_address(packed) == find_address(planes) else packed)
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
     for planes, number in zip(receives, halo.neighbours, strict=True):
         if planes is None or not planes.numel():

@@ -1,0 +1,74 @@
+"""A job whose work was done was told to have failed: "process 0 of 2 is gone without a word".
+
+Who watches the others reads what they have put down, and then looks whether they are there. A process that said it was
+leaving and ended between the two was taken for one that was killed, and the job was ended by it, with status 1. On a
+busy machine the thread that watches is held there long enough: one of 37 tests of jobs that succeed.
+
+A store that went between the two ended the thread itself, and nobody watched any more.
+"""
+
+import json
+import threading
+
+import torch.distributed as dist
+
+from volseg.parallel import supervision as module
+from volseg.parallel.progress import find_milestone
+from volseg.parallel.supervision import Supervision
+
+MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
+
+
+def put_down(store, leaving):
+    store.set("life/1", json.dumps({"beat": 1, "count": 1, "at": "validate", "leaving": leaving}))
+
+
+def test_one_that_leaves_and_ends_between_two_looks_is_not_missed(monkeypatch):
+    store, ended, looked = dist.HashStore(), [], threading.Event()
+    put_down(store, leaving=False)
+
+    def is_running(pid):
+        if pid == 1:
+            put_down(store, leaving=True)
+            looked.set()
+        return pid == 0
+
+    monkeypatch.setattr(module, "is_running", is_running)
+    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: ended.append(cause), find_milestone)
+    assert looked.wait(60)
+    watching.stop(60)  # the look that has begun is done
+    assert ended == []
+    assert not store.check(["cause"])
+
+
+def test_one_that_ends_without_a_word_is_missed(monkeypatch):
+    store, ended, told = dist.HashStore(), [], threading.Event()
+    put_down(store, leaving=False)
+    monkeypatch.setattr(module, "is_running", lambda pid: pid == 0)
+    watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
+    assert told.wait(60)
+    watching.stop(60)
+    assert "process 1 of 2 (here, cpu) is gone without a word, last seen at validate" in ended[0].message
+
+
+def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_LEAVE", 0.5)
+    store, ended, told = dist.HashStore(), [], threading.Event()
+    put_down(store, leaving=False)
+
+    class Going:
+        """A store that fails where a cause is looked for."""
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def check(self, keys):
+            if keys == ["cause"]:
+                raise dist.DistNetworkError("Broken pipe")
+            return store.check(keys)
+
+    monkeypatch.setattr(module, "is_running", lambda pid: True)
+    watching = Supervision(Going(), 0, MEMBERS, 2.0, lambda cause, stack: (ended.append(cause), told.set()))
+    assert told.wait(60)
+    watching.stop(60)
+    assert "the store of this job is gone" in ended[0].message

@@ -1,0 +1,124 @@
+"""A process that was forked from one that had imported everything is what a new interpreter would be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ready_python
+
+TOLD = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE, "encoding": "utf-8"}
+
+DESCRIBE = """
+import json, os, signal, sys
+print(json.dumps({
+    "arguments": sys.argv,
+    "paths": [path for path in sys.path if "zip" not in path],
+    "name": __name__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "read": sys.stdin.read(),
+    "folder": os.getcwd(),
+    "variables": {**os.environ, "PYTHONPATH": ""},
+    "signals": [str(signal.getsignal(getattr(signal, name))) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE")],
+    "leads": os.getsid(0) == os.getpid(),
+    "parent": os.getppid(),
+    "open": [os.path.exists(f"/proc/self/fd/{number}") for number in map(int, sys.argv[1:])],
+    "streams": [[s.encoding, s.errors, s.line_buffering] for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "threads": len(os.listdir("/proc/self/task")),
+    "imported": "torch" in sys.modules,
+}))
+"""
+FORKED = sys.platform.startswith("linux")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "describe.py"
+    file.write_text(DESCRIBE, encoding="utf-8")
+    return file
+
+
+def describe(kind: type[subprocess.Popen], command: list[str], **options) -> dict:
+    with kind([sys.executable, *command], **TOLD, **options) as process:
+        out, errors = process.communicate("what it is given")
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("how", ["script", "-c", "-m"])
+def test_it_is_what_a_new_one_is(script, how: str, tmp_path: Path) -> None:
+    """In all that a process can see of itself, but for what is imported."""
+    read, write = os.pipe()
+    command = {"script": [str(script)], "-c": ["-c", DESCRIBE], "-m": ["-m", "describe"]}[how]
+    options = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "A_VARIABLE": "a value"},
+        "pass_fds": [read],
+        "start_new_session": True,
+    }
+    new, forked = (
+        describe(kind, [*command, str(read), str(write)], **options) for kind in (subprocess.Popen, ready_python.Popen)
+    )
+    for descriptor in (read, write):
+        os.close(descriptor)
+    assert [new.pop("imported"), forked.pop("imported")] == [False, FORKED]
+    assert forked == new
+    assert forked["parent"] == os.getpid()
+    assert forked["open"] == [True, False]
+
+
+ENDS = {
+    "done": ("pass", 0),
+    "a status": ("import sys; sys.exit(7)", 7),
+    "an error": ("raise KeyError('mine')", 1),
+    "Ctrl-C": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    "SIGTERM": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "left for the exit": ("import atexit, os; atexit.register(os._exit, 9)", 9),
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_it_ends_as_a_new_one_does(way: str) -> None:
+    code, status = ENDS[way]
+    with ready_python.Popen([sys.executable, "-c", code], **TOLD) as process:
+        errors = process.communicate()[1]
+    assert process.returncode == status
+    assert ("KeyError: 'mine'" in errors) == (way == "an error")
+
+
+def test_it_can_be_killed_and_its_streams_end_with_it() -> None:
+    with ready_python.Popen([sys.executable, "-u", "-c", "print('here'); input()"], **TOLD) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        assert process.stdout.read() == ""
+        assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_what_it_starts_is_forked_too_and_its_child() -> None:
+    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules)"
+    code = (
+        f"import os, subprocess, sys; print(os.getpid(), flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
+    )
+    with ready_python.Popen([sys.executable, "-c", code], **TOLD) as process:
+        pid, told = process.communicate()[0].splitlines()
+    assert told == f"{pid} {FORKED}"
+    assert int(pid) == process.pid
+
+
+@pytest.mark.parametrize("name", ["PYTHONHASHSEED", "LC_ALL", "TRITON_INTERPRET"])
+def test_what_is_settled_while_python_starts_takes_a_new_one(name: str) -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    other = {**os.environ, name: {"PYTHONHASHSEED": "7", "LC_ALL": "C", "TRITON_INTERPRET": "2"}[name]}
+    with ready_python.Popen([sys.executable, "-c", code], **TOLD, env=other) as process:
+        assert process.communicate()[0] == "False\n"
+
+
+def test_the_fixture_puts_it_in_place_for_what_is_tested(ready_python) -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    assert done.stdout == f"{FORKED}\n"
