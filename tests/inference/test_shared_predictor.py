@@ -6,12 +6,15 @@ import threading
 import pytest
 import torch
 from monai.data import MetaTensor
+from monai.networks.nets import DynUNet
 from torch import nn
 
 from volseg.errors import ConfigError, NonFinitePredictionError
 from volseg.inference.predictor import Predictor
+from volseg.inference.recorded_model import record_models
 from volseg.inference.shared_predictor import SharedPredictor
 from volseg.inference.windows import list_layers, restrict_layers
+from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import build_preprocessing
 
 
@@ -116,3 +119,24 @@ def test_every_cell_has_all_its_windows(starts, window, side):
                     assert {cell, min(cell + 1, side - 1)} <= done
             touching = {first for first in starts if first <= min(stop, side - 1) and first + window > start}
             assert touching <= {layer.starts[0] for layer in kept}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [3, 21])
+def test_threads_replay_their_recordings_on_gpus(classes):
+    """On one GPU too, where both threads have its streams and its memory."""
+    torch.manual_seed(0)
+    network = DynUNet(3, 1, classes, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32]).eval()
+    devices = [torch.device("cuda", number % torch.cuda.device_count()) for number in range(2)]
+    settings = {"num_classes": classes, "window": (16, 16, 16), "autocast": torch.bfloat16}
+
+    def predict_on(device):
+        model = FastKernels(copy.deepcopy(network), device)
+        return Predictor(model=record_models([model]), device=device, **settings)
+
+    cases = [draw_case((40, 50, 60)), draw_case((33, 60, 47))]
+    alone, together = predict_on(devices[0]), SharedPredictor([predict_on(device) for device in devices])
+    for _ in range(2):
+        for (_, one), (_, other) in zip(together.stream(cases), alone.stream(cases), strict=True):
+            assert torch.equal(one.labels.as_tensor(), other.labels.as_tensor())
+    assert all(predictor.models[0].num_recorded for predictor in (alone, *together.predictors))
