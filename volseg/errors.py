@@ -13,6 +13,7 @@
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
     ├── NonFiniteLossError (ArithmeticError) training diverged
     ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are no numbers
+    ├── FollowError (RuntimeError)          a step that cannot be followed without a GPU
     ├── OutOfMemoryError (MemoryError)      a batch or a volume that the device cannot hold
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
         ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DamagedFileError",
     "DataError",
+    "FollowError",
     "GridError",
     "LargeVolumeError",
     "NonFiniteLossError",
@@ -89,6 +91,10 @@ class NonFiniteLossError(VolsegError, ArithmeticError):
 
 class NonFinitePredictionError(VolsegError, ArithmeticError):
     """A model gave probabilities that are not finite numbers."""
+
+
+class FollowError(VolsegError, RuntimeError):
+    """A step that cannot be followed without a GPU, to forecast what it needs."""
 
 
 class OutOfMemoryError(VolsegError, MemoryError):

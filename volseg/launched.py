@@ -12,7 +12,8 @@ from itertools import product
 __all__ = ["OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
 
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
-"""Variable in which our own launcher tells how often it has started the processes before."""
+"""Variable in which our own launcher tells how often it has started the processes before, and one that begins anew
+how often it has."""
 
 OWN_LAUNCHER = "VOLSEG_LAUNCHER"
 """Variable in which ``volseg.parallel.launch`` tells its process id, and a cross-validation its own to its folds."""
@@ -83,7 +84,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         # Two jobs on one machine, or two steps of a job, should not meet each other.
         port=int(known.get("MASTER_PORT") or PORTS[(7 * job + int(step)) % len(PORTS)]),
         run=f"slurm {job}.{step}",
-        restarts=int(known.get("SLURM_RESTART_COUNT", "0")),
+        restarts=int(known.get("SLURM_RESTART_COUNT", "0")) + int(known.get(OWN_ATTEMPTS, "0")),
     )
 
 

@@ -1,5 +1,7 @@
 """How long a launched process lives: no longer than its launcher, and not into the teardown of the interpreter.
 
+It may also begin anew (`begin_anew`): the same process, for whoever started it, with nothing left of what it did.
+
 Needs no torch, so that a process binds itself to its launcher before torch is imported, which takes seconds.
 """
 
@@ -9,13 +11,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
 
-__all__ = ["call_before_last_words", "end_at_exit", "end_now", "end_with_launcher", "say_last"]
+__all__ = ["begin_anew", "call_before_last_words", "end_at_exit", "end_now", "end_with_launcher", "say_last"]
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
@@ -71,11 +73,39 @@ def end_now(status: int) -> NoReturn:
     While it is, threads of C++ that want Python once more (gloo's, torch's) abort the process, which turns any exit
     status into -6.
     """
+    _write_out()
+    os._exit(status)
+
+
+def begin_anew(variables: Mapping[str, str]) -> NoReturn:
+    """Run the command line of this process again in its place, with some variables of the environment set.
+
+    Whoever started it sees the same process. Its threads end, whatever they wait for, and its memory goes back to the
+    system, on a GPU too. Files that libraries keep open would stay open, and with them what a GPU's driver holds for
+    this process: all but the three standard streams are closed. Any thread may call this.
+    """
+    _write_out()
+    os.environ.update(variables)
+    for descriptor in _list_open_files():
+        with suppress(OSError):  # that of the listing itself
+            os.set_inheritable(descriptor, False)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+
+
+def _list_open_files() -> list[int]:
+    """Return the open files that are no standard stream; none where the system does not say."""
+    try:
+        return [descriptor for descriptor in map(int, os.listdir("/proc/self/fd")) if descriptor > 2]
+    except OSError:
+        return []
+
+
+def _write_out() -> None:
+    """Write what is buffered."""
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the process was started without one
         with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             stream.flush()
-    os._exit(status)
 
 
 def end_at_exit() -> "Ending":

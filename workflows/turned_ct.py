@@ -11,6 +11,10 @@ Near the border of the CT the network sees other things on another grid: on an o
 within 9 mm of the border are left out (``everywhere`` counts them). What resampling itself costs is told apart from the
 way through the grid: the CT resampled there *and back* goes through the network too (``back``). By default the CT is
 smoothed first: trilinear interpolation takes the noise of a CT away, and a network answers to noise.
+
+What the network alone makes of another grid is measured without any interpolation: planes are cut off at one end
+(``cut``), so that every voxel is as it was, and its place in the network's strides is another one, unless as many
+planes are cut off as its deepest voxel is wide (8).
 """
 
 import argparse
@@ -84,6 +88,10 @@ RESAMPLED: Mapping[str, tuple[tuple[float, ...], tuple[float, ...], float]] = {
     "oblique: 5, 5 and 10 degrees, 1.5 mm": ((1.5, 1.5, 1.5), (5, 5, 10), 0.0),
 }
 """Spacing (mm), turns about x, y and z (degrees), and shift (mm)."""
+
+
+CUT = (1, 2, 4, 8)
+"""Planes cut off at the beginning of each axis."""
 
 
 def make_task(folder: Path, ct: Path, smooth_mm: float) -> Path:
@@ -236,7 +244,23 @@ def measure(folder: Path, ct: Path, num_orders: int, smooth_mm: float, overrides
         "learnt": learnt,
         "turned": turned,
         "resampled": rows,
+        "cut": {str(planes): _measure_cut(folder, trained, predictor, image, planes) for planes in CUT},
     }
+
+
+def _measure_cut(
+    folder: Path, trained: Trained, predictor: Predictor, image: MetaTensor, planes: int
+) -> dict[str, float]:
+    """Return the Dice of the CT without its first planes with the CT's, away from the border."""
+    grid = Grid.of(image)
+    left = grid.crop((planes,) * 3, [side - planes for side in grid.shape])
+    voxels = image.as_tensor()[:, planes:, planes:, planes:]
+    found = read_volume(predict(trained, predictor, save(voxels, left, folder / "cut.nii.gz")))[0]
+    expected = read_volume(folder / "labels_of_ct.nii.gz")[0][planes:, planes:, planes:]
+    inside = lie_inside(left, left, MARGIN_MM)
+    dice = compare(found * inside, expected * inside)
+    print(f"{planes} plane(s) cut off", dice)
+    return dice
 
 
 def _measure_resampled(

@@ -47,9 +47,9 @@ def find_kernels() -> set[str]:
     found = set()
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any("kernel(" in ast.unparse(d) for d in node.decorator_list):
                 module = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-                found |= {f"{module}.{node.name}"} if node.name.endswith("_kernel") else set()
+                found.add(f"{module}.{node.name}")
     return found
 
 
@@ -276,6 +276,9 @@ def convolve_one_voxel() -> None:
             for one, other in zip(got, (input_gradient, weight_gradient, wanted_of_bias), strict=True):
                 assert one is not None
                 assert_near(one, other, 2 * ROUNDING[dtype])
+        x, many = volume(2, 20, 3, 5, 7, dtype=dtype, last=True), 130  # more than a tile of classes
+        weight, bias = volume(many, 20, 1, 1, 1, dtype=dtype) / 5, values(many).to(dtype)
+        assert_near(one_voxel.forward(x, weight, bias), convolve_widely(x, weight, bias, (0, 0, 0))[0], ROUNDING[dtype])
 
 
 @covers("device.convolution.many_taps._weight_kernel")

@@ -46,6 +46,21 @@ def test_kernels_equal_float64(name: str, with_bias: bool, channels_last: bool, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("classes", [17, 118, 300])
+@pytest.mark.parametrize("features", [32, 256])
+def test_many_classes_forward(classes: int, features: int) -> None:
+    x = torch.randn(2, features, 12, 9, 17, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
+    weight = (torch.randn(classes, features, 1, 1, 1, device="cuda") / 5).bfloat16()
+    bias = torch.randn(classes, device="cuda").bfloat16()
+    got = one_voxel.forward(x, weight, bias)
+    assert got.is_contiguous()
+    # Rounded once, of sums in float32.
+    torch.testing.assert_close(
+        got.double(), F.conv3d(x.double(), weight.double(), bias.double()), rtol=2**-8, atol=1e-3
+    )
+
+
+@pytest.mark.gpu
 def test_part_of_a_wider_tensor_is_read_where_it_lies() -> None:
     wide = torch.randn(2, 64, 6, 5, 7, device="cuda").half().contiguous(memory_format=torch.channels_last_3d)
     weight = torch.randn(3, 24, 1, 1, 1, device="cuda").half()

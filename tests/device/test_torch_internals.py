@@ -343,6 +343,49 @@ def test_the_default_group_is_that_of_all_processes() -> None:
         dist.destroy_process_group()
 
 
+def test_a_group_has_the_name_that_torch_keeps_it_under() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert internals.find_group_name(internals.find_default_group()) == internals.find_default_group().group_name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_are_gathered_into_one() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gathered = torch.zeros(2)
+        internals.gather_into(gathered, torch.ones(2))  # a warning of its name would fail here
+        assert gathered.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_memory_is_told_by_its_key() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    key = internals.get_storage_key(tensor.untyped_storage())
+    assert internals.get_storage_key(tensor[2:].untyped_storage()) == key
+    assert internals.get_storage_key(other.untyped_storage()) != key
+    alias = torch.empty(0).set_(tensor.untyped_storage(), 1, (2,), (1,))
+    assert internals.get_storage_key(alias.untyped_storage()) == key
+
+
+def test_modes_are_left_for_a_while() -> None:
+    class Counting(internals.TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_calls += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counting() as counting:
+        torch.zeros(1)
+        with internals.without_dispatch_modes():
+            torch.zeros(1)
+        torch.zeros(1)
+    assert counting.num_calls == 2
+
+
 def test_gradients_of_other_streams_may_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     name, told = "set_warn_on_accumulate_grad_stream_mismatch", []
     if torch.__version__ >= torch.torch_version.TorchVersion("2.10"):
@@ -364,3 +407,63 @@ def test_a_gpu_is_kept_busy() -> None:
     stop.record()
     torch.cuda.synchronize()
     assert start.elapsed_time(stop) > 1  # 10 ms at 1 GHz; no GPU runs at 10
+
+
+def test_tensors_without_values_have_a_device_with_its_number() -> None:
+    with internals.FakeTensorMode():
+        x = torch.empty(2, 3, device="cpu:1")
+        assert isinstance(x, internals.FakeTensor)
+        assert (x.device, x.cpu().device) == (torch.device("cpu", 1), torch.device("cpu"))
+        assert x.fake_device == x.device
+        with pytest.raises(RuntimeError, match="two devices"):
+            x + torch.empty(2, 3, device="cpu:0")
+
+
+def test_a_storage_is_told_by_where_it_is() -> None:
+    x = torch.zeros(3)
+    keys = [internals.get_storage_key(tensor.untyped_storage()) for tensor in (x, x[1:], x.detach(), torch.zeros(3))]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_modules_change_parameters_by_the_function_that_is_given() -> None:
+    layer, swapped = nn.Linear(2, 3), []
+    with internals.swapping_by(lambda old, new: swapped.append((old.dtype, new.dtype))):
+        layer.double()
+    assert swapped == [(torch.float32, torch.float64)] * 2
+    assert layer.weight.dtype == torch.float32
+    assert layer.double().weight.dtype == torch.float64  # by torch's again
+
+
+def test_modes_are_put_aside() -> None:
+    with internals.FakeTensorMode():
+        with internals.without_dispatch_modes():
+            assert torch.ones(2).tolist() == [1, 1]
+        assert isinstance(torch.ones(2), internals.FakeTensor)
+
+
+def test_layouts_are_told_by_strides() -> None:
+    x = torch.zeros(2, 3, 4, 4, 4)
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    assert internals.suggest_memory_format(x) is torch.contiguous_format
+    assert internals.suggest_memory_format(last) is torch.channels_last_3d
+    assert internals.suggest_memory_format(last[:, :1]) is torch.channels_last_3d
+    assert internals.suggest_memory_format(x[:, :1].contiguous()) is torch.contiguous_format
+
+
+def test_operators_are_overridden_for_a_while() -> None:
+    assert "max_pool3d" in internals.find_autocast_operators("AutocastCPU")
+    assert "max_pool3d" not in internals.find_autocast_operators("AutocastCUDA")
+    assert {"conv3d", "softmax.int"} <= internals.find_autocast_operators("AutocastCUDA")
+    x = torch.ones(1, 1, 4, 4, 4, dtype=torch.bfloat16)
+
+    def find_dtypes() -> list[torch.dtype]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [F.max_pool3d(x, 2).dtype, x.exp().dtype]
+
+    assert find_dtypes() == [torch.float32, torch.bfloat16]
+    kernels = {"max_pool3d": None, "exp": lambda value: torch.zeros_like(value, dtype=torch.float64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it overrides
+        with internals.overriding_operators("AutocastCPU", kernels):
+            assert find_dtypes() == [torch.bfloat16, torch.float64]
+    assert find_dtypes() == [torch.float32, torch.bfloat16]

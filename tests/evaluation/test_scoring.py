@@ -91,6 +91,18 @@ def test_sheared_voxels_are_no_boxes(caplog):
     assert "voxels are sheared" in caplog.text
 
 
+def test_a_missed_structure_is_missed_whatever_its_voxels(tmp_path):
+    """Of sheared voxels it had no distance, and an infinite one once the summary was read back."""
+    sheared, empty = label_map((1, 1, 5)), label_map()
+    for volume in (sheared, empty):
+        volume.affine[0, 1] = 0.5
+    metrics = evaluate_case(empty, sheared, LABELS, scoring=ALL)
+    assert metrics[1]["HD95"] == math.inf
+    assert metrics[1]["NSD"] == 0
+    path = write_summary(summarise([EvaluatedCase(metrics=metrics)]), tmp_path / "summary.json")
+    assert read_summary(path)["metric_per_case"][0]["metrics"]["1"]["HD95"] == math.inf
+
+
 def test_mm_need_an_affine():
     with pytest.raises(DataError, match="the label has no affine"):
         evaluate_case(np.ones((2, 2, 2)), np.ones((2, 2, 2)), {1: "a"}, scoring=Scoring())

@@ -25,6 +25,8 @@ from volseg.exchange.nnunet.resampling import Resampling, find_thick_axis, resam
 from volseg.experiment import predict
 from volseg.experiment.imported import load_nnunet
 from volseg.experiment.sources import load_trained
+from volseg.inference.original_grid import WayBack
+from volseg.inference.sampling import Held
 from volseg.models import build_network
 
 STORED = Path(__file__).with_name("nnunet")
@@ -64,6 +66,25 @@ def test_label_maps_are_nnunets(tmp_path):
     # nnU-Net sums logits in float16, so that single voxels on a border may differ.
     assert (np.asarray(ours.dataobj) == expected).mean() >= 0.9999
     np.testing.assert_allclose(ours.affine, theirs.affine, atol=1e-5)
+
+
+def test_probabilities_are_those_of_the_mean_logits(tmp_path):
+    """Nnunet's: logits are averaged and resampled, and the softmax is the last step."""
+    predict(STORED / "model", [STORED / "images"], tmp_path, probabilities=True, uncertainty=True).require_all()
+    labels = np.asarray(nib.load(tmp_path / "case_0.nii.gz").dataobj)
+    found = np.asarray(nib.load(tmp_path / "probabilities" / "case_0.nii.gz").dataobj)
+    trained, images = load_trained(STORED / "model"), tuple(sorted((STORED / "images").iterdir()))
+    case = trained.preprocessing(Read(["image"])({"case": "case_0", "image": images}))
+    blended = trained.build_predictor().probabilities(case["image"].as_tensor()[None])[0]
+    back = WayBack.of(case["image"])
+    box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
+    expected = torch.zeros(len(blended), *back.original.shape)
+    for place, values in back.sampling.read(Held(blended[:, *box]), tuple(map(range, back.source.shape)), 2**30):
+        expected[:, *place] = (values - 0.5).sigmoid() if trained.task.regions else values.softmax(0)
+    np.testing.assert_allclose(np.moveaxis(found, -1, 0), expected.numpy(), atol=1e-5)  # of sixteen bits
+    uncertain = np.asarray(nib.load(tmp_path / "uncertainty" / "case_0.nii.gz").dataobj)
+    assert 0 <= uncertain.min() < uncertain.max() <= 1
+    assert uncertain[labels == 0].mean() < uncertain[labels > 0].mean()
 
 
 def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):

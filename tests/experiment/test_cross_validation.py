@@ -71,6 +71,14 @@ def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
         assert (result["mean"], result["std"]) == pytest.approx((interval.mean, interval.std))
         assert (result["low"], result["high"]) == (interval.low, interval.high)
     assert written["labels"]["Anterior"]["of_folds"] == [summary["mean"]["1"]["Dice"] for summary in of_folds]
+    for label, name in (("1", "Anterior"), ("2", "Posterior")):
+        for metric in ("Dice", "HD95", "volume_diff_ml"):
+            found = written["scores"][name][metric]
+            assert found["of_folds"] == [
+                None if math.isnan(value) else value for value in (one["mean"][label][metric] for one in of_folds)
+            ]
+            assert {"mean", "median"} <= found.keys()
+    assert written["scores"]["Anterior"]["Dice"]["low"] == written["labels"]["Anterior"]["low"]
     mean = sum(summary["foreground_mean"]["Dice"] for summary in of_folds) / 3
     assert written["labels"]["mean"]["mean_of_folds"] == pytest.approx(mean)
     assert crossed.mean_dice == written["mean_dice"] == pytest.approx(gathered["foreground_mean"]["Dice"])

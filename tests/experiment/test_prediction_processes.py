@@ -26,16 +26,34 @@ def images(task, tmp_path):
     return folder
 
 
-def test_two_processes_predict_what_one_does(configured, images, tmp_path):
+def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplog):
     source = train(configured()).folder
+    (images / "scan_again.nii.gz").write_bytes((images / "scan_2.nii.gz").read_bytes())
     alone = predict(source, [images], tmp_path / "alone")
-    together = predict(source, [images], tmp_path / "together", gpus=2)
+    remarks = [line for line in caplog.messages if line.startswith("look at")]
+    assert any("scan_again" in line and "scan_2" in line for line in remarks)
+    caplog.clear()
+    (tmp_path / "together").mkdir()
+    (tmp_path / "together" / "scan_broken.nii.gz").write_bytes(b"of another prediction")
+    together = predict(source, [images], tmp_path / "together", gpus=2, overwrite=True)
+    # Whichever process had the images: what they said was in their logs, which nobody reads.
+    assert [line for line in caplog.messages if line.startswith("look at")] == remarks
     assert [case.state for case in together.cases] == [case.state for case in alone.cases]
     (failed,) = together.failures
     assert failed.case == "scan_broken"
-    assert failed.message == alone.failures[0].message
+    there = tmp_path / "together" / "scan_broken.nii.gz"
+    assert failed.message == f"{alone.failures[0].message}; {there} is there, of an earlier prediction"
     for name, path in alone.label_maps.items():
         assert together.label_maps[name].read_bytes() == path.read_bytes()
+
+
+def test_what_would_keep_every_case_from_being_written_ends_all(configured, images, tmp_path):
+    """Each process failed with each of its cases in turn, as with a full disk."""
+    source = train(configured()).folder
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "uncertainty").touch()
+    with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*go on by --resume"):
+        predict(source, [images], tmp_path / "out", uncertainty=True, gpus=2)
 
 
 def test_a_config_that_takes_several_gpus_is_told_what_that_means(configured, images, tmp_path):
@@ -53,6 +71,9 @@ def say(answer):
     print(json.dumps(answer), flush=True)
 
 order = json.loads(sys.stdin.readline())
+if order.get("cannot"):
+    say({"ends": order["cannot"]})
+    raise SystemExit(1)
 while say({"asks": True}) or (case := json.loads(sys.stdin.readline())):
     if case["case"] in order["dies_with"]:
         print("the GPU fell off the bus", file=sys.stderr, flush=True)
@@ -108,6 +129,11 @@ def test_processes_that_die_before_their_first_case_say_why(monkeypatch):
     assert [result.case for result in results] == [case["case"] for case in CASES]
     for result in results:
         assert "process 1 (CPU) ended with status 1; its last lines:\n  | the driver is too old" in result.message
+
+
+def test_an_error_that_is_no_cases_own_ends_all(played):
+    with pytest.raises(ConfigError, match=r"^the disk is full$"):
+        list(predict_in_processes(CASES, [None, None], {"dies_with": [], "cannot": "the disk is full"}))
 
 
 def test_who_stops_listening_leaves_no_process(played, monkeypatch):

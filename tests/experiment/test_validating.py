@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from volseg.cli import app
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import read_summary
 from volseg.experiment import RunFolder, validate
+from volseg.workflow.validation import Validation
 
 
 @pytest.fixture
@@ -38,6 +40,37 @@ def test_other_settings_go_to_a_folder_that_is_called_by_them(crossed, tmp_path)
     (tmp_path / "mine" / "a.nii.gz").touch()
     with pytest.raises(ConfigError, match=r"mine/a\.nii\.gz is there already"):
         validate(run, output=tmp_path / "mine")
+
+
+def test_a_validation_that_is_interrupted_leaves_the_one_before(crossed, monkeypatch):
+    """Its label maps were replaced one by one, under a summary of the old ones."""
+    run = RunFolder(crossed / "fold_0")
+
+    def contents():
+        return {path.name: path.read_bytes() for path in run.validation.iterdir() if path.is_file()}
+
+    before, evaluated, done = contents(), Validation._evaluated, []
+
+    def interrupted(*arguments):
+        if done:
+            raise KeyboardInterrupt
+        done.append(evaluated(*arguments))
+        return done[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Validation, "_evaluated", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            validate(run, overwrite=True)
+    assert contents() == before
+    assert any(run.validation.glob(".being_made/*.nii.gz"))
+    again = validate(run, overwrite=True)
+    assert contents() | {"summary.json": None} == before | {"summary.json": None}  # it names files of the copied folder
+    assert not (run.validation / ".being_made").exists()
+    files = [case["prediction_file"] for case in again.summary["metric_per_case"]]
+    assert files == [
+        case["prediction_file"] for case in read_summary(run.validation / "summary.json")["metric_per_case"]
+    ]
+    assert all(Path(file).parent == run.validation and Path(file).is_file() for file in files)
 
 
 def test_every_fold_is_validated_on_its_own_cases(crossed):

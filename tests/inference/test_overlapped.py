@@ -39,6 +39,18 @@ def write_into(folder, case: dict, prediction: Prediction):
     return write_prediction(prediction.labels, case["image"], folder / f"{case['case']}.nii.gz")
 
 
+class EnoughError(Exception):
+    pass
+
+
+def stop(case):
+    raise EnoughError("enough")
+
+
+def names_of(count: int) -> list[str]:
+    return [case["case"] for case in paths(count)]
+
+
 def names(outcomes) -> list[str]:
     return [outcome.case["case"] for outcome in outcomes]
 
@@ -62,6 +74,34 @@ def test_files_are_those_of_the_plain_loop(tmp_path, batch, ahead, behind):
 
 def test_nothing_is_an_empty_sequence_of_outcomes(tmp_path):
     assert list(overlapped([], prepare, predictor().stream, partial(write_into, tmp_path))) == []
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_preparation_may_end_in_the_thread_that_computes(tmp_path, batch):
+    threads = set()
+
+    def read(case):
+        threads.add(threading.current_thread())
+        return dict(case)
+
+    def finish(case):
+        assert threading.current_thread() not in threads
+        if case["number"] == 2:
+            raise ReaderError("of no use after all")
+        return prepare(case)
+
+    model = predictor()
+    predict, write = partial(model.stream, batch_size=batch), partial(write_into, tmp_path)
+    outcomes = list(overlapped(paths(5), read, predict, write, finish=finish))
+    assert sorted(names(outcomes)) == names_of(5)
+    assert [str(outcome.fault) for outcome in outcomes if outcome.fault] == ["of no use after all"]
+    for outcome in outcomes:
+        if outcome.file is not None:
+            prepared = prepare(outcome.case)
+            expected = write_into(tmp_path / "plain", prepared, Prediction(labels=model(prepared)))
+            assert outcome.file.read_bytes() == expected.read_bytes()
+    with pytest.raises(EnoughError, match="enough"):
+        list(overlapped(paths(5), read, predict, write, finish=stop, ends=(EnoughError,)))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

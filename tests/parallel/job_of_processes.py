@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from volseg.launched import find_launch
 from volseg.parallel.devices import count_restarts, find_rank
-from volseg.parallel.processes import leave_processes, start_group
+from volseg.parallel.failures import begin_all_anew
+from volseg.parallel.processes import find_supervision, leave_processes, start_group
 from volseg.parallel.progress import report_progress
 
 
@@ -30,12 +31,14 @@ def add() -> float:
     return total.item()
 
 
-def fail(mode: str) -> None:
+def fail(mode: str, folder: str) -> None:
     """Do what the last process does in a mode."""
     if mode == "raise":
         raise KeyError("something of ours")
     if mode == "kill" or (mode == "again" and count_restarts() < 2):
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "anew":
+        begin_anew_once(folder)
     if mode == "hang":
         report_progress("train", 3, 17)
         time.sleep(600)
@@ -43,6 +46,19 @@ def fail(mode: str) -> None:
         for case in range(8):
             report_progress("read", item=case)
             time.sleep(1)
+
+
+def begin_anew_once(folder: str) -> None:
+    """Begin anew with all others, as after a failure that the job survives."""
+    supervision = find_supervision()
+    if count_restarts() == 0 and supervision is not None:
+        os.set_inheritable(os.open(folder, os.O_RDONLY), True)  # as a driver's file may be
+        begin_all_anew("no memory", supervision, {"TOLD": str(find_rank())})
+
+
+def is_open(folder: str) -> bool:
+    """Tell whether this process has the folder open, which only the one before it has opened."""
+    return any(Path("/proc/self/fd", name).resolve() == Path(folder).resolve() for name in os.listdir("/proc/self/fd"))
 
 
 SHORT = ("hang", "read", "stay")
@@ -63,8 +79,11 @@ def main(mode: str, folder: str) -> None:
     wait_for_imports(folder)
     start_group(timeout=float(os.environ.get("TIMEOUT", "4" if mode in SHORT else "120")))
     put_down(folder, "start", [os.getpid(), os.getppid(), count_restarts(), add()])
+    put_down(folder, "told", [os.environ.get("TOLD"), is_open(folder)])
+    if mode == "all anew":
+        begin_anew_once(folder)
     if find_rank() == dist.get_world_size() - 1:
-        fail(mode)
+        fail(mode, folder)
     while mode == "stay":
         report_progress("train")
         add()

@@ -124,3 +124,40 @@ def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_pa
     assert [task.wait(180) for task in tasks] == [0, 0]
     assert [start[2:] for start in written(tmp_path, "start")] == [[0, 2.0]] * 2
     assert_nothing_is_left(tmp_path)
+
+
+def assert_both_began_anew(folder: Path) -> None:
+    """Assert that the same two processes came twice, resumed, and that the first to fail told itself why."""
+    starts = written(folder, "start")
+    assert sorted(start[2] for start in starts) == [0, 0, 1, 1]
+    assert {start[3] for start in starts} == {2.0}
+    assert len({start[0] for start in starts}) == 2
+    told = written(folder, "told")
+    assert len(told) == 4
+    assert len([rank for rank, _ in told if rank is not None]) == 1
+    assert not any(was_left_open for _, was_left_open in told)
+    assert_nothing_is_left(folder)
+
+
+@pytest.mark.parametrize("mode", ["anew", "all anew"])
+def test_all_begin_anew_after_what_a_job_survives_and_no_launcher_knows(start, mode: str, tmp_path: Path) -> None:
+    """One fails and the other waits for it in a collective; or both at a time."""
+    job = start([*LAUNCHERS["torchrun"], *SCRIPT, mode, str(tmp_path)], stderr=subprocess.PIPE, encoding="utf-8")
+    _, errors = job.communicate(timeout=180)
+    assert job.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert_both_began_anew(tmp_path)
+
+
+def test_they_find_each_other_again_where_the_first_one_keeps_the_store(start, tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
+    tasks = [
+        start(
+            [sys.executable, *SCRIPT, "anew", str(tmp_path)],
+            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+        )
+        for rank in "01"
+    ]
+    assert [task.wait(180) for task in tasks] == [0, 0]
+    assert_both_began_anew(tmp_path)

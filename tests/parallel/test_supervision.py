@@ -67,6 +67,18 @@ def test_the_first_to_fail_is_told_by_all():
         assert running.ended[1:] == [None, None]  # those end by themselves
 
 
+def test_all_hear_that_they_begin_anew_before_the_store_goes():
+    with job(3, timeout=30) as running:
+        running.watching[1].keeps_store = True
+        assert running.watching[1].fail("no memory", again=True).again
+        running.watching[1].part()  # waits for the other two
+        assert all(running.store.check([f"heard/{rank}"]) for rank in range(3))
+        wait = time.monotonic() + 10
+        while None in (running.ended[0], running.ended[2]) and time.monotonic() < wait:
+            time.sleep(0.02)
+        assert [running.ended[rank].again for rank in (0, 2)] == [True, True]
+
+
 def test_who_waits_for_one_that_goes_on_is_left_alone():
     with job(2) as running:
         assert running.wait(3 * TIMEOUT, 1) == [None, None]

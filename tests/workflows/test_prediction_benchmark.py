@@ -26,7 +26,8 @@ def run(monkeypatch, *arguments):
 def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, spacing):
     run(monkeypatch, "--only", row, CASE, "--scratch", tmp_path, "--spacing", spacing)
     measured = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert measured["seconds"].keys() == {"read", "compute", "resample", "write", "all"}
+    own = {"of_read_the_file"} if row != "monai" else set()
+    assert measured["seconds"].keys() == {"read", "compute", "resample", "write", "all"} | own
     assert all(seconds > 0 for seconds in measured["seconds"].values())
     assert measured["host_above_image_gib"] <= measured["host_peak_gib"]
     [written] = [path for path in tmp_path.iterdir() if path.name.startswith(row)]

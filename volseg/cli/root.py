@@ -7,6 +7,7 @@ import typer
 from volseg.cli.data import data_app
 from volseg.cli.evaluation import evaluation_app
 from volseg.cli.exchange import exchange_app
+from volseg.cli.planning import planning_app
 from volseg.cli.postprocessing import postprocessing_app
 from volseg.cli.prediction import prediction_app
 from volseg.cli.tools import tools_app
@@ -23,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(training_app)  # without a name: its verbs are the program's own
+app.add_typer(planning_app)
 app.add_typer(evaluation_app)
 app.add_typer(prediction_app)
 app.add_typer(postprocessing_app)

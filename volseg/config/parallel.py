@@ -70,6 +70,9 @@ class ParallelConfig(ConfigModel):
     """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which processes no longer wait for one that does not answer."""
+    on_oom: Literal["raise", "replan"] = "raise"
+    """What follows a training step that is out of memory: ``raise`` ends the run and says what would fit; ``replan``
+    goes on from the last checkpoint in the next way that fits the same devices, once in a run."""
 
     @property
     def model_strategy(self) -> Literal["none", "auto", "spatial", "pipeline"]:

@@ -326,6 +326,15 @@ class ExperimentConfig(ConfigModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _same_bits_are_not_replanned(self) -> "ExperimentConfig":
+        if self.training.deterministic and self.parallel.on_oom == "replan":
+            raise ValueError(
+                "parallel.on_oom: replan goes on with other kernels or another mesh, and training.deterministic: true "
+                "promises the same bits from begin to end; leave out one of them"
+            )
+        return self
+
     def on_one_device(self, num_processes: int = 1) -> "ExperimentConfig":
         """Return the config for one device of each of ``num_processes``; nothing is cut where that is one process."""
         parallel = self.parallel.model_copy(update={"devices": 1})

@@ -110,6 +110,23 @@ class Content:
         self._ahead = last[end:]
         return b"".join([*parts, last[:end]])
 
+    def fill(self, room: memoryview) -> int:
+        """Write the next bytes into ``room`` until it is full, or there are no more; return how many there were.
+
+        Unlike `take` this makes no second copy of what is large.
+        """
+        piece, filled = self._ahead or self._next(), 0
+        self._ahead = b""
+        while piece:
+            end = min(len(piece), len(room) - filled)
+            room[filled : filled + end] = piece[:end]
+            filled += end
+            if filled == len(room):
+                self._ahead = piece[end:]
+                break
+            piece = self._next()
+        return filled
+
     def count(self, most: int) -> int:
         """Read up to ``most`` bytes without keeping them; return how many there were."""
         counted = len(self._ahead)

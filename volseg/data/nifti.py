@@ -5,6 +5,7 @@ compressed file is decompressed to its end, because only there does gzip check t
 stops at the last voxel and returns damaged voxels without a word.
 """
 
+import io
 import logging
 import math
 from contextlib import suppress
@@ -48,14 +49,15 @@ def read_nifti(path: Path) -> MetaTensor:
     ReaderError
         The file is truncated, damaged or not NIfTI, or has other axes.
     """
-    image = _parse(path)
+    image, content = _parse(path)
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
         logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing alone", path)
     affine, scale = _in_millimetres(image.affine, header)
     stored = image.get_data_dtype()
-    voxels = _put_channels_first(_read_voxels(image, path), path)
+    voxels = _put_channels_first(_read_voxels(image, content, path), path)
+    del content
     volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
     if sform_code and qform_code:
         # A prediction keeps both places: ITK-SNAP and others go by the qform.
@@ -103,7 +105,8 @@ def _kind_of(head: bytes, path: Path) -> type[nibabel.Nifti1Image]:
     return kind
 
 
-def _parse(path: Path) -> nibabel.Nifti1Image:
+def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
+    """Return the image without its voxels, and all bytes of the file."""
     size = require_regular(path)
     packing = _packing_of(path)
     with path.open("rb") as file:
@@ -113,11 +116,11 @@ def _parse(path: Path) -> nibabel.Nifti1Image:
         offset, voxel_bytes = _measure(kind, head, path)
         held = size - offset if packing == "plain" else size
         require_held(voxel_bytes, held, path, packing)
-        payload = content.take(offset + voxel_bytes)
-        require_held(voxel_bytes, len(payload) - offset, path)
+        payload = np.empty(offset + voxel_bytes, dtype=np.uint8)
+        require_held(voxel_bytes, content.fill(payload.data) - offset, path)
         content.finish()
     try:
-        return kind.from_bytes(payload)
+        return kind.from_stream(io.BytesIO(payload.data[: max(offset, len(head))])), payload
     except (OSError, ValueError, HeaderDataError, ImageFileError) as fault:
         raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
@@ -137,18 +140,20 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
     if not 0 <= offset <= FARTHEST_VOXELS:
         raise DamagedFileError(f"{path} is truncated or damaged (its voxels begin at byte {offset}); fetch it again")
     voxels = math.prod(shape)
-    # The file's bytes once as read and once as voxels, and these twice as float32: scaled, and in our order.
+    # The file's bytes, once more where they are scaled, and these twice as float32: scaled, and in our order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)
     return offset, voxels * stored.itemsize
 
 
-def _read_voxels(image: nibabel.Nifti1Image, path: Path) -> np.ndarray:
+def _read_voxels(image: nibabel.Nifti1Image, content: np.ndarray, path: Path) -> np.ndarray:
     try:
-        if (image.dataobj.slope, image.dataobj.inter) == (1, 0):
-            return np.asanyarray(image.dataobj)  # as stored: `as_volume` makes it float32 while it puts it in order
+        stored = image.dataobj
+        if (stored.slope, stored.inter) == (1, 0):  # as stored: `as_volume` makes it float32 while it puts it in order
+            return np.ndarray(stored.shape, stored.dtype, content.data, stored.offset, order="F")
         with np.errstate(over="ignore", invalid="ignore"):
-            return image.get_fdata(dtype=np.float32, caching="unchanged")
-    except (OSError, EOFError, ValueError, OverflowError) as fault:
+            whole = type(image).from_stream(io.BytesIO(content.data))
+            return whole.get_fdata(dtype=np.float32, caching="unchanged")
+    except (OSError, EOFError, TypeError, ValueError, OverflowError) as fault:
         raise DamagedFileError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
 
 

@@ -7,6 +7,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.labels import to_classes
 from volseg.data.readers import Read
 from volseg.data.threads import compute_in_one_thread, map_in_threads
+from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
 
 __all__ = ["Preprocessing", "prepare", "prepare_all", "preprocess"]
@@ -38,14 +39,18 @@ def prepare(
 def preprocess(
     read: Case, paths: Case, preprocessing: Preprocessing, keep_reference: bool, task: Task | None = None
 ) -> Case:
-    """Preprocess a case that was read already; ``paths`` is the case as it was before, the rest as for `prepare`."""
+    """Preprocess a case that was read already; ``paths`` is the case as it was before, the rest as for `prepare`.
+
+    A `volseg.transforms.Preprocessing` empties ``read``: a large volume is not held beside what is made of it.
+    """
+    label = read.get("label") if keep_reference else None
     with compute_in_one_thread():
-        prepared = preprocessing(read)
+        prepared = preprocessing.consume(read) if isinstance(preprocessing, Composed) else preprocessing(read)
     if task is not None and "label" in prepared:
         prepared["label"] = to_classes(prepared["label"], task, paths)
-    if keep_reference and "label" in read:
+    if label is not None:
         # As StoreVoxels keeps labels: a quarter of what was read.
-        prepared["reference"] = read["label"].to(choose_label_dtype(read["label"]))
+        prepared["reference"] = label.to(choose_label_dtype(label))
         prepared["reference_file"] = Path(paths["label"])
     return prepared
 

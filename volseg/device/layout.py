@@ -5,38 +5,34 @@
 import torch
 from torch import Tensor
 
+from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,
     count_voxels,
     describe_tile,
+    elements,
     make_even,
     read_strides,
     select_device,
     takes,
-    tl,
-    triton,
 )
-
-if triton is not None:
-    from volseg.device.triton_tiles import elements
 
 __all__ = ["DIM", "copy_into", "in_layout", "layout_of"]
 
 DIM = 2
 """The dim (D) whose planes lie one behind the other in memory: only cuts along it take the fast ways."""
 
-if triton is not None:
 
-    @triton.jit
-    def _copy_kernel(
-        x, out, C, V, sb, sc, sv, ob, oc, ov, BV: tl.constexpr, BC: tl.constexpr,
-    ):  # fmt: skip
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        c = tl.program_id(1) * BC + tl.arange(0, BC)
-        b = tl.program_id(2)
-        mask = (v[:, None] < V) & (c[None, :] < C)
-        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0)
-        tl.store(out + elements(ob, oc, ov, b, c, v), value, mask=mask)
+@kernel()
+def _copy_kernel(
+    x, out, C, V, sb, sc, sv, ob, oc, ov, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2)
+    mask = (v[:, None] < V) & (c[None, :] < C)
+    value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0)
+    tl.store(out + elements(ob, oc, ov, b, c, v), value, mask=mask)
 
 
 def copy_into(slab: Tensor, out: Tensor) -> None:

@@ -5,13 +5,16 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -19,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.loss import _Loss as Loss
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
@@ -38,6 +42,8 @@ __all__ = [
     "SUPPORTED_NODES",
     "ConvNd",
     "DropoutNd",
+    "FakeTensor",
+    "FakeTensorMode",
     "Loss",
     "NormBase",
     "ScriptMethod",
@@ -47,11 +53,14 @@ __all__ = [
     "add_each_",
     "apply_to_tensors",
     "count_dispatch_modes",
+    "find_autocast_operators",
     "find_backward_pass",
     "find_default_group",
+    "find_group_name",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
+    "gather_into",
     "get_backward_hooks",
     "get_backward_pre_hooks",
     "get_base",
@@ -61,6 +70,7 @@ __all__ = [
     "get_modules",
     "get_parameters",
     "get_schema",
+    "get_storage_key",
     "get_version",
     "is_compiled",
     "is_transformed",
@@ -71,7 +81,10 @@ __all__ = [
     "make_wrapper_subclass",
     "multiply_each",
     "nn_functions",
+    "overriding_operators",
     "pytree",
+    "suggest_memory_format",
+    "swapping_by",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -79,6 +92,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_transformed",
     "with_overrides",
+    "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
     "zero_each_",
@@ -94,6 +108,9 @@ get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
+
+get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return where a storage is, which is the same for all tensors in it."""
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
@@ -135,6 +152,23 @@ multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
 lerp_each_: Callable[..., None] = torch._foreach_lerp_
 zero_each_: Callable[..., None] = torch._foreach_zero_
 """Add, multiply, interpolate, set to zero each tensor of a list, by few kernels for all of them."""
+
+
+def find_autocast_operators(key: str) -> set[str]:
+    """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name.removeprefix("aten::") for name in names if known(name, key)}
+
+
+@contextmanager
+def overriding_operators(key: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Run functions in place of operators of aten under a dispatch key; None: as if the key had none."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in kernels.items():
+            library.impl(name, torch.library.fallthrough_kernel if function is None else function, key)
+        yield
+
 
 # Autograd and its transforms.
 
@@ -202,6 +236,19 @@ def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     module._load_from_state_dict(*args, **kwargs)
 
 
+@contextmanager
+def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
+    before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
+    torch.utils.swap_tensors = swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
+        torch.__future__.set_swap_module_params_on_conversion(always)
+
+
 # Devices and processes.
 
 
@@ -213,6 +260,15 @@ def keep_gpu_busy(cycles: int) -> None:
 def find_default_group() -> dist.ProcessGroup:
     """Return the group of all processes."""
     return dist.distributed_c10d._get_default_group()
+
+
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather every process's tensor into one; torch 2.13 has renamed it, and warns of the older name."""
+
+
+def find_group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which torch keeps a group."""
+    return dist.distributed_c10d._get_process_group_name(group)
 
 
 def accept_gradients_of_other_streams() -> None:

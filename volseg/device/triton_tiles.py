@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = tl = None
+from volseg.device import pretended
+from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
     "available",
@@ -31,8 +28,6 @@ __all__ = [
     "select_device",
     "split_voxels",
     "takes",
-    "tl",
-    "triton",
 ]
 
 TILE = 4096
@@ -40,24 +35,20 @@ TILE = 4096
 
 
 def available() -> bool:
-    """Say whether Triton is installed."""
-    return triton is not None
+    """Say whether there are kernels in Triton: it is installed, or they are only noted."""
+    return INSTALLED or pretended.find_pretended() is not None
 
 
 def takes(tensor: Tensor) -> bool:
     """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and triton is not None
+    return pretended.on_gpu(tensor) and tensor.dtype != torch.float64 and available()
 
 
-if triton is not None:
-
-    @triton.jit
-    def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
-        return (
-            b.to(tl.int64) * B_STRIDE
-            + channels[None, :].to(tl.int64) * C_STRIDE
-            + voxels[:, None].to(tl.int64) * V_STRIDE
-        )
+@triton.jit
+def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
+    return (
+        b.to(tl.int64) * B_STRIDE + channels[None, :].to(tl.int64) * C_STRIDE + voxels[:, None].to(tl.int64) * V_STRIDE
+    )
 
 
 def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
@@ -106,12 +97,9 @@ def select_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-@lru_cache(maxsize=8)
 def count_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return the number of multiprocessors; Triton's interpreter has one."""
+    return pretended.count_processors(device)
 
 
 def count_voxels(tensor: Tensor) -> int:

@@ -102,14 +102,14 @@ class Scoring:
         if ignored is not None:
             prediction, reference = prediction & ~ignored, reference & ~ignored
         measured: dict[str, float] = dict.fromkeys(self.names, math.nan)
-        if self.distances and spacing is not None:
+        if self.distances:
             measured |= self._measure_surfaces(key, prediction, reference, spacing, ignored)
         if key in self.lesions:
             measured |= match_lesions(prediction, reference, self.lesion_overlap).metrics()
         return measured
 
     def _measure_surfaces(
-        self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float], ignored: Mask | None
+        self, key: Any, prediction: Mask, reference: Mask, spacing: Sequence[float] | None, ignored: Mask | None
     ) -> dict[str, float]:
         found = bool(prediction.any()), bool(reference.any())
         if not any(found):
@@ -117,6 +117,8 @@ class Scoring:
         if not all(found):
             missed = dict.fromkeys(DISTANCES, math.inf)
             return missed | ({"NSD": 0.0} if key in self.tolerances else {})
+        if spacing is None:
+            return {}
         distances = measure_surfaces(prediction, reference, spacing, ignored=ignored)
         return {} if distances is None else distances.metrics(self.tolerances.get(key))
 

@@ -6,6 +6,7 @@ from volseg.experiment.cross_validation import cross_validate
 from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
 from volseg.experiment.exporting import export
 from volseg.experiment.launching import count_workers, train_on
+from volseg.experiment.machines import calibrate_words, find_machine
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
 from volseg.experiment.predicting import predict, serve_predictions
@@ -15,6 +16,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate, validate_words
 from volseg.experiment.verifying import verify
+from volseg.experiment.what_fits import plan_training, plan_volumes, plan_words
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes import leave_processes
 
@@ -24,6 +26,7 @@ __all__ = [
     "Outcome",
     "RunFolder",
     "apply_postprocessing",
+    "calibrate_words",
     "closing_words",
     "configure",
     "configure_words",
@@ -33,6 +36,7 @@ __all__ = [
     "determine_postprocessing",
     "dice_table",
     "export",
+    "find_machine",
     "is_data_set",
     "is_main_process",
     "leave_processes",
@@ -40,6 +44,9 @@ __all__ = [
     "load_components",
     "load_config",
     "plan_run",
+    "plan_training",
+    "plan_volumes",
+    "plan_words",
     "predict",
     "quickstart",
     "register",

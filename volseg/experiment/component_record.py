@@ -22,7 +22,7 @@ from volseg.files import replacing
 if TYPE_CHECKING:
     from volseg.experiment.cases import ChosenCases
 
-__all__ = ["require_components", "write_components"]
+__all__ = ["describe_components", "require_components", "write_components"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,17 @@ def require_components(folder: Path, *, resumes: bool) -> None:
                 f"{told}. Go on with {_name_way(folder, one.source)}, or start a new run with another --output"
             )
         logger.warning("%s", told)
+
+
+def describe_components(config: ExperimentConfig) -> list[list[str]]:
+    """Return kind, name and source of the components, of the user's own, that a prediction depends on as they are now.
+
+    Readers are those that there are: which of them read is known once an image is read.
+    """
+    used = {(kind, name) for kind, name in _named_by(config) if kind in ("network", "transform")}
+    used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
+    found = ((kind, name, REGISTRIES[kind].find_source(name)) for kind, name in sorted(used))
+    return [[kind, name, source.sha256 or str(source)] for kind, name, source in found if source is not None]
 
 
 def read_components(folder: Path) -> list[Recorded]:

@@ -1,5 +1,6 @@
 """What a cross-validation came to: numbers per fold and label, with intervals, beside those that others published."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
 from volseg.evaluation.published import PublishedResult, published_results
-from volseg.evaluation.summary import EvaluatedCase, Summary, read_structure, summarise
+from volseg.evaluation.summary import EvaluatedCase, Summary, complete_summary, read_structure, summarise
 from volseg.evaluation.tables import explain_scores, scores_table
 from volseg.experiment.folds import FoldResult
 from volseg.experiment.scoring import build_scoring
@@ -109,6 +110,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "num_cases": len(crossed.summary["metric_per_case"]),
         "mean_dice": _drop_nan(crossed.mean_dice),
         "labels": {label.name: _describe_label(label) for label in crossed.labels},
+        "scores": _describe_scores(crossed),
         "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
         "folds": [_describe_fold(fold, crossed) for fold in crossed.folds],
         "failures": {str(number): message for number, message in crossed.failures.items()},
@@ -116,6 +118,29 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "config": crossed.config.model_dump(mode="json"),
         "environment": environment,
     }
+
+
+def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
+    """Return each metric of every structure: mean over cases, interval, median, cases without one, means of folds."""
+    full = complete_summary(crossed.summary)
+    described: dict[str, dict[str, Any]] = {}
+    for key, means in full["mean"].items():
+        of = described[crossed.task.structures.get(read_structure(key), key)] = {}
+        for metric, mean in means.items():
+            one: dict[str, Any] = {
+                "mean": mean,
+                "of_folds": [fold.summary["mean"][key][metric] for fold in crossed.folds],
+            }
+            if (interval := full["intervals"]["mean"][key].get(metric)) is not None:
+                one["low"], one["high"] = interval
+            for name in ("median", "undefined"):
+                if metric in full[name][key]:
+                    one[name] = full[name][key][metric]
+            of[metric] = {
+                name: [_drop_nan(each) for each in value] if isinstance(value, list) else _drop_nan(value)
+                for name, value in one.items()
+            }
+    return described
 
 
 def cross_validation_words(crossed: CrossValidated) -> str:
@@ -259,4 +284,4 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
 
 
 def _drop_nan(value: float) -> float | None:
-    return None if value != value else value
+    return value if math.isfinite(value) else None

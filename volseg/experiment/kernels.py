@@ -13,7 +13,7 @@ from volseg.parallel.fast_kernels import explain_absence
 from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import Precision
 
-__all__ = ["with_fast_kernels"]
+__all__ = ["explain_slowness", "with_fast_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,10 @@ def with_fast_kernels(
     is_open = wanted == "auto"
     if wanted == "torch" or (is_open and device.type == "cpu"):
         return None
-    explain_slowness = _explain_slowness if trains else _explain_slow_predictions
-    reason = explain_absence(device) or (explain_slowness(config, device) if is_open else None)
+    reason = explain_absence(device)
+    if reason is None and is_open:
+        explain = explain_slowness if trains else _explain_slow_predictions
+        reason = explain(config, Precision.choose(config.training.precision, device).dtype)
     if reason is None:
         batch, size = (config.patch.batch, config.patch.size) if trains else (1, config.inference.window)
         shape = (batch, num_channels, *network.rule.sides(size or config.patch.size))
@@ -71,10 +73,10 @@ def _rehearse(network: FitGrid, shape: Sequence[int], config: ExperimentConfig, 
     return model
 
 
-def _explain_slowness(config: ExperimentConfig, device: torch.device) -> str | None:
-    """Return why the fast kernels would not pay in this training; None where they do."""
+def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
+    """Return why the fast kernels would not pay in a training that computes in ``dtype``; None where they do."""
     settings = config.training
-    if Precision.choose(settings.precision, device).dtype is not torch.bfloat16:
+    if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     launched = f"{LAUNCHED}, and no step is recorded"
     if not settings.record:
@@ -86,9 +88,9 @@ def _explain_slowness(config: ExperimentConfig, device: torch.device) -> str | N
     return None
 
 
-def _explain_slow_predictions(config: ExperimentConfig, device: torch.device) -> str | None:
+def _explain_slow_predictions(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
     """Return why the fast kernels would not pay in predictions; None where they do."""
-    if Precision.choose(config.training.precision, device).dtype is not torch.bfloat16:
+    if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     if not config.inference.record:
         return f"{LAUNCHED}, and no window is recorded with inference.record: false"

@@ -13,7 +13,13 @@ from volseg.experiment.placed_network import choose_device
 from volseg.memory import total_bytes
 from volseg.parallel.devices import count_gpus, count_launched
 
-__all__ = ["explaining_memory", "is_out_of_memory", "require_plausible_sizes"]
+__all__ = [
+    "describe_attempt",
+    "describe_remedies",
+    "explaining_memory",
+    "is_out_of_memory",
+    "require_plausible_sizes",
+]
 
 SAYS_MEMORY = (
     "out of memory",
@@ -42,7 +48,8 @@ def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
     except (MemoryError, RuntimeError) as fault:
         if isinstance(fault, VolsegError) or not is_out_of_memory(fault):
             raise
-        raise OutOfMemoryError(_describe(config, choose_device(config), fault)) from fault
+        attempt = describe_attempt(config, choose_device(config), fault)
+        raise OutOfMemoryError(f"{attempt}. {describe_remedies(config)}") from fault
 
 
 def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.device) -> None:
@@ -75,16 +82,23 @@ def is_out_of_memory(fault: BaseException) -> bool:
     return isinstance(fault, MemoryError | torch.OutOfMemoryError) or any(text in str(fault) for text in SAYS_MEMORY)
 
 
-def _describe(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:
+def describe_attempt(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:
+    """Return what was tried, and what the allocator said to it."""
     window = config.inference.window
-    checkpoint = "" if config.parallel.checkpoint == "all" else ", parallel.checkpoint: all (recomputes activations)"
     reason = str(fault).partition("\n")[0].rstrip(".") or type(fault).__name__
     return (
         f"out of memory on {device}, which has {_memory_of(device) / 2**30:.1f} GiB ({reason}). Tried: patch.size "
         f"{list(config.patch.size)}, patch.batch {config.patch.batch}, inference.window "
-        f"{'the whole volume' if window is None else list(window)}, inference.batch {config.inference.batch}. Take a "
-        "smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs that "
-        f"share a volume (parallel.spatial){checkpoint}"
+        f"{'the whole volume' if window is None else list(window)}, inference.batch {config.inference.batch}"
+    )
+
+
+def describe_remedies(config: ExperimentConfig) -> str:
+    """Return what takes less memory whatever is done, in the order in which it costs least."""
+    checkpoint = "" if config.parallel.checkpoint == "all" else ", parallel.checkpoint: all (recomputes activations)"
+    return (
+        "Take a smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs "
+        f"that share a volume (parallel.spatial){checkpoint}"
     )
 
 

@@ -31,7 +31,7 @@ from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import largest_over_processes
 
-__all__ = ["build_model", "build_plain_network", "choose_device"]
+__all__ = ["build_model", "build_plain_network", "choose_device", "count_devices"]
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:
@@ -204,6 +204,14 @@ def _devices(
         return None if wanted is None else require_devices(wanted, device.type)
     except ParallelError as fault:
         raise ConfigError(f"parallel.{fault}") from None
+
+
+def count_devices(config: ExperimentConfig, device: torch.device) -> int:
+    """Return how many devices this process trains on, where its strategy takes several."""
+    if config.parallel.model_strategy == "none":
+        return 1
+    named = _devices(config, device, trains=True, mesh=None)
+    return len(list_devices()) if named is None and not is_distributed() else len(named or (device,))
 
 
 def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]:

@@ -15,7 +15,7 @@ from volseg.experiment.fold_processes import choose_gpus
 from volseg.experiment.images import find_images
 from volseg.experiment.predicted import CaseResult, Predicted
 from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_processes import serve_cases
+from volseg.experiment.prediction_processes import FoundInCases, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import Source, load_trained
@@ -135,7 +135,7 @@ def serve_predictions() -> None:
     serve_cases(_predict_ordered)
 
 
-def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterator[CaseResult]:
+def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterator[CaseResult | FoundInCases]:
     trained = load_trained(order["source"], order["checkpoint"], order["overrides"])
     files = PredictionFiles(
         folder=Path(order["output"]),
@@ -143,7 +143,9 @@ def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterato
         **order["asked"],
     )
     record = PredictionRecord(files, trained, order["checkpoint"])
-    return WaitingCases(trained, files, record, (), strict=False).predict_each(cases)
+    job = WaitingCases(trained, files, record, (), strict=False)
+    yield from job.predict_each(cases)
+    yield job.found()
 
 
 def _choose_folder(source: Source | Sequence[Source], output: str | Path | None) -> Path:

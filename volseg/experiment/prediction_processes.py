@@ -6,6 +6,8 @@
     {"asks": true}   ->
                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
     {"case": ...}    ->   what became of one
+    {"remarks": ...} ->   what was found in all that it had
+    {"ends": ...}    ->   what would keep any case from being predicted, such as a full disk
 
 So a slow case holds nobody up. Each process loads the network itself and writes label maps itself; one that fails is
 named with the cases that it had, and the others go on with the rest.
@@ -27,12 +29,14 @@ from threading import Lock, Thread
 from typing import Any
 
 from volseg.data.cases import Case
+from volseg.data.checks import Remark
 from volseg.data.readers import list_files
+from volseg.errors import ConfigError
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.predicted import CaseResult
 from volseg.launched import OWN_LAUNCHER
 
-__all__ = ["predict_in_processes", "serve_cases"]
+__all__ = ["FoundInCases", "predict_in_processes", "serve_cases"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,23 @@ NUM_LAST_LINES = 15
 Answer = Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundInCases:
+    """What was found in images, beside what was predicted of them."""
+
+    remarks: tuple[Remark, ...]
+    digests: tuple[tuple[str, str], ...]
+    """Of cases, by which images are found that stand under several names."""
+
+
+Ended = CaseResult | FoundInCases | ConfigError | None
+"""What a process tells; None after its last."""
+
+
 def predict_in_processes(
     cases: Sequence[Case], gpus: Sequence[str | None], order: Mapping[str, Any]
-) -> Iterator[CaseResult]:
-    """Yield what became of each case, in the order in which they end.
+) -> Iterator[CaseResult | FoundInCases]:
+    """Yield what became of each case, in the order in which they end, and what each process found in its cases.
 
     Closing the generator, Ctrl-C and errors end the processes; what they are writing is whole or not there.
 
@@ -56,10 +73,15 @@ def predict_in_processes(
         Values of CUDA_VISIBLE_DEVICES, a process each; None where they share the CPU. See `choose_gpus`.
     order : mapping
         What the processes are to predict with; `serve_cases` gets it.
+
+    Raises
+    ------
+    ConfigError
+        What would keep every case from being predicted, as soon as one process has met it.
     """
     command = [sys.executable, "-m", "volseg", "predict-cases", *components_arguments()]
     waiting, lock = deque(cases), Lock()
-    ended: SimpleQueue[CaseResult | None] = SimpleQueue()
+    ended: SimpleQueue[Ended] = SimpleQueue()
     with TemporaryDirectory(prefix="volseg_predict_") as folder:
         workers = [
             _Worker(number, gpu, _start(command, gpu, len(gpus), Path(folder) / f"{number}.log"), Path(folder))
@@ -72,14 +94,14 @@ def predict_in_processes(
         try:
             for thread in threads:
                 thread.start()
-            for _ in range(len(threads) + len(cases)):
+            missing = len(threads)  # each of which ends with None
+            while missing:
                 result = ended.get()
-                if result is None and all(worker.is_over for worker in workers):
-                    break
-                if result is not None:
-                    yield result
-            while not ended.empty():
-                if (result := ended.get()) is not None:
+                if isinstance(result, ConfigError):
+                    raise result
+                if result is None:
+                    missing -= 1
+                else:
                     yield result
             for case in waiting:  # nobody is left who could ask for it
                 # Without that of one that had cases: it is said of these.
@@ -111,9 +133,7 @@ class _Worker:
     end: str = ""
     """How it failed, if that was in the middle of no case."""
 
-    def serve(
-        self, order: Mapping[str, Any], waiting: deque[Case], lock: Lock, ended: "SimpleQueue[CaseResult | None]"
-    ) -> None:
+    def serve(self, order: Mapping[str, Any], waiting: deque[Case], lock: Lock, ended: "SimpleQueue[Ended]") -> None:
         """Give cases to the process as it asks for them, and pass on what became of them, until it ends."""
         try:
             self._talk(order, waiting, lock, ended)
@@ -133,15 +153,20 @@ class _Worker:
             self.is_over = True
             ended.put(None)
 
-    def _talk(
-        self, order: Mapping[str, Any], waiting: deque[Case], lock: Lock, ended: "SimpleQueue[CaseResult | None]"
-    ) -> None:
+    def _talk(self, order: Mapping[str, Any], waiting: deque[Case], lock: Lock, ended: "SimpleQueue[Ended]") -> None:
         told, answers = self.process.stdin, self.process.stdout
         assert told is not None
         assert answers is not None
         _say(told, order)
         for line in answers:
             answer = json.loads(line)
+            if "ends" in answer:
+                ended.put(ConfigError(answer["ends"]))
+                continue
+            if "remarks" in answer:
+                remarks = tuple(Remark(**{**told, "file": Path(told["file"])}) for told in answer["remarks"])
+                ended.put(FoundInCases(remarks=remarks, digests=tuple(map(tuple, answer["digests"]))))
+                continue
             if not answer.get("asks"):
                 self.held.pop(answer["case"])
                 file = answer.pop("file")
@@ -189,13 +214,13 @@ def _encode(image: Any) -> list[str]:
     return [str(path) for path in list_files(image)]
 
 
-def serve_cases(predict_each: Callable[[Answer, Iterator[Case]], Iterator[CaseResult]]) -> None:
+def serve_cases(predict_each: Callable[[Answer, Iterator[Case]], Iterator[CaseResult | FoundInCases]]) -> None:
     """Predict the cases that the process which started this one names, until there are no more.
 
     Parameters
     ----------
     predict_each : callable
-        From the order and the cases, which are asked for one by one, to what became of each.
+        From the order and the cases, which are asked for one by one, to what became of each and what was found.
     """
     # What a library prints must not get between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -211,5 +236,14 @@ def serve_cases(predict_each: Callable[[Answer, Iterator[Case]], Iterator[CaseRe
             yield {"case": case["case"], "image": files[0] if len(files) == 1 else files}
 
     order = json.loads(sys.stdin.readline())
-    for result in predict_each(order, ask()):
-        _say(answers, {**asdict(result), "file": None if result.file is None else str(result.file)})
+    try:
+        for result in predict_each(order, ask()):
+            told = asdict(result)
+            if isinstance(result, FoundInCases):
+                told["remarks"] = [{**one, "file": str(one["file"])} for one in told["remarks"]]
+            elif result.file is not None:
+                told["file"] = str(result.file)
+            _say(answers, told)
+    except ConfigError as fault:
+        _say(answers, {"ends": str(fault)})
+        raise

@@ -15,6 +15,7 @@ from typing import Any
 from volseg.data.cases import Case
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError
+from volseg.experiment.component_record import describe_components
 from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
@@ -51,6 +52,7 @@ class PredictionRecord:
             "precision": trained.config.training.precision,
             **{name: values[name] for name in SETTINGS},
             **files.settings,
+            **({"components": own} if (own := describe_components(trained.config)) else {}),
         }
         self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
 

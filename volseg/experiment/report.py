@@ -36,6 +36,10 @@ class Outcome:
     """Batches per epoch."""
     remarks: Sequence[Remark] = ()
     """On cases that should be looked at."""
+    memory: str | None = None
+    """What the first steps took of the GPUs, and what was forecast; None where there are none."""
+    replanned: str | None = None
+    """What ran out of memory, and how the training went on."""
 
 
 def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
@@ -56,6 +60,10 @@ def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
             "was spent waiting for batches.",
             "",
         ]
+    if outcome.memory is not None:
+        lines += [f"{outcome.memory[0].upper()}{outcome.memory[1:]}.", ""]
+    if outcome.replanned is not None:
+        lines += ["## Out of memory", "", outcome.replanned, ""]
     if outcome.validated is not None:
         summary = outcome.validated.summary
         names = {str(key): name for key, name in outcome.task.structures.items()}

@@ -122,8 +122,11 @@ class Member:
         del chosen, fingerprints, plan, more
         self._require_shared_folder()
 
-    def go_on(self, *, finished: bool) -> None:
-        """Describe the run as it goes on."""
+    def go_on(self, *, finished: bool, more: Mapping[str, Any] | None = None) -> None:
+        """Describe the run as it goes on. ``more`` are JSON files by name."""
+
+    def put_down(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write what is known by now into a JSON file of the run folder."""
 
     def abandon(self) -> None:
         """Leave no run behind, as it failed before its first step."""
@@ -193,11 +196,18 @@ class Leader(Member):
             self.folder.write_json(name, content)
         self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints, plan)
 
-    def go_on(self, *, finished: bool) -> None:
+    def go_on(self, *, finished: bool, more: Mapping[str, Any] | None = None) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""
         if not finished:  # first: a report beside a config says that this has been trained
             self.folder.forget_validation()
+        for name, content in (more or {}).items():
+            self.folder.write_json(name, content)
         self.folder.go_on(self.config)
+
+    def put_down(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write what is known by now into a JSON file of the run folder."""
+        self.require_folder()
+        self.folder.write_json(name, content)
 
     def abandon(self) -> None:
         """Leave no run behind, as it failed before its first step."""

@@ -12,6 +12,8 @@
         components.json          where each component came from that is not built in; components/ keeps their files
         start.json               what was taken of the weights that training.start_from names
         cases.json               a fingerprint of each, null of those that were bad
+        memory.json              what the first steps took of each GPU, and what was forecast
+        replanned.json           how the run goes on since a step was out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         tensorboard/
         validation/              summary.json, predictions of the validation cases
@@ -41,7 +43,7 @@ from volseg.files import remove_partials, replacing
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
 
-__all__ = ["RunFolder"]
+__all__ = ["MEMORY", "RunFolder"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,9 @@ CASES = "cases.json"
 
 NETWORK = "network.json"
 """Which network was planned, and for which voxel sides."""
+
+MEMORY = "memory.json"
+"""What the first steps took of each GPU, and what was forecast."""
 
 DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""

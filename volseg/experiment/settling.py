@@ -1,10 +1,13 @@
 """Decide who computes what in a training, once, before its model is built.
 
-Where the config leaves open whether samples are dealt to replicas or cut, one training pass on each GPU decides. Why
-tried and not computed: what a network keeps for its backward pass, nobody but a run of it tells.
+Where the config leaves open whether samples are dealt to replicas or cut, the forecast of a training step decides.
+Near the limit, and of a network that cannot be followed, one training pass on each GPU does: beside as many bytes as
+the cases and the batches on their way will hold there.
 """
 
+import json
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +16,9 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
+from volseg.experiment.alternatives import find_candidate, find_forecast
 from volseg.experiment.building import build_objective
+from volseg.experiment.forecast_beside import Gpus, PlanBeside
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
@@ -27,11 +32,17 @@ from volseg.workflow.components import build_optimizer
 from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import largest_over_processes
+from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["join_processes", "settle_mesh"]
 
 logger = logging.getLogger(__name__)
+
+NEAR = 0.1
+"""Part of a forecast by which it may be wrong; what is closer to the limit is tried."""
+
+LEAST_FOR_CASES = 2**26
+"""Bytes of a GPU that batches on their way take, and a few cases."""
 
 HALO = 8
 """Planes that a slab is tried with on each side besides its own: those of its neighbours that convolutions need."""
@@ -63,7 +74,10 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     plan, reason = config.mesh(count), None
     if plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
         reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
-        if not _can_train(config, plan, task, device):
+        fits, roomy = _can_train(config, plan, task, device)
+        if fits:
+            config = roomy
+        else:
             plan = config.mesh(count, fits=False)
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
@@ -102,18 +116,99 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> bool:
-    """Tell whether every process has the memory for a training step on its own part of a batch."""
-    fits = True
+def _can_train(
+    config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device
+) -> tuple[bool, ExperimentConfig]:
+    """Tell whether every process has the memory for a training step on its own part of a batch.
+
+    The forecast is asked first. Where it is close to what there is, or there is none, the step is tried.
+
+    Returns
+    -------
+    bool, ExperimentConfig
+        And the config, with so few cases on the GPU that the step has its room.
+    """
+    needed = _forecast_step(config, plan, device)
+    free = 0 if needed is None else _find_free_bytes(device)
+    if needed is not None and config.data.keep == "auto" and config.data.device_limit is None:
+        config, needed = make_room(config, needed, free)
+    judged = None if needed is None else judge(needed, free)
+    if judged is not None:
+        return judged, config
+    fits, beside = True, 0 if needed is None else needed.beside
     try:
         with own_random_numbers([device]):
+            held = torch.empty(beside, dtype=torch.uint8, device=device)
             _rehearse(config, plan, task, device)
+            del held
     except RuntimeError as fault:  # that of torch, cuDNN or Triton
         if not is_out_of_memory(fault):
             raise
         fits = False
     torch.cuda.empty_cache()
-    return not largest_over_processes(int(not fits), device)
+    return not largest_over_processes(int(not fits), device), config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needed:
+    """What a GPU must have for a training, in bytes."""
+
+    step: int
+    beside: int
+    """For cases and batches."""
+
+
+def judge(needed: Needed, free: int) -> bool | None:
+    """Tell whether what is needed fits into what is free; None where that is too close to be told.
+
+    >>> [judge(Needed(step=needed, beside=10), 110) for needed in (50, 95, 105, 150)]
+    [True, None, None, False]
+    """
+    room = free - needed.beside
+    if room >= int((1 + NEAR) * needed.step):
+        return True
+    return False if room < (1 - NEAR) * needed.step else None
+
+
+def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[ExperimentConfig, Needed]:
+    """Let cases lie in main memory where a step would lack the room that they take; cases are fetched from there too.
+
+    >>> from volseg.config.schema import DataConfig, PatchConfig
+    >>> config = ExperimentConfig(
+    ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
+    ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
+    >>> limited, needed = make_room(config, Needed(step=80 * 2**30, beside=30 * 2**30), 100 * 2**30)
+    >>> limited.data.device_limit, needed.beside // 2**30
+    (12.0, 12)
+    """
+    left = max(free - int((1 + NEAR) * needed.step), LEAST_FOR_CASES)
+    if left >= needed.beside:
+        return config, needed
+    limited = config.data.model_copy(update={"device_limit": left / 2**30})
+    return config.model_copy(update={"data": limited}), Needed(step=needed.step, beside=left)
+
+
+def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
+    """Return what is forecast of a step, the same in all processes; None where nobody knows."""
+    told: list[str] = []
+    gpus = Gpus.find(device, plan.num_processes * plan.pipeline)
+    if gpus is not None and is_main_process():
+        answer = PlanBeside(config.with_mesh(plan), gpus).wait()
+        found = find_forecast(find_candidate(config, plan, 1), answer.forecasts)
+        if found is not None and found.memory is not None:
+            told = [str(found.memory.total), str(answer.reserve)]
+        else:
+            refused = None if found is None else found.refused
+            reason = answer.problem or refused or "nobody forecast it"
+            logger.info("no forecast of a training step (%s): it is tried", reason)
+    told = json.loads(gather_over_processes([json.dumps(told)] if is_main_process() else [])[0])
+    return Needed(step=int(told[0]), beside=int(told[1])) if told else None
+
+
+def _find_free_bytes(device: torch.device) -> int:
+    """Return what is free of the GPU of which least is, of all processes' ones."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - largest_over_processes(total - free, device)
 
 
 def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:

@@ -2,30 +2,37 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.preparing import PreparedCases
+from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.component_record import require_components
+from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
-from volseg.experiment.placed_network import build_model, choose_device
+from volseg.experiment.placed_network import build_model, choose_device, count_devices
 from volseg.experiment.reading import Follower, choose_reading
+from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
+from volseg.experiment.run_folder import MEMORY
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
+from volseg.forecast.candidate import Candidate
+from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.waiting import WaitingAdvice
-from volseg.parallel.devices import count_restarts
+from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
@@ -61,10 +68,26 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     if resume:
         require_components(config.folder, resumes=True)
     check_components(config)
-    with deterministic(config.training.deterministic), explaining_memory(config), ExitStack() as held:
+    replanning = Replanning(config)
+    with suppress(BeginAgain):
+        return _train(config, resume, hooks, replanning, started)
+    free_memory()  # here, where no traceback holds the model
+    return _train(config, True, hooks, replanning, started)
+
+
+def _train(
+    config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], replanning: Replanning, started: float
+) -> Outcome:
+    """Begin or go on, as far as that goes."""
+    with (
+        deterministic(config.training.deterministic),
+        replanning.heeding(),
+        explaining_memory(config),
+        ExitStack() as held,
+    ):
         held.enter_context(heeding_spot_notices(config.training.spot))
         join_processes(config)
-        run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks)
+        run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks, replanning, held)
         _fit(run)
         return _finish(run, started)
 
@@ -80,9 +103,11 @@ class _Run:
     held_out: PreparedCases
     """Cases that validate; those that train are the batches' now."""
     training: Training
+    replanning: Replanning
+    memory: FirstSteps
 
 
-def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
+def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replanning, held: ExitStack) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
     folder, device = role.folder, choose_device(role.config)
     resume = role.claim(resume)
@@ -90,8 +115,11 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     require_plausible_sizes(role.config, chosen.task, device)
     build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
-    config, mesh = settle_mesh(plan.complete(role.config), chosen.task, device)
+    config = replanning.settle(role, plan.complete(role.config), resume)
+    config, mesh = settle_mesh(config, chosen.task, device)
+    replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     role.settle(config)
+    asked = _ask_for_forecast(config, replanning.tried, device, held)  # beside the preparation of cases
     seed_everything(config.seed)
     if resume:
         folder.require_same_task(chosen.task)
@@ -101,7 +129,11 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = reading.prepare(chosen)
+    meter = GpuMeter()
+    before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
+    beside = meter.count() - before
+    memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY))
     held_out = replace(prepared, training=())
     if resume:
         folder.require_same_cases(prepared.fingerprints)
@@ -112,17 +144,39 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook]) -> _Run:
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, role), *build_hooks(config), *hooks],
+        hooks=[*_own_hooks(config, role, memory), *build_hooks(config), *hooks],
         task=chosen.task,
     )
     if resume:
         state = folder.newest_checkpoint()
         folder.require_epochs(state, config.training.epochs)
         training.load_state_dict(state)
-        role.go_on(finished=training.finished)
+        role.go_on(finished=training.finished, more=replanning.files())
     else:
-        role.begin(chosen, held_out.fingerprints, plan, {} if start is None else {START: start.as_json()})
-    return _Run(role=role, reading=reading, chosen=chosen, model=model, held_out=held_out, training=training)
+        begun = {} if start is None else {START: start.as_json()}
+        role.begin(chosen, held_out.fingerprints, plan, {**begun, **replanning.files()})
+    return _Run(
+        role=role,
+        reading=reading,
+        chosen=chosen,
+        model=model,
+        held_out=held_out,
+        training=training,
+        replanning=replanning,
+        memory=memory,
+    )
+
+
+def _ask_for_forecast(
+    config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
+) -> AskedOfCandidate | None:
+    """Have forecast what this training takes; None where it has no GPU, and in processes that write nothing."""
+    gpus = Gpus.find(device, candidate.num_gpus)
+    if gpus is None or not is_main_process():
+        return None
+    asked = AskedOfCandidate(PlanBeside(config, gpus), candidate)
+    held.callback(asked.close)
+    return asked
 
 
 def _fit(run: _Run) -> None:
@@ -162,12 +216,14 @@ def _finish(run: _Run, started: float) -> Outcome:
         remarks=run.held_out.remarks,
         seconds=time.perf_counter() - started,
         iterations=config.training.iterations,
+        memory=run.memory.describe(),
+        replanned=None if run.replanning.replanned is None else str(run.replanning.replanned),
     )
     role.report(outcome)
     return outcome
 
 
-def _own_hooks(config: ExperimentConfig, role: Member) -> list[Hook]:
+def _own_hooks(config: ExperimentConfig, role: Member, memory: FirstSteps) -> list[Hook]:
     settings, folder = config.training, role.folder
     checkpoints = Checkpoints(
         folder.checkpoints,
@@ -177,4 +233,5 @@ def _own_hooks(config: ExperimentConfig, role: Member) -> list[Hook]:
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), TensorBoard(folder.tensorboard), WaitingAdvice(), *stopping, checkpoints]
+    shown = TensorBoard(folder.tensorboard, more=memory.scalars)
+    return [Progress(), memory, shown, WaitingAdvice(), *stopping, checkpoints]

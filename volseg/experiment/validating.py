@@ -1,7 +1,10 @@
 """Validate a trained run again: its validation cases, by any of its checkpoints, with other settings for inference."""
 
+import json
 import logging
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 VALIDATION_KEYS = (*PREDICTION_KEYS, "metrics", "evaluation", "data.root", "data.cache", "data.cache_limit")
 """What of a config may be another when a run is validated again."""
+
+SUMMARY = "summary.json"
+
+BEING_MADE = ".being_made"
+"""Folder in a validation's, which is there while it is computed, and after one that was interrupted."""
 
 COUNTS = ("inference", "training.precision", "metrics", "evaluation")
 """Of these, what changes the numbers by more than round-off."""
@@ -122,7 +130,7 @@ def validate_folds(
         evaluated.extend(_list_evaluated(validated.summary))
     summary, task = summarise(evaluated), folds[0].task()
     full = complete_summary(summary, build_scoring(folds[0].config(overrides), task), task.structures)
-    logger.info("%s holds all of them", write_summary(full, target / "summary.json"))
+    logger.info("%s holds all of them", write_summary(full, target / SUMMARY))
     return summary, task
 
 
@@ -166,7 +174,7 @@ def _shorten(value: str) -> str:
 
 def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
     """Raise if a validation would be replaced, or label maps in a folder that the user named."""
-    there = [target / "summary.json"] if (target / "summary.json").exists() else []
+    there = [target / SUMMARY] if (target / SUMMARY).exists() else []
     there += sorted(target.glob("*.nii.gz"))[:1] if is_named else []
     if there and not overwrite:
         raise ConfigError(
@@ -201,6 +209,24 @@ def _choose(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
 
 
 def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
+    """Validate beside what is there, and replace it at the end: one that is interrupted leaves the one before whole."""
+    made = target / BEING_MADE
+    shutil.rmtree(made, ignore_errors=True)
+    validated = _validate_into(trained, chosen, made)
+    # Its summary goes first and comes last: it speaks of no label map but its own, whenever this is cut short.
+    (target / SUMMARY).unlink(missing_ok=True)
+    for file in sorted(made.iterdir()):
+        if file.name != SUMMARY:
+            os.replace(file, target / file.name)
+    summary = json.loads((made / SUMMARY).read_text(encoding="utf-8"))
+    for case in (*summary["metric_per_case"], *validated.summary["metric_per_case"]):
+        case["prediction_file"] = str(target / Path(case["prediction_file"]).name)
+    write_summary(summary, target / SUMMARY)
+    shutil.rmtree(made)
+    return validated
+
+
+def _validate_into(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
     config, preprocessing = trained.config, preprocessing_of(trained.config)
     cache = open_cache(config, chosen.task, preprocessing)
     prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation

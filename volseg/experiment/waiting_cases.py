@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,27 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
-from volseg.data.checks import Remark, inspect_cases, read_case, remark_on_same_images, require_sound, summarise_remarks
+from volseg.data.checks import (
+    Remark,
+    digest_voxels,
+    inspect_cases,
+    read_case,
+    remark_on_same_images,
+    require_sound,
+    summarise_remarks,
+)
 from volseg.data.preprocessed import preprocess
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
 from volseg.experiment.images import list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult
 from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_processes import predict_in_processes
+from volseg.experiment.prediction_processes import FoundInCases, predict_in_processes
 from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction
+from volseg.inference.preparing_on_device import prepare_on, suits
 from volseg.monitoring.progress import count_up
 from volseg.workflow.interrupts import StopRequested
 
@@ -61,7 +72,8 @@ class WaitingCases:
         self._strict = strict
         self._results: dict[str, CaseResult] = {}
         self._remarks: list[Remark] = []
-        self._digests: list[tuple[Case, str]] = []
+        self._digests: list[tuple[Case, Future[str]]] = []
+        self._digesting = ThreadPoolExecutor(1, "digest")
 
     def require_sound(self) -> None:
         """Read every file to its end: once here and once when it is predicted, as not all fit into memory.
@@ -95,6 +107,7 @@ class WaitingCases:
             count()
         for _ in self.predict_each([case for name, case in self._cases.items() if name not in self._results]):
             count()
+        self._tell([(self._cases[name], digest) for name, digest in self.found().digests])
         return self._results
 
     def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
@@ -102,10 +115,23 @@ class WaitingCases:
         config = self._trained.config
         predictor = self._trained.build_predictor()
         stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
-        for outcome in overlapped(self._noted(cases), self._prepare, stream, self._write, ends=ENDS):
-            self._note(outcome, config)
-            yield self._results[outcome.case["case"]]
-        for line in summarise_remarks([*self._remarks, *remark_on_same_images(self._digests)]):
+        device = torch.device(predictor.device or "cpu")
+        on_device = suits(self._trained.preprocessing, device)
+        prepare, finish = (self._read, partial(self._finish, device)) if on_device else (self._prepare, None)
+        with self._digesting:
+            outcomes = overlapped(self._noted(cases), prepare, stream, self._write, finish=finish, ends=ENDS)
+            for outcome in outcomes:
+                self._note(outcome, config)
+                yield self._results[outcome.case["case"]]
+
+    def found(self) -> FoundInCases:
+        """Return what was found in the cases that were predicted, beside their label maps."""
+        digests = [(case["case"], digest.result()) for case, digest in self._digests]
+        return FoundInCases(remarks=tuple(self._remarks), digests=tuple(digests))
+
+    def _tell(self, digests: Sequence[tuple[Case, str]]) -> None:
+        """Say what is to be looked at."""
+        for line in summarise_remarks([*self._remarks, *remark_on_same_images(digests)]):
             logger.warning("look at %s", line)
 
     def run_in_processes(
@@ -115,7 +141,14 @@ class WaitingCases:
         for _ in self._results:
             count()
         waiting = [case for name, case in self._cases.items() if name not in self._results]
+        digests: list[tuple[Case, str]] = []
         for result in predict_in_processes(waiting, gpus, order):
+            if isinstance(result, FoundInCases):
+                self._remarks.extend(result.remarks)
+                digests.extend(((self._cases[name], digest) for name, digest in result.digests))
+                continue
+            if result.error == "ParallelError":
+                result = replace(result, message=f"{result.message}{self._tell_of_earlier(result.case)}")
             if result.state == "failed" and self._strict:
                 raise DataError(f"case {result.case}: {result.message}")
             if result.state == "failed":
@@ -124,6 +157,7 @@ class WaitingCases:
                     self._record.add_failure(self._cases[result.case], result.error, result.message)
             self._results[result.case] = result
             count()
+        self._tell(digests)
         return self._results
 
     def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
@@ -131,16 +165,27 @@ class WaitingCases:
             self._cases[case["case"]] = case
             yield case
 
-    def _prepare(self, case: Case) -> Case:
-        """Read, check and preprocess a case."""
+    def _read(self, case: Case) -> dict[str, Any]:
+        """Read and check a case."""
         self._identities[case["case"]] = identify(case)
-        checked = read_case(case, self._trained.task)
+        checked = read_case(case, self._trained.task, digests=False)
         self._remarks.extend(checked.remarks)
-        if checked.digest is not None:
-            self._digests.append((case, checked.digest))
         if checked.problems:
             raise DataError("; ".join(problem.message for problem in checked.problems))
-        prepared = preprocess(checked.case, case, self._trained.preprocessing, keep_reference=False)
+        # Beside what follows: of a large image it takes as long as reading it.
+        self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
+        return dict(checked.case)
+
+    def _prepare(self, case: Case) -> Case:
+        """Read, check and preprocess a case."""
+        read = self._read(case)
+        return self._with_room(preprocess(read, case, self._trained.preprocessing, keep_reference=False))
+
+    def _finish(self, device: torch.device, read: dict[str, Any]) -> Case:
+        """Preprocess a case that was read, on the GPU."""
+        return self._with_room(prepare_on(device, read, self._trained.preprocessing))
+
+    def _with_room(self, prepared: Case) -> Case:
         self._files.require_room(prepared, self._trained)
         return prepared
 
@@ -178,10 +223,15 @@ class WaitingCases:
             raise fault
         # What volseg did not raise on purpose may be a fault of its own, which its place helps to find.
         trace = None if isinstance(fault, VolsegError) else fault
-        error, message = type(fault).__name__, str(fault) or repr(fault)
+        error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._tell_of_earlier(name)}"
         logger.error("%s: %s", name, message, exc_info=trace)
         self._results[name] = CaseResult(case=name, state="failed", error=error, message=message)
         self._record.add_failure(self._cases[name], error, message)
+
+    def _tell_of_earlier(self, name: str) -> str:
+        """Return what to add to the words of a failure where another prediction's label map stays in its place."""
+        earlier = self._files.name_label_map(self._cases[name])
+        return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
 
 
 def _explain(fault: Exception, config: ExperimentConfig) -> Exception:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Allocate", "Event", "Free", "KernelRun", "Mark", "Sent", "StepTrace"]
+__all__ = ["Allocate", "Event", "Free", "KernelRun", "Mark", "Outside", "Sent", "StepTrace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,14 @@ class Free:
     """A block is given back."""
 
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Memory is taken from the device past torch's allocator, and kept: that which other GPUs write to."""
+
+    size: int
+    """Bytes that were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Sent:
     """Data travel between devices."""
 
     kind: str
-    """``halo``, ``all_reduce``, ``broadcast`` or ``copy``."""
+    """``halo``, ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``copy``."""
     size: int
     """Bytes that this device sends."""
     devices: int
@@ -71,7 +79,7 @@ class Mark:
     name: str
 
 
-Event = Allocate | Free | KernelRun | Sent | Mark
+Event = Allocate | Free | Outside | KernelRun | Sent | Mark
 
 
 @dataclass(frozen=True, slots=True)

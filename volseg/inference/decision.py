@@ -41,13 +41,24 @@ class LabelRule:
     """Of each class or region."""
     regions: bool = False
     """Whether each is painted where its probability exceeds one half, over those before it."""
+    of_logits: bool = False
+    """Whether logits are blended and interpolated, those of regions moved by `IN_A_REGION`: labels follow from these
+    as from probabilities, which are made of them on the image's grid."""
 
     @classmethod
-    def of(cls, num_classes: int, values: Collection[int] | None, regions: bool) -> "LabelRule":
+    def of(
+        cls, num_classes: int, values: Collection[int] | None, regions: bool, *, of_logits: bool = False
+    ) -> "LabelRule":
         """Return the rule; values are the classes' indices by default."""
         if values is None and num_classes > MOST_LABELS:
             raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {num_classes} classes")
-        return cls(tuple(range(num_classes) if values is None else values), regions)
+        return cls(tuple(range(num_classes) if values is None else values), regions, of_logits)
+
+    def make_probabilities(self, blended: Tensor) -> Tensor:
+        """Return the probabilities ``(K, ...)`` of what was blended and interpolated."""
+        if not self.of_logits:
+            return blended
+        return (blended - IN_A_REGION).sigmoid() if self.regions else blended.softmax(0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +140,7 @@ class Decision:
     def take(self, held: Held, cells: Box) -> None:
         """Decide every voxel whose cell lies in a box; the planes after the box must be held too."""
         fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
-        if fused:
+        if fused and not (self.rule.of_logits and self.entropy is not None):
             assert isinstance(self.sampling, Aligned)
             found = triton_decision.decide(
                 self.sampling, held, cells, self.rule.table(held.values.device), self.rule.dtype,
@@ -140,8 +151,11 @@ class Decision:
                 if self.entropy is not None and entropy is not None:
                     self._bring(entropy, self.entropy, box)
             return
-        for place, probabilities in self.sampling.read(held, cells, SLAB_ELEMENTS):
-            self._bring(decide(probabilities, self.rule), self.labels, place)
+        for place, blended in self.sampling.read(held, cells, SLAB_ELEMENTS):
+            self._bring(decide(blended, self.rule), self.labels, place)
+            if self.entropy is None and self.probabilities is None:
+                continue
+            probabilities = self.rule.make_probabilities(blended)
             if self.entropy is not None:
                 self._bring(measure_entropy(probabilities, self.rule.regions), self.entropy, place)
             if self.probabilities is not None:

@@ -3,7 +3,7 @@
 ::
 
     threads ahead     prepare 2   prepare 3   prepare 4   ...
-    the caller's             predict 1   predict 2   predict 3
+    the caller's             finish, predict 1   finish, predict 2   ...
     threads behind                   write 1     write 2   ...
 
 Decompression, resampling and compression run outside Python's lock, so threads do: a process would have to send each
@@ -53,6 +53,7 @@ def overlapped(
     predict: Predict,
     write: Callable[[Case, Prediction], Path],
     *,
+    finish: Callable[[Case], Case] | None = None,
     ahead: int = 1,
     behind: int = 1,
     ends: tuple[type[Exception], ...] = (),
@@ -77,6 +78,8 @@ def overlapped(
     write : callable
         From a preprocessed case and its prediction, which lies on the CPU, to the file that was written; runs in
         ``behind`` threads.
+    finish : callable, optional
+        The rest of the preparation, in the caller's thread: what works on the GPU, on which no other thread may work.
     ahead, behind : int
         Cases that are read, or are waiting, before the one that is computed, and written after it; at least 1.
     ends : tuple of exception types
@@ -89,7 +92,7 @@ def overlapped(
     ending: Exception | None = None
     with _threads("reading", ahead) as readers, _threads("writing", behind) as writers:
         try:
-            for work in _predict_each(_read_ahead(cases, prepare, readers, ahead, ends), predict, ends):
+            for work in _predict_each(_read_ahead(cases, prepare, readers, ahead, ends), finish, predict, ends):
                 while pending and (len(pending) >= behind or pending[0].done()):
                     yield pending.popleft().result()
                 pending.append(writers.submit(_write, [work], write, ends))
@@ -166,8 +169,13 @@ def _prepare(work: _Underway, prepare: Callable[[Case], Case], ends: tuple[type[
 class _Source:
     """The cases that a predictor takes, and those of them that it has not given back."""
 
-    def __init__(self, read: Iterator[_Underway]) -> None:
-        self._read = read
+    def __init__(
+        self,
+        read: Iterator[_Underway],
+        finish: Callable[[Case], Case] | None = None,
+        ends: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._read, self._finish, self._ends = read, finish, ends
         self.failed: deque[_Underway] = deque()
         self.taken: dict[int, _Underway] = {}
         self.waited = 0.0
@@ -183,6 +191,8 @@ class _Source:
             except BaseException as fault:  # not of the predictor, through which it goes
                 self.fault = fault
                 raise
+            if work is not None and self._finish is not None:
+                work = self._finished(work)
             self.waited += time.perf_counter() - begin
             if work is None:
                 self.is_at_end = True
@@ -196,6 +206,21 @@ class _Source:
             yield prepared
             del prepared
 
+    def _finished(self, work: _Underway) -> _Underway:
+        """Return a case whose preparation is ended here, or has failed here."""
+        if work.prepared is None or self._finish is None:
+            return work
+        begin = time.perf_counter()
+        try:
+            prepared = self._finish(work.prepared)
+        except self._ends as fault:
+            self.fault = fault
+            raise
+        except Exception as fault:  # this case's, as in `_prepare`
+            return work.fail(fault)
+        read = work.seconds["read"] + time.perf_counter() - begin
+        return replace(work, prepared=prepared, seconds={**work.seconds, "read": read})
+
     def fail_before(self, number: int) -> Iterator[_Underway]:
         """Yield what could not be read before case ``number``."""
         while self.failed and self.failed[0].number < number:
@@ -203,10 +228,13 @@ class _Source:
 
 
 def _predict_each(
-    read: Iterator[_Underway], predict: Predict, ends: tuple[type[Exception], ...]
+    read: Iterator[_Underway],
+    finish: Callable[[Case], Case] | None,
+    predict: Predict,
+    ends: tuple[type[Exception], ...],
 ) -> Iterator[_Underway]:
     """Yield cases with their predictions or faults."""
-    source = _Source(read)
+    source = _Source(read, finish, ends)
     while not source.is_at_end:
         try:
             for work in _predict_some(source, predict, source.take()):

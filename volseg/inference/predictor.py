@@ -177,11 +177,12 @@ class Predictor:
     def _applied(self, images: Tensor) -> Iterator[Streamer]:
         """Let the models evaluate, without gradients."""
         device = self._choose_device(images)
-        rule = LabelRule.of(self.num_classes, self.values, self.regions)
+        step = self.window_step
+        rule = LabelRule.of(self.num_classes, self.values, self.regions, of_logits=not step.link)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
             yield Streamer(
-                step=self.window_step,
+                step=step,
                 rule=rule,
                 window=self.window,
                 overlap=self.overlap,

@@ -25,7 +25,7 @@ from volseg.inference.windows import MONAI, Windowing
 from volseg.memory import available_bytes
 from volseg.parallel import FastKernels, ModelParallel
 
-__all__ = ["Streamer", "pad_shape"]
+__all__ = ["Streamer", "count_free_bytes", "pad_shape"]
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Streamer:
 
     def _keeps_on_device(self, images: Tensor) -> bool:
         """Say whether windows are cut on the device: where the image takes a small part of what is free."""
-        return self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= _count_free_bytes(self.device) // 8
+        return self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8
 
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None
@@ -191,7 +191,7 @@ class Streamer:
         """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
         if self.memory is not None:
             return self.memory
-        free = _count_free_bytes(self.stitch_on)
+        free = count_free_bytes(self.stitch_on)
         beside = image.numel() * FLOAT_BYTES
         if self.stitch_on == self.device:
             beside += self._count_window_bytes(3 * self.step.num_classes + FEATURES)
@@ -202,7 +202,7 @@ class Streamer:
         reason = str(fault).partition("\n")[0].rstrip(".")
         return (
             f"{self.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
-            f"{self.device}, with {_say(_count_free_bytes(self.device))} free and next to nothing held beside them "
+            f"{self.device}, with {_say(count_free_bytes(self.device))} free and next to nothing held beside them "
             f"({reason}); take a smaller window, fewer windows per step, or a device with more memory"
         )
 
@@ -276,7 +276,10 @@ def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
     """Return images as a batch ``(B, C, D, H, W)``, padded; one that needs no padding is not copied."""
     if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
         return images[0].as_tensor()[None]
-    return torch.stack([pad(image.as_tensor(), _compute_margins(image.shape[-3:], shape)) for image in images])
+    device = images[0].device  # another one may have had no room there, and lie on the CPU
+    return torch.stack(
+        [pad(image.as_tensor().to(device), _compute_margins(image.shape[-3:], shape)) for image in images]
+    )
 
 
 def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
@@ -294,7 +297,7 @@ def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
     return d, h, w
 
 
-def _count_free_bytes(device: torch.device) -> int:
+def count_free_bytes(device: torch.device) -> int:
     """Return what can still be taken on a device, with what torch keeps for itself there."""
     if device.type != "cuda":
         return available_bytes()

@@ -4,8 +4,8 @@
 
 `blending.add_window` defines the result; a GPU may round a product and a sum at once. There are two kernels.
 
-- By classes: a thread takes a few voxels and reads their classes one after the other, twice for a softmax.
-  Neighbouring threads read neighbouring voxels.
+- By classes: a thread takes a few voxels and reads their classes, four at a time, twice for a softmax. Neighbouring
+  threads read neighbouring voxels.
 - By tiles, where the many classes of a voxel lie side by side (channels last): there, neighbouring threads would read
   from lines of memory that are hundreds of bytes apart, of which no cache holds as many as are under way. A tile of
   voxels and classes is read along the classes, turned in shared memory, and added along the voxels, which lie side by
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from volseg.device.triton_tiles import select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
 
 __all__ = ["add_window"]
 
@@ -30,106 +31,138 @@ FEW_CLASSES = 8
 """Up to so many classes the logits of a voxel share a line of memory with those of others, in any layout."""
 
 
-if triton is not None:
-    # Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
-    @triton.jit(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
-    def _add_kernel(
-        x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
-        xk, xd, xh, xw, ok, od, oh, ow,
-        AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr,
-    ):  # fmt: skip
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        d, h, w = v // W // H, v // W % H, v % W
-        # Where the blend holds a part of the volume along an axis, some of the window lies beside it.
-        to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
-        there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
-        if AXIS == 0:  # around the end of the ring
-            to_d = tl.where(to_d >= side_d, to_d - side_d, to_d)
-        if AXIS == 1:
-            to_h = tl.where(to_h >= side_h, to_h - side_h, to_h)
-        if AXIS == 2:
-            to_w = tl.where(to_w >= side_w, to_w - side_w, to_w)
-        there = there & (to_d < side_d) & (to_h < side_h) & (to_w < side_w)
-        source = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw)
-        to = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh + to_w.to(tl.int64) * ow)
+@triton.jit
+def _step(first, stride):
+    """Return where the three classes after the first lie: one by one, since a product could pass 32 bits."""
+    second = first + stride
+    third = second + stride
+    return second, third, third + stride
 
-        most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
-        total = tl.zeros((BV,), tl.float32)
-        if SOFTMAX:
-            of_class = source
-            for _ in range(K):
-                value = tl.load(of_class, mask=there, other=0.0).to(tl.float32)
-                more = tl.maximum(most, value)
-                total = total * tl.exp(most - more) + tl.exp(value - more)
-                most = more
-                of_class += xk
-        share = tl.load(importance + v, mask=there, other=0.0)
-        for _ in range(K):
-            value = tl.load(source, mask=there, other=0.0).to(tl.float32)
-            if SOFTMAX:
-                value = tl.exp(value - most) / total
-            if SIGMOID:
-                value = 1 / (1 + tl.exp(-value))
-            tl.store(to, tl.load(to, mask=there, other=0.0) + value * share, mask=there)
-            source += xk
-            to += ok
 
-    @triton.jit
-    def _read_tile(of_voxels, k, K, there, other):
-        return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
+@triton.jit
+def _link(value, most, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr):
+    if SOFTMAX:
+        value = tl.exp(value - most)
+    if SIGMOID:
+        value = 1 / (1 + tl.exp(-value))
+    return value
 
-    # Per program a part of one line along W, of which the compiler sees that its voxels lie side by side.
-    @triton.jit(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
-    def _add_tiles_kernel(
-        x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
-        xd, xh, xw, ok, od, oh, ow,
-        AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    ):  # fmt: skip
-        # A part lies before the end of the ring or beyond it, never around it.
-        parts_before = tl.cdiv(before, BV)
-        parts = parts_before + tl.cdiv(W - before, BV)
-        line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        d, h = line // H, line % H
-        is_beyond = part >= parts_before
-        w = tl.where(is_beyond, before + (part - parts_before) * BV, part * BV) + tl.arange(0, BV)
-        to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
-        if AXIS == 0:
-            to_d = to_d % side_d
-        if AXIS == 1:
-            to_h = to_h % side_h
-        if AXIS == 2:
-            to_w -= tl.where(is_beyond, side_w, 0)
-        stop = tl.where(is_beyond, W, before)
-        stop = tl.where(to_d >= 0, tl.where(to_d < side_d, stop, 0), 0)
-        stop = tl.where(to_h >= 0, tl.where(to_h < side_h, stop, 0), 0)
-        there = (w < stop) & (to_w >= 0) & (to_w < side_w)
-        of_voxels = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh) + w.to(tl.int64) * xw
-        to_voxels = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh) + to_w.to(tl.int64) * ow
-        share = tl.load(importance + (line.to(tl.int64) * W + w), mask=there, other=0.0)
 
-        first = tl.arange(0, BK)[None, :]
-        most = tl.full((BV,), 0.0, tl.float32)
-        if SOFTMAX:
-            # Of each column of the tile first: to compare or add neighbouring threads' numbers takes five exchanges.
-            mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
-            for k in range(0, K, BK):
-                mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))
-            most = tl.where(there, tl.max(mosts, 1), 0.0)
-            totals = tl.zeros((BV, BK), tl.float32)
-            for k in range(0, K, BK):
-                totals += tl.exp(_read_tile(of_voxels, k + first, K, there, float("-inf")) - most[:, None])
-            share = share / tl.where(there, tl.sum(totals, 1), 1.0)
+# Where a window lies differs from window to window: a kernel for each kind of number would be compiled anew.
+@kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
+def _add_kernel(
+    x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
+    xk, xd, xh, xw, ok, od, oh, ow,
+    AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    d, h, w = v // W // H, v // W % H, v % W
+    # Where the blend holds a part of the volume along an axis, some of the window lies beside it.
+    to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
+    there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
+    if AXIS == 0:  # around the end of the ring
+        to_d = tl.where(to_d >= side_d, to_d - side_d, to_d)
+    if AXIS == 1:
+        to_h = tl.where(to_h >= side_h, to_h - side_h, to_h)
+    if AXIS == 2:
+        to_w = tl.where(to_w >= side_w, to_w - side_w, to_w)
+    there = there & (to_d < side_d) & (to_h < side_h) & (to_w < side_w)
+    source = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh + w.to(tl.int64) * xw)
+    to = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh + to_w.to(tl.int64) * ow)
+
+    most = tl.full((BV,), -3e38, tl.float32)  # finite: a class may be minus infinity
+    total = tl.zeros((BV,), tl.float32)
+    # Four classes at a time: what is read next is under way while others are waited for, and nothing is stored
+    # between, behind which a read may not go. A missing one has no probability.
+    if SOFTMAX:
+        first = source
+        for k in range(0, K, 4):
+            second, third, fourth = _step(first, xk)
+            a = tl.load(first, mask=there, other=0.0).to(tl.float32)
+            b = tl.load(second, mask=there & (k + 1 < K), other=float("-inf")).to(tl.float32)
+            c = tl.load(third, mask=there & (k + 2 < K), other=float("-inf")).to(tl.float32)
+            e = tl.load(fourth, mask=there & (k + 3 < K), other=float("-inf")).to(tl.float32)
+            more = tl.maximum(most, tl.maximum(tl.maximum(a, b), tl.maximum(c, e)))
+            total = total * tl.exp(most - more) + tl.exp(a - more) + tl.exp(b - more)
+            total += tl.exp(c - more) + tl.exp(e - more)
+            most = more
+            first = fourth + xk
+    share = tl.load(importance + v, mask=there, other=0.0)
+    if SOFTMAX:
+        share = share / tl.where(there, total, 1.0)
+    for k in range(0, K, 4):
+        has_second, has_third, has_fourth = there & (k + 1 < K), there & (k + 2 < K), there & (k + 3 < K)
+        second, third, fourth = _step(source, xk)
+        to_second, to_third, to_fourth = _step(to, ok)
+        a = tl.load(source, mask=there, other=0.0).to(tl.float32)
+        b = tl.load(second, mask=has_second, other=0.0).to(tl.float32)
+        c = tl.load(third, mask=has_third, other=0.0).to(tl.float32)
+        e = tl.load(fourth, mask=has_fourth, other=0.0).to(tl.float32)
+        old_a = tl.load(to, mask=there, other=0.0)
+        old_b = tl.load(to_second, mask=has_second, other=0.0)
+        old_c = tl.load(to_third, mask=has_third, other=0.0)
+        old_e = tl.load(to_fourth, mask=has_fourth, other=0.0)
+        tl.store(to, old_a + _link(a, most, SOFTMAX, SIGMOID) * share, mask=there)
+        tl.store(to_second, old_b + _link(b, most, SOFTMAX, SIGMOID) * share, mask=has_second)
+        tl.store(to_third, old_c + _link(c, most, SOFTMAX, SIGMOID) * share, mask=has_third)
+        tl.store(to_fourth, old_e + _link(e, most, SOFTMAX, SIGMOID) * share, mask=has_fourth)
+        source = fourth + xk
+        to = to_fourth + ok
+
+
+@triton.jit
+def _read_tile(of_voxels, k, K, there, other):
+    return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
+
+
+# Per program a part of one line along W, of which the compiler sees that its voxels lie side by side.
+@kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
+def _add_tiles_kernel(
+    x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
+    xd, xh, xw, ok, od, oh, ow,
+    AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # A part lies before the end of the ring or beyond it, never around it.
+    parts_before = tl.cdiv(before, BV)
+    parts = parts_before + tl.cdiv(W - before, BV)
+    line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    d, h = line // H, line % H
+    is_beyond = part >= parts_before
+    w = tl.where(is_beyond, before + (part - parts_before) * BV, part * BV) + tl.arange(0, BV)
+    to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
+    if AXIS == 0:
+        to_d = to_d % side_d
+    if AXIS == 1:
+        to_h = to_h % side_h
+    if AXIS == 2:
+        to_w -= tl.where(is_beyond, side_w, 0)
+    stop = tl.where(is_beyond, W, before)
+    stop = tl.where(to_d >= 0, tl.where(to_d < side_d, stop, 0), 0)
+    stop = tl.where(to_h >= 0, tl.where(to_h < side_h, stop, 0), 0)
+    there = (w < stop) & (to_w >= 0) & (to_w < side_w)
+    of_voxels = x + (start + d.to(tl.int64) * xd + h.to(tl.int64) * xh) + w.to(tl.int64) * xw
+    to_voxels = out + (to_d.to(tl.int64) * od + to_h.to(tl.int64) * oh) + to_w.to(tl.int64) * ow
+    share = tl.load(importance + (line.to(tl.int64) * W + w), mask=there, other=0.0)
+
+    first = tl.arange(0, BK)[None, :]
+    most = tl.full((BV,), 0.0, tl.float32)
+    if SOFTMAX:
+        # Of each column of the tile first: to compare or add neighbouring threads' numbers takes five exchanges.
+        mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
         for k in range(0, K, BK):
-            classes = k + first
-            value = _read_tile(of_voxels, classes, K, there, 0.0)
-            if SOFTMAX:
-                value = tl.exp(value - most[:, None])
-            if SIGMOID:
-                value = 1 / (1 + tl.exp(-value))
-            value *= share[:, None]
-            mask = there[:, None] & (classes < K)
-            to = to_voxels[:, None] + classes.to(tl.int64) * ok
-            tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
+            mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))
+        most = tl.where(there, tl.max(mosts, 1), 0.0)
+        totals = tl.zeros((BV, BK), tl.float32)
+        for k in range(0, K, BK):
+            totals += tl.exp(_read_tile(of_voxels, k + first, K, there, float("-inf")) - most[:, None])
+        share = share / tl.where(there, tl.sum(totals, 1), 1.0)
+    for k in range(0, K, BK):
+        classes = k + first
+        value = _read_tile(of_voxels, classes, K, there, 0.0)
+        value = _link(value, most[:, None], SOFTMAX, SIGMOID) * share[:, None]
+        mask = there[:, None] & (classes < K)
+        to = to_voxels[:, None] + classes.to(tl.int64) * ok
+        tl.store(to, tl.load(to, mask=mask, other=0.0) + value, mask=mask)
 
 
 def add_window(

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
 from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
 __all__ = ["decide"]
@@ -25,74 +26,76 @@ MOST_VOXELS = 2**26
 """Voxels decided by one kernel, which are staged on their way to main memory: 64 MiB of labels in uint8."""
 
 
-if triton is not None:
-    SMALLEST = tl.constexpr(1e-37)
-    """Of float32's normal numbers, about: the logarithm of 0 is none."""
+SMALLEST = tl.constexpr(1e-37)
+"""Of float32's normal numbers, about: the logarithm of 0 is none."""
 
-    @triton.jit
-    def _along_d(x, below_d, above_d, weight_d, h, w, there, D_BETWEEN: tl.constexpr):
-        value = tl.load(x + (below_d + h + w), mask=there, other=0.0).to(tl.float32)
-        if D_BETWEEN:
-            after = tl.load(x + (above_d + h + w), mask=there, other=0.0).to(tl.float32)
-            value = value * (1 - weight_d) + after * weight_d
-        return value
 
-    @triton.jit
-    def _along_h(
-        x, below_d, above_d, weight_d, below_h, above_h, weight_h, w, there,
-        D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr,
-    ):  # fmt: skip
-        value = _along_d(x, below_d, above_d, weight_d, below_h, w, there, D_BETWEEN)
-        if H_BETWEEN:
-            after = _along_d(x, below_d, above_d, weight_d, above_h, w, there, D_BETWEEN)
-            value = value * (1 - weight_h) + after * weight_h
-        return value
+@triton.jit
+def _along_d(x, below_d, above_d, weight_d, h, w, there, D_BETWEEN: tl.constexpr):
+    value = tl.load(x + (below_d + h + w), mask=there, other=0.0).to(tl.float32)
+    if D_BETWEEN:
+        after = tl.load(x + (above_d + h + w), mask=there, other=0.0).to(tl.float32)
+        value = value * (1 - weight_d) + after * weight_d
+    return value
 
-    @triton.jit(do_not_specialize=["D", "H", "W"])  # of a box, which differ from slab to slab
-    def _decide_kernel(
-        x, table_d, table_h, table_w, weights_d, weights_h, weights_w, values, labels, entropies,
-        K, KS, D, H, W, scale,
-        D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr, W_BETWEEN: tl.constexpr,
-        VALUES: tl.constexpr, REGIONS: tl.constexpr, ENTROPY: tl.constexpr, BV: tl.constexpr,
-    ):  # fmt: skip
-        # A table holds where each voxel's neighbours below lie in memory, then where those above do.
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        there = v < D * H * W
-        d, h, w = v // W // H, v // W % H, v % W
-        below_d, above_d = tl.load(table_d + d, mask=there, other=0), tl.load(table_d + D + d, mask=there, other=0)
-        below_h, above_h = tl.load(table_h + h, mask=there, other=0), tl.load(table_h + H + h, mask=there, other=0)
-        below_w, above_w = tl.load(table_w + w, mask=there, other=0), tl.load(table_w + W + w, mask=there, other=0)
-        weight_d = tl.load(weights_d + d, mask=there, other=0.0)
-        weight_h = tl.load(weights_h + h, mask=there, other=0.0)
-        weight_w = tl.load(weights_w + w, mask=there, other=0.0)
 
-        best = tl.full((BV,), float("-inf"), tl.float32)
-        chosen = tl.zeros((BV,), tl.int32)
-        entropy = tl.zeros((BV,), tl.float32)
-        for k in range(K):
-            value = _along_h(
-                x, below_d, above_d, weight_d, below_h, above_h, weight_h, below_w, there, D_BETWEEN, H_BETWEEN
+@triton.jit
+def _along_h(
+    x, below_d, above_d, weight_d, below_h, above_h, weight_h, w, there,
+    D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr,
+):  # fmt: skip
+    value = _along_d(x, below_d, above_d, weight_d, below_h, w, there, D_BETWEEN)
+    if H_BETWEEN:
+        after = _along_d(x, below_d, above_d, weight_d, above_h, w, there, D_BETWEEN)
+        value = value * (1 - weight_h) + after * weight_h
+    return value
+
+
+@kernel(do_not_specialize=["D", "H", "W"])  # of a box, which differ from slab to slab
+def _decide_kernel(
+    x, table_d, table_h, table_w, weights_d, weights_h, weights_w, values, labels, entropies,
+    K, KS, D, H, W, scale,
+    D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr, W_BETWEEN: tl.constexpr,
+    VALUES: tl.constexpr, REGIONS: tl.constexpr, ENTROPY: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    # A table holds where each voxel's neighbours below lie in memory, then where those above do.
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    there = v < D * H * W
+    d, h, w = v // W // H, v // W % H, v % W
+    below_d, above_d = tl.load(table_d + d, mask=there, other=0), tl.load(table_d + D + d, mask=there, other=0)
+    below_h, above_h = tl.load(table_h + h, mask=there, other=0), tl.load(table_h + H + h, mask=there, other=0)
+    below_w, above_w = tl.load(table_w + w, mask=there, other=0), tl.load(table_w + W + w, mask=there, other=0)
+    weight_d = tl.load(weights_d + d, mask=there, other=0.0)
+    weight_h = tl.load(weights_h + h, mask=there, other=0.0)
+    weight_w = tl.load(weights_w + w, mask=there, other=0.0)
+
+    best = tl.full((BV,), float("-inf"), tl.float32)
+    chosen = tl.zeros((BV,), tl.int32)
+    entropy = tl.zeros((BV,), tl.float32)
+    for k in range(K):
+        value = _along_h(
+            x, below_d, above_d, weight_d, below_h, above_h, weight_h, below_w, there, D_BETWEEN, H_BETWEEN
+        )
+        if W_BETWEEN:
+            after = _along_h(
+                x, below_d, above_d, weight_d, below_h, above_h, weight_h, above_w, there, D_BETWEEN, H_BETWEEN
             )
-            if W_BETWEEN:
-                after = _along_h(
-                    x, below_d, above_d, weight_d, below_h, above_h, weight_h, above_w, there, D_BETWEEN, H_BETWEEN
-                )
-                value = value * (1 - weight_w) + after * weight_w
-            x += KS  # all classes together may lie farther apart than 32 bits tell
-            if REGIONS:
-                chosen = tl.where(value > 0.5, tl.load(values + k).to(tl.int32), chosen)
-            else:
-                chosen = tl.where(value > best, k, chosen)
-                best = tl.maximum(best, value)
-            if ENTROPY:
-                entropy -= value * tl.log(tl.maximum(value, SMALLEST))
-                if REGIONS:
-                    entropy -= (1 - value) * tl.log(tl.maximum(1 - value, SMALLEST))
-        if VALUES:
-            chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
-        tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)
+            value = value * (1 - weight_w) + after * weight_w
+        x += KS  # all classes together may lie farther apart than 32 bits tell
+        if REGIONS:
+            chosen = tl.where(value > 0.5, tl.load(values + k).to(tl.int32), chosen)
+        else:
+            chosen = tl.where(value > best, k, chosen)
+            best = tl.maximum(best, value)
         if ENTROPY:
-            tl.store(entropies + v, tl.minimum(tl.maximum(entropy * scale, 0.0), 1.0), mask=there)
+            entropy -= value * tl.log(tl.maximum(value, SMALLEST))
+            if REGIONS:
+                entropy -= (1 - value) * tl.log(tl.maximum(1 - value, SMALLEST))
+    if VALUES:
+        chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
+    tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)
+    if ENTROPY:
+        tl.store(entropies + v, tl.minimum(tl.maximum(entropy * scale, 0.0), 1.0), mask=there)
 
 
 def decide(

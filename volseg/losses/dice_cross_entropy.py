@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
+from volseg.device.pretended import on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice import choice
 from volseg.losses.dice.terms import TRUTH, Terms
@@ -85,7 +86,7 @@ def sum_classes(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
 
 def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
     """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` are named if one is no class."""
-    if not sums.is_cuda and bool(sums[:, TRUTH].isnan().any()):
+    if not on_gpu(sums) and bool(sums[:, TRUTH].isnan().any()):
         strangers = [value for label in labels for value in label.unique().tolist() if value not in range(shape[1])]
         raise DataError(
             f"a label map may hold the {shape[1]} classes 0 to {shape[1] - 1} of the logits, got also "

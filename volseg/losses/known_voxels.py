@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
+from volseg.device.pretended import on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice.reference import empty_gradient
 from volseg.losses.dice.terms import Terms
@@ -103,7 +104,7 @@ def sum_known(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> 
 def compute_known_loss(sums: Tensor, targets: Targets, terms: Terms) -> Tensor:
     """Return the loss from the sums over all voxels."""
     strange = sums[:, -1] > 0
-    if not sums.is_cuda and bool(strange.any()):
+    if not on_gpu(sums) and bool(strange.any()):
         raise DataError(
             f"a label map may hold the numbers 0 to {targets.num_indices - 1} here, got others in "
             f"{int(sums[:, -1].sum())} voxel(s); map its values by volseg.data.labels.to_classes"

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,20 @@ class TensorBoard(Hook):
 
     Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL`` and whatever else a
     validation measures by label, ``val/undefined/LABEL`` (cases without a distance), ``time/epoch_seconds``,
-    ``time/data_wait_seconds``, ``gpu/peak_gib``; images ``val/CASE`` with the image, its label and the prediction side
-    by side, in the slice along each axis that holds most label voxels.
+    ``time/data_wait_seconds``, ``gpu/peak_gib``, ``memory/...`` (`FirstSteps`); images ``val/CASE`` with the image, its
+    label and the prediction side by side, in the slice along each axis that holds most label voxels.
 
     Parameters
     ----------
     folder : Path
         Where the event files lie; a resumed training adds to them. Where they cannot be written, on a full disk say,
         that is said once and the training goes on without.
+    more : callable, optional
+        Returns further scalars by tag, after each epoch.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, more: Callable[[], Mapping[str, float]] = dict) -> None:
+        self.folder, self._more = folder, more
         self._events: _EventFile | None = None
 
     def on_training_begin(self, training: Training) -> None:
@@ -62,7 +64,7 @@ class TensorBoard(Hook):
         """Write the epoch's numbers, and pictures where it was validated."""
         if self._events is None:
             return
-        summaries = [scalar(tag, value) for tag, value in _scalars(record).items()]
+        summaries = [scalar(tag, value) for tag, value in {**_scalars(record), **self._more()}.items()]
         if record.score is not None:
             for example in getattr(training.validation, "examples", ()):
                 picture = overlay(example.image, example.label, example.prediction)

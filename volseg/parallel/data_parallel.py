@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from volseg.device.pretended import is_recording
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_not_lazy
@@ -235,7 +236,7 @@ class _Replicated:
     @contextmanager
     def _randomness(self) -> Iterator[None]:
         """Draw from a seed of this pass and replica."""
-        if self.seeds is None or _is_recording(self.home):
+        if self.seeds is None or is_recording(self.home):
             yield
             return
         with seeded(mix(self._find_seed(), self._replica), self._devices):
@@ -338,10 +339,6 @@ def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Repl
         return None  # it does so by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
-
-
-def _is_recording(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:

@@ -5,15 +5,17 @@ A *launched* process was started by ``torchrun``, ``launch``, ``srun``, or anoth
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from volseg.errors import ParallelError
-from volseg.launched import find_launch
+from volseg.launched import Launch, find_launch
 
 __all__ = [
+    "computing_on",
     "count_gpus",
     "count_launched",
     "count_processes",
@@ -37,14 +39,32 @@ __all__ = [
 ]
 
 
+_own_device: torch.device | None = None
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Have this device in here and be started by nobody: what a launcher told this process is of another job."""
+    global _own_device
+    before, _own_device = _own_device, device
+    try:
+        yield
+    finally:
+        _own_device = before
+
+
+def _find_start() -> Launch | None:
+    return find_launch() if _own_device is None else None
+
+
 def is_launched() -> bool:
     """Tell whether a launcher started this process and gave it a device of its own; see ``volseg.launched``."""
-    return find_launch() is not None
+    return _find_start() is not None
 
 
 def count_launched() -> int:
     """Return how many processes were started for this job, whether they have joined a group yet or not."""
-    launch = find_launch()
+    launch = _find_start()
     return 1 if launch is None else launch.world_size
 
 
@@ -62,7 +82,7 @@ def count_restarts() -> int:
 
     Processes of a group agree on it; asked before they have met, each says what its launcher says.
     """
-    launch = find_launch()
+    launch = _find_start()
     return max(_restarts, 0 if launch is None else launch.restarts)
 
 
@@ -83,7 +103,7 @@ def is_distributed() -> bool:
 
 def find_local_rank() -> int:
     """Return this process's number on its machine, which its launcher gave it; 0 where it was started alone."""
-    launch = find_launch()
+    launch = _find_start()
     return 0 if launch is None else launch.local_rank
 
 
@@ -94,7 +114,7 @@ def find_rank() -> int:
 
 def is_main_process() -> bool:
     """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
-    launch = None if has_process_group() else find_launch()
+    launch = None if has_process_group() else _find_start()
     return find_rank() == 0 if launch is None else launch.rank == 0
 
 
@@ -124,7 +144,7 @@ def stay_on_cpu(wanted: bool) -> None:
 
 def find_own_device() -> torch.device:
     """Return the device of a launched process: the GPU of its local rank, or the CPU."""
-    return _device_of(find_local_rank())
+    return _own_device or _device_of(find_local_rank())
 
 
 def _device_of(local_rank: int) -> torch.device:
@@ -139,7 +159,7 @@ def name_place(rank: int, world_size: int, local_rank: int) -> str:
 
 def name_own_place() -> str:
     """Return how a message names this process."""
-    launch = find_launch()
+    launch = _find_start()
     if launch is None:
         return name_place(find_rank(), count_processes(), 0)
     return name_place(launch.rank, launch.world_size, launch.local_rank)

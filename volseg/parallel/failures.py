@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,12 +21,12 @@ from volseg.errors import (
     UnsupportedOperatorError,
     VolsegError,
 )
-from volseg.launched import OWN_LAUNCHER, find_launch
-from volseg.lifetime import end_now, say_last
+from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
+from volseg.lifetime import begin_anew, end_now, say_last
 from volseg.parallel.devices import name_own_place
 from volseg.parallel.supervision import ENDED_SILENTLY, Cause, Supervision
 
-__all__ = ["describe", "end_after", "end_by", "is_lasting", "is_peer_gone", "read_cause"]
+__all__ = ["begin_all_anew", "describe", "end_after", "end_by", "is_lasting", "is_peer_gone", "read_cause"]
 
 SECONDS_FOR_THE_CAUSE = 6.0
 """For whoever failed first to say so, when all that is known here is that somebody is gone."""
@@ -64,6 +65,8 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     else:
         cause = supervision.fail(message, lasts=lasts)
     if not cause.is_own:
+        if cause.again and supervision is not None:
+            supervision.part()
         end_by(cause, also=said)
     if not isinstance(fault, VolsegError):
         say_last("".join(traceback.format_exception(fault)).rstrip("\n"))
@@ -76,8 +79,34 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     end_now(1)
 
 
+def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:
+    """Begin anew after a failure that the job survives in another way, with all other processes.
+
+    If another process failed before, for good or not, that counts.
+
+    Parameters
+    ----------
+    message
+        What failed.
+    supervision
+        Of this process, which tells the others: they may be waiting for it in a collective.
+    variables
+        Of the environment, in which this process tells itself what happened.
+    """
+    cause = supervision.fail(f"{name_own_place()}: {message}", again=True)
+    if not cause.again:
+        end_by(cause, also=message)
+    supervision.part()
+    begin_anew({OWN_ATTEMPTS: _count_attempt(), **(variables if cause.is_own else {})})
+
+
+def _count_attempt() -> str:
+    """Return how often these processes have been started, this time included, where launchers count on."""
+    return str(int(os.environ.get(OWN_ATTEMPTS, "0")) + 1)
+
+
 def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
-    """End this process for what another one found or suffered.
+    """End this process for what another one found or suffered, or begin it anew where that is said.
 
     Parameters
     ----------
@@ -88,6 +117,9 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
     also
         What this process met itself, which is a consequence as a rule.
     """
+    if cause.again:
+        say_last(f"volseg: {name_own_place()} begins anew with the others, after {_shorten(cause.message)}")
+        begin_anew({OWN_ATTEMPTS: _count_attempt()})
     if cause.is_own:
         say_last(f"volseg: {cause.message}")
     else:

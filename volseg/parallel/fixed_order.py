@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 
 __all__ = ["RoundSums", "fold", "sum_in_order"]
@@ -45,7 +46,7 @@ def sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     part = fold(received.view(count, size).unbind(), torch.add)
-    dist.all_gather_into_tensor(sent, part.contiguous(), group=group)
+    gather_into(sent, part.contiguous(), group=group)
     return sent[: values.numel()].view(values.shape)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from volseg.device.first_order import first_order
 from volseg.device.graph import describe_plain
+from volseg.device.pretended import find_address, find_current_stream, is_gpu, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, flatten, split_like
@@ -120,7 +121,7 @@ class GradientSums:
     ) -> None:
         self.group, self.device, self.average, self.fixed_order = group, device, average, fixed_order
         self.count = dist.get_world_size(group)
-        self._stream = torch.cuda.Stream(device) if stream is None and device.type == "cuda" else stream
+        self._stream = make_stream(device) if stream is None and is_gpu(device) else stream
         if self._stream is not None:
             accept_gradients_of_other_streams()
         self._guard = None if average else _Guard()
@@ -179,8 +180,8 @@ class GradientSums:
         # Autograd runs a node's backward on the stream of its forward.
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        self._stream.wait_stream(find_current_stream(self.device))
+        return on_stream(self._stream)
 
     def add(self, flat: Tensor) -> Tensor:
         """Return the sum over the replicas."""
@@ -222,11 +223,11 @@ class _Guard:
         """Note what the parameters will get."""
         for key, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                self._expected[key] = gradient.data_ptr()
+                self._expected[key] = find_address(gradient)
 
     def check(self, key: int, gradient: Tensor) -> None:
         """Refuse another gradient than was expected."""
-        if self._expected.pop(key, None) != gradient.data_ptr():
+        if self._expected.pop(key, None) != find_address(gradient):
             raise ParallelError(
                 f"a parameter of shape {tuple(gradient.shape)} got a gradient that was not summed over the replicas: "
                 "it was used outside of the forward pass of DataParallel (a penalty on the weights, the network called "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import is_gpu, is_pretended, on_gpu
 from volseg.errors import ParallelError
 
 __all__ = ["Differences", "LayoutNumbers"]
@@ -50,13 +51,13 @@ class Differences:
     def __init__(self, names: Sequence[str], device: torch.device, refusal: str) -> None:
         self.names, self._refusal = names, refusal
         self.found = torch.zeros(len(names), dtype=torch.bool, device=device)
-        self._copy = torch.zeros(len(names), dtype=torch.bool, pin_memory=True) if device.type == "cuda" else self.found
+        self._copy = torch.zeros(len(names), dtype=torch.bool, pin_memory=True) if is_gpu(device) else self.found
         self._copied: torch.cuda.Event | None = None
 
     def note(self, first: int, differ: Tensor) -> None:
         """Note what differs, from a parameter on; on a CPU it is refused at once."""
         self.found.narrow(0, first, len(differ)).logical_or_(differ)
-        if not self.found.is_cuda:
+        if not on_gpu(self.found):
             self.look()
 
     def look(self) -> None:
@@ -67,6 +68,8 @@ class Differences:
         ParallelError
             If processes have added what does not belong together.
         """
+        if is_pretended(self.found.device):
+            return
         if self.found.is_cuda:
             if torch.cuda.is_current_stream_capturing() or (self._copied is not None and not self._copied.query()):
                 return

@@ -4,16 +4,19 @@ The wrapper is a thin dispatcher. A *strategy* object places the network and run
 volume into slabs, that of ``Pipeline`` cuts the network into stages. Everything that a training loop does to
 a module (parameters, state, modes) reaches the plain network under the plain network's names.
 
-``strategy="auto"`` takes the spatial split, and the layers where the first volume meets an operator without a sharded
-form: only the run itself tells what a network calls, and a rehearsal on other shapes or devices could take another
-branch. That first attempt leaves no trace: neither in buffers and attributes, nor in random numbers, nor in the input.
+``strategy="auto"`` chooses at the first batch, as only that says how large volumes are. On several GPUs the ways to
+run it are forecast there (``volseg.parallel.candidates``), and the fastest that fits is taken. Elsewhere, and where a network
+cannot be followed, it is the spatial split; and in any case the layers where the first volume meets an operator without
+a sharded form: only the run itself tells what a network calls, and a rehearsal on other shapes or devices could take
+another branch. That first attempt leaves no trace: neither in buffers and attributes, nor in random numbers, nor in the
+input.
 
 It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement apart, and raise.
 """
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -30,16 +33,34 @@ from volseg.device.torch_internals import (
     load_from_state_dict,
 )
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.devices import list_gpus
+from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
 
-__all__ = ["ModelParallel", "check_not_lazy"]
+__all__ = ["ModelParallel", "check_not_lazy", "choose_by"]
 
 logger = logging.getLogger(__name__)
+
+Choice = tuple[Options, str]
+"""A strategy, and why."""
+
+Chooser = Callable[[nn.Module, Sequence[torch.device], tuple[Any, ...]], Choice | None]
+"""Chooses for a network, devices and the arguments of the first call; None where it has nothing to say."""
+
+_choosers: list[Chooser] = []
+
+
+def choose_by(chooser: Chooser) -> Chooser:
+    """Let ``strategy="auto"`` choose by this function; the one that was named last is asked.
+
+    Whoever forecasts builds models of this module to follow them, so he is not imported here.
+    """
+    _choosers.append(chooser)
+    return chooser
+
 
 STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
 
@@ -53,9 +74,11 @@ class ModelParallel(nn.Module):
         Any module. It is used in place (not copied) and stays reachable as ``.module``.
     strategy
         ``Spatial(...)`` cuts volumes into slabs, ``Pipeline(...)`` cuts the layers into stages; ``"spatial"`` and
-        ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline where ``split_size`` is given,
-        else the spatial split, which also divides a batch of one; in one process, and without options of the spatial
-        split, it takes the pipeline after all where the first volume meets an operator without a sharded form.
+        ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline where ``split_size`` is given.
+        Else, on several GPUs of one process, it forecasts at the first batch what is fastest of what fits, and takes
+        that. On a CPU, and on several processes, it takes the spatial split, which also divides a batch of one; in one
+        process, and without options of the spatial split, it takes the pipeline after all where the first volume meets
+        an operator without a sharded form.
     devices
         Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named
         several times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
@@ -111,7 +134,7 @@ class ModelParallel(nn.Module):
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
         given = take_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
         found, self.why = _choose(strategy, given)
-        self.chosen = found.name
+        self.chosen, self._options = found.name, found
         if strategy == "auto":
             logger.info("ModelParallel(strategy='auto') takes %s: %s", self.chosen, self.why)
         self._arguments = dict(strategy=strategy, devices=devices, mesh=mesh, **given)
@@ -136,24 +159,39 @@ class ModelParallel(nn.Module):
         return self.strategy(*args, **kwargs)
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the spatial split, or the pipeline if it cannot; the choice is made then."""
+        """Run what is chosen, or the spatial split, or the pipeline if that cannot; the choice is made then."""
+        choice = _choosers[-1](self.module, self._devices, args) if _choosers and not kwargs else None
+        if choice is not None:
+            self._take(*choice)
+        if self.chosen == "pipeline":
+            self._tries = False
+            return self.strategy(*args, **kwargs)
         gpus = list_gpus() if torch.cuda.is_initialized() else ()
         attempt = Attempt(self.module, gpus, inputs=(args, kwargs))
         try:
             result = self.strategy(*args, **kwargs)
         except UnsupportedOperatorError as fault:
             attempt.put_back()
-            self._take_layers(str(fault).partition("\n")[0])
+            reason = str(fault).partition("\n")[0]
+            self._take(Pipeline(), f"an operator of the network has no sharded form: {reason}")
+            self._tries = False
+            logger.warning("ModelParallel(strategy='auto') takes the pipeline: %s", self.why)
             return self.strategy(*args, **kwargs)
         self._tries = False
-        self.why = "every operator of the first volume has a sharded form"
+        if choice is None:
+            self.why = "every operator of the first volume has a sharded form"
         return result
 
-    def _take_layers(self, reason: str) -> None:
-        object.__setattr__(self, "strategy", Pipeline().build(self.module, self._arguments["devices"]))
-        self._tries, self.chosen = False, "pipeline"
-        self.why = f"an operator of the network has no sharded form: {reason}"
-        logger.warning("ModelParallel(strategy='auto') takes the pipeline: %s", self.why)
+    @property
+    def _devices(self) -> Sequence[torch.device]:
+        return name_devices(self._arguments["devices"])
+
+    def _take(self, options: Options, why: str) -> None:
+        """Run by these options from now on."""
+        self.chosen, self.why = options.name, why
+        if options != self._options:
+            self._options = options
+            object.__setattr__(self, "strategy", options.build(self.module, self._arguments["devices"]))
 
     @property
     def partition(self) -> Any:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from volseg.device.pretended import find_readable, host_values
 from volseg.errors import ParallelError
 from volseg.launched import Launch, find_launch
 from volseg.lifetime import end_with_launcher
@@ -152,11 +153,11 @@ def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a gloo group of the same processes: the group itself, or one made by all of them the first time.
+    """Return a group of the same processes that sends tensors of the host: itself, or one made by all the first time.
 
     One for all models: torch never lets a group go before the last.
     """
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(group) != "nccl":
         return group
     if group not in _message_groups:
         _message_groups[group] = make_group(dist.get_process_group_ranks(group), "gloo", local=True)
@@ -165,10 +166,11 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Tell whether all processes of a group say yes, then all of the next one: all of a mesh, by its dims in turn."""
-    vote = torch.tensor([int(yes)], device=device)
-    for group in groups:
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-    return bool(vote.item())
+    with host_values():
+        vote = torch.tensor([int(yes)], device=find_readable(device))
+        for group in groups:
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+        return bool(vote.item())
 
 
 def leave_processes() -> None:
@@ -216,7 +218,9 @@ def find_supervision() -> Supervision | None:
 def _watch(launch: Launch, meeting: Meeting, timeout: float) -> None:
     connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
     connection = PrefixStore(meeting.name, connection)
-    _joined.supervision = Supervision(connection, launch.rank, meeting.members, timeout, end_by)
+    _joined.supervision = Supervision(
+        connection, launch.rank, meeting.members, timeout, end_by, keeps_store=_joined.serves
+    )
 
 
 def _tell_of_errors() -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.pretended import find_readable, host_values
+from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.spatial.plan.shards import spans
@@ -117,7 +119,7 @@ class Replicas:
         if self.group is None:
             return values.detach().unsqueeze(0)
         stacked = values.new_empty((self.num_processes, *values.shape))
-        dist.all_gather_into_tensor(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
+        gather_into(stacked.view(-1), values.detach().contiguous().view(-1), group=self.group)
         return stacked
 
     def require_alike(self, device: torch.device, **numbers: int) -> None:
@@ -128,7 +130,8 @@ class Replicas:
         ParallelError
             Names the first that differs, and each process's.
         """
-        found = self.gather(torch.tensor(list(numbers.values()), device=device)).tolist()
+        with host_values():
+            found = self.gather(torch.tensor(list(numbers.values()), device=find_readable(device))).tolist()
         for name, *values in zip(numbers, *found, strict=True):
             if len(set(values)) > 1:
                 raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")

@@ -11,6 +11,9 @@ reads cases, as long as that one goes on. It ends this process, by itself and wh
 - nobody has made any progress for the timeout: where everybody is is told;
 - the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there.
 
+A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
+has heard of it.
+
 Time counts only while this thread runs: a job that was held as a whole (SIGSTOP, a suspended machine) goes on as if
 nothing had been. Holding one of several processes, in a debugger too, is what the others take for a hang; who does so
 sets a longer timeout.
@@ -26,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +40,9 @@ __all__ = ["Cause", "Supervision"]
 
 LEAST_SECONDS = 20.0
 """Without a sign of life after which a process is taken for gone; a machine under load may be that slow."""
+
+SECONDS_TO_HEAR = 15.0
+"""For all processes to hear that they begin anew, before the one that keeps the store does."""
 
 SECONDS_TO_LEAVE = 30.0
 """For a checkpoint after a signal, which may come when the launcher, and with it the store, has gone."""
@@ -60,6 +67,8 @@ class Cause:
     """Whether this process was the first to say so."""
     lasts: bool = False
     """Whether another attempt would end by it too."""
+    again: bool = False
+    """Whether all processes begin anew by themselves."""
 
 
 class Supervision:
@@ -79,6 +88,8 @@ class Supervision:
         Ends this process, with the cause and where its main thread is, if that matters.
     look : callable
         Returns what this process did last.
+    keeps_store : bool
+        Whether the store goes with this process.
     """
 
     def __init__(
@@ -89,6 +100,8 @@ class Supervision:
         timeout: float,
         end: Callable[[Cause, str], object],
         look: Callable[[], Milestone] = find_milestone,
+        *,
+        keeps_store: bool = False,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -96,6 +109,7 @@ class Supervision:
         self.timeout = timeout
         self.end = end
         self.look = look
+        self.keeps_store = keeps_store
         self.period = min(max(1.0, len(members) / PROCESSES_PER_SECOND), timeout / 10)
         self.longest_silence = min(max(timeout / 5, LEAST_SECONDS), timeout)
         self.cause: Cause | None = None
@@ -114,11 +128,20 @@ class Supervision:
 
     # What the main thread calls.
 
-    def fail(self, message: str, *, lasts: bool = False) -> Cause:
+    def fail(self, message: str, *, lasts: bool = False, again: bool = False) -> Cause:
         """Tell the others that this process ends by an error; return what the job ends by, which may be another's."""
         self._ending.set()  # the thread must not end what the main thread is about to say
         with self._lock:
-            return self._decide(message, lasts=lasts)
+            return self._decide(message, lasts=lasts, again=again)
+
+    def part(self) -> None:
+        """Say that this process has heard that all begin anew; who keeps the store waits until all others have."""
+        with self._lock, suppress(RuntimeError):  # no store: the others have gone, or will miss it
+            self.store.set(f"heard/{self.rank}", "")
+            keys = [f"heard/{rank}" for rank in range(len(self.members))]
+            end = time.monotonic() + SECONDS_TO_HEAR
+            while self.keeps_store and not self.store.check(keys) and time.monotonic() < end:
+                time.sleep(0.02)
 
     def list_silent(self, seconds: float) -> list[str]:
         """Return where the processes are of which nothing was heard for so long."""
@@ -156,6 +179,8 @@ class Supervision:
                     continue
                 self._lost = None
             if cause is not None and not self._ending.is_set():
+                if cause.again:
+                    self.part()
                 self.end(cause, self._format_stack() if show_stack else "")
 
     def _publish(self) -> None:
@@ -187,7 +212,8 @@ class Supervision:
         """Return why this process must end, if it must, and whether to show where it is."""
         if self.store.check(["cause"]):
             said = json.loads(self.store.get("cause"))
-            return Cause(message=said["message"], is_own=False, lasts=said["lasts"]), said["hung"]
+            cause = Cause(message=said["message"], is_own=False, lasts=said["lasts"], again=said["again"])
+            return cause, said["hung"]
         staying = {rank: m for rank, m in enumerate(self.members) if not self._states.get(rank, {}).get("leaving")}
         if self._is_leaving or not staying:
             return None, False
@@ -213,15 +239,16 @@ class Supervision:
         )
         return self._decide(message, hung=True), True
 
-    def _decide(self, message: str, *, hung: bool = False, lasts: bool = False) -> Cause:
+    def _decide(self, message: str, *, hung: bool = False, lasts: bool = False, again: bool = False) -> Cause:
         """Put down the cause if nobody has; return the one that holds."""
         if self.cause is None:
-            mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "by": self.rank})
+            mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "again": again, "by": self.rank})
             try:
                 holds = json.loads(self.store.compare_set("cause", "", mine))
             except RuntimeError:  # no store: nobody to agree with
                 holds = json.loads(mine)
-            self.cause = Cause(message=holds["message"], is_own=holds["by"] == self.rank, lasts=holds["lasts"])
+            is_own = holds["by"] == self.rank
+            self.cause = Cause(message=holds["message"], is_own=is_own, lasts=holds["lasts"], again=holds["again"])
         return self.cause
 
     def _miss_store(self, fault: RuntimeError) -> None:

@@ -92,6 +92,11 @@ class ClipZScore(MapTransform):
         self.lower, self.upper, self.percentiles = lower, upper, percentiles
         self.mean, self.std, self.channels = mean, std, channels
 
+    @property
+    def is_voxelwise(self) -> bool:
+        """Whether no voxel depends on another: then a GPU computes the same bits."""
+        return self.percentiles is None and self.mean is not None
+
     def __call__(self, data: Mapping[str, Any]) -> Case:
         """Return the case with its images normalised, its label maps as they were."""
         case = dict(data)
@@ -110,6 +115,11 @@ class ClipZScore(MapTransform):
             lower, upper = np.percentile(channel.numpy(force=True), self.percentiles).tolist()
         if self.mean is not None and self.std is not None:
             mean, deviation = self.mean, self.std
+            if channel.device.type != "cpu":
+                # By a tensor: by a number a GPU would multiply by its reciprocal, and round otherwise.
+                divisor = torch.full((), deviation, device=channel.device)
+                channel.clamp_(lower, upper).sub_(mean).div_(divisor)
+                return
             run_over_slabs(
                 lambda slab: channel[slab].clamp_(lower, upper).sub_(mean).div_(deviation), channel.shape, SLAB_PLANES
             )

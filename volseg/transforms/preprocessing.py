@@ -145,16 +145,42 @@ class Preprocessing(Compose):
         VolsegError
             `DataError` or `GridError`, with the case and the step that failed.
         """
-        case = dict(input_)
-        for step in self.transforms[start:end]:
+        return self._apply(dict(input_), self.transforms[start:end])
+
+    def consume(self, read: dict[str, Any]) -> Case:
+        """Return the preprocessed case, and empty the one that came: what was read is forgotten once it is resampled.
+
+        Raises
+        ------
+        VolsegError
+            As a call does.
+        """
+        case = dict(read)
+        read.clear()
+        return self._apply(case, self.transforms)
+
+    @property
+    def suits_devices(self) -> bool:
+        """Whether a GPU computes the same, but for the last bit of a resampled voxel."""
+        kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
+        return all(
+            isinstance(step, kinds)
+            or type(step) is BoundedSpacing
+            or (isinstance(step, ClipZScore) and step.is_voxelwise)
+            for step in self.transforms
+        )
+
+    def _apply(self, case: Case, steps: Sequence[Callable[[Case], Case]]) -> Case:
+        for step in steps:
+            name = case.get("case", "(unnamed)")
             try:
                 case = step(case)
             except VolsegError as fault:
-                raise type(fault)(f"case {case.get('case', '(unnamed)')}: {fault}") from fault
+                raise type(fault)(f"case {name}: {fault}") from fault
+            except torch.OutOfMemoryError:  # of a GPU: the CPU may have room
+                raise
             except (ValueError, RuntimeError, TypeError, np.linalg.LinAlgError) as fault:
-                raise DataError(
-                    f"case {case.get('case', '(unnamed)')}: {type(step).__name__} failed: {fault}"
-                ) from fault
+                raise DataError(f"case {name}: {type(step).__name__} failed: {fault}") from fault
         return case
 
 

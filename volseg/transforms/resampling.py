@@ -4,6 +4,9 @@ MONAI writes down the three coordinates of every new voxel in float64, by way of
 first: a CT of 512 x 512 x 160 takes gigabytes of fresh memory, and most of the time goes into its pages. A slab of some
 planes stays in the cache. The arithmetic is MONAI's, number by number and in its order, so that a voxel halfway between
 two others goes to the same one.
+
+A volume on a GPU is interpolated there, likewise in float64: a GPU rounds a product and a sum at once, by which a voxel
+in float32 may differ in its last bit. What takes the nearest voxel is taken on the CPU, for that could be another one.
 """
 
 import math
@@ -23,7 +26,7 @@ from torch.nn.functional import grid_sample
 
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = ["SlabResample"]
+__all__ = ["SlabResample", "resample_on_device"]
 
 SLAB_VOXELS = 1 << 17
 """New voxels at a time; their coordinates take 7 MB."""
@@ -31,12 +34,15 @@ SLAB_VOXELS = 1 << 17
 CONVERTED_PLANES = 16
 """Planes that a thread makes float64 at a time."""
 
+DEVICE_VOXELS = 1 << 23
+"""New voxels at a time on a GPU; their coordinates take half a gigabyte on the way."""
+
 TOGETHER_VOXELS = 1 << 24
 """New voxels between which the source's planes are made float64 that they need, and others are forgotten."""
 
 
 class SlabResample(SpatialResample):
-    """`SpatialResample` for volumes on the CPU that are resampled at once, in float64, by ``grid_sample``'s rule."""
+    """`SpatialResample` for volumes that are resampled at once, in float64, by ``grid_sample``'s rule."""
 
     def __call__(
         self,
@@ -55,7 +61,7 @@ class SlabResample(SpatialResample):
             parent = super(SlabResample, self).__call__
             return parent(img, dst_affine, spatial_size, mode, padding_mode, align_corners, dtype, lazy)
 
-        is_plain = isinstance(img, MetaTensor) and img.device.type == "cpu" and not lazy and not align_corners
+        is_plain = isinstance(img, MetaTensor) and not lazy and not align_corners
         sizes = isinstance(spatial_size, Sequence) and len(spatial_size) == 3 and img.ndim == 4
         named = mode in ("bilinear", "nearest") and padding_mode in ("border", "zeros") and dtype == np.float64
         if not (is_plain and sizes and named) or dst_affine is None:
@@ -67,7 +73,13 @@ class SlabResample(SpatialResample):
         moved = torch.from_numpy(np.linalg.solve(before.numpy(), after.numpy()))  # to MONAI's last bit
         if shape == list(img.shape[1:]) and (_is_close(before, after) or _is_close(moved, torch.eye(4))):
             return as_monai()  # which leaves it as it is
-        voxels = _resample(img.as_tensor(), moved, shape, str(mode), str(padding_mode))
+        volume, how = img.as_tensor(), (moved, shape, str(mode), str(padding_mode))
+        if img.device.type == "cpu":
+            voxels = _resample(volume, *how)
+        elif mode == "bilinear":
+            voxels = resample_on_device(volume, *how)
+        else:
+            voxels = _resample(volume.cpu(), *how).to(volume.device)
         tracked = self.track_transform_meta(  # moves the affine, and notes what `Invertd` takes back
             img,
             sp_size=torch.tensor(shape),
@@ -92,22 +104,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
     """Return the values of ``volume`` at the new voxels, whose indices ``moved`` maps to old ones."""
     _, height, width = shape
-    theta = to_norm_affine(moved[None], volume.shape[1:], shape, align_corners=False)[0]
-    theta = theta[[2, 1, 0]][:, [2, 1, 0, 3]].contiguous()  # from (d, h, w, 1) to grid_sample's (w, h, d)
-    places = [_place_voxels(side) for side in shape]
     resampled = torch.empty(len(volume), *shape)
     source = _ExactPlanes(volume)
-
-    def fill(planes_of: slice) -> None:
-        planes = places[0][planes_of]
-        homogeneous = torch.ones(len(planes), height, width, 4, dtype=torch.float64)
-        homogeneous[..., 0] = places[2]
-        homogeneous[..., 1] = places[1][:, None]
-        homogeneous[..., 2] = planes[:, None, None]
-        grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
-        slab = grid_sample(source.exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
-        resampled[:, planes_of] = slab[0]
-
+    fill = _make_fill(source.exact, resampled, moved, mode, padding_mode)
     planes = max(1, SLAB_VOXELS // (height * width))
     together = planes * max(1, TOGETHER_VOXELS // (planes * height * width))
     for begin in range(0, shape[0], together):
@@ -119,6 +118,39 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
             planes,
         )
     return resampled
+
+
+def resample_on_device(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, padding_mode: str) -> Tensor:
+    """Return the values at the new voxels where the volume lies, all of which is made float64."""
+    resampled = torch.empty(len(volume), *shape, device=volume.device)
+    fill = _make_fill(volume.double(), resampled, moved, mode, padding_mode)
+    planes = max(1, DEVICE_VOXELS // (shape[1] * shape[2]))
+    for begin in range(0, shape[0], planes):
+        fill(slice(begin, min(begin + planes, shape[0])))
+    return resampled
+
+
+def _make_fill(
+    exact: Tensor, resampled: Tensor, moved: Tensor, mode: str, padding_mode: str
+) -> Callable[[slice], object]:
+    """Return what writes planes of the resampled volume ``(C, D, H, W)``, of the exact one's values."""
+    shape, device = resampled.shape[1:], exact.device
+    _, height, width = shape
+    theta = to_norm_affine(moved[None], exact.shape[1:], shape, align_corners=False)[0]
+    theta = theta[[2, 1, 0]][:, [2, 1, 0, 3]].contiguous().to(device)  # from (d, h, w, 1) to grid_sample's (w, h, d)
+    places = [_place_voxels(side).to(device) for side in shape]
+
+    def fill(planes_of: slice) -> None:
+        planes = places[0][planes_of]
+        homogeneous = torch.ones(len(planes), height, width, 4, dtype=torch.float64, device=device)
+        homogeneous[..., 0] = places[2]
+        homogeneous[..., 1] = places[1][:, None]
+        homogeneous[..., 2] = planes[:, None, None]
+        grid = homogeneous.view(1, -1, 4).bmm(theta.T[None]).view(1, len(planes), height, width, 3)
+        slab = grid_sample(exact[None], grid, mode=mode, padding_mode=padding_mode, align_corners=False)
+        resampled[:, planes_of] = slab[0]
+
+    return fill
 
 
 def _reach(moved: Tensor, box: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -12,12 +12,27 @@ import torch
 
 from volseg.errors import ConfigError
 
-__all__ = ["PRECISIONS", "Precision", "PrecisionName"]
+__all__ = ["PRECISIONS", "Precision", "PrecisionName", "choose_dtype"]
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = ("auto", "fp32", "bf16", "fp16")
 
 _AMPERE = (8, 0)
+
+
+def choose_dtype(name: str, capability: tuple[int, int] | None) -> torch.dtype:
+    """Return what ``name`` means on a GPU of a compute capability, or on a CPU (None).
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name.
+    """
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}")
+    if name == "auto":
+        name = "fp32" if capability is None else "bf16" if capability >= _AMPERE else "fp16"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 @dataclass(frozen=True)
@@ -36,17 +51,10 @@ class Precision:
         ConfigError
             For an unknown name, or float16 on a CPU.
         """
-        if name not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}")
-        if name == "auto":
-            if device.type != "cuda":
-                name = "fp32"
-            else:
-                name = "bf16" if torch.cuda.get_device_capability(device) >= _AMPERE else "fp16"
-        if name == "fp16" and device.type != "cuda":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if name == "fp16" and capability is None:
             raise ConfigError(f"precision fp16 needs a GPU, got device {device}; use fp32, bf16 or auto")
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return cls(device.type, dtypes[name])
+        return cls(device.type, choose_dtype(name, capability))
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass."""

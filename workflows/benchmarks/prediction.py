@@ -15,7 +15,8 @@ float16), windows of 128^3 that overlap by half, on a synthetic CT from a ``.nii
 to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of 512 x 512 x 600 (``--spacing file`` leaves the grid
 as it is). A small volume goes first, so that libraries are loaded, kernels compiled and recorded: ``warm_up``.
 
-- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded.
+- ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded; the image is
+  prepared on the GPU, unless ``--prepare-on-cpu``. ``of_read_the_file`` is the part of ``read`` for file and checks.
 - ``ours_torch``: the same with torch's kernels, recorded; ``ours_eager``: these launched one by one.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
@@ -50,18 +51,21 @@ import torch
 from monai.data import MetaTensor
 from torch import nn
 
-from volseg.data.preprocessed import prepare
+from volseg.data.cases import Task
+from volseg.data.checks import read_case
+from volseg.data.preprocessed import prepare, preprocess
 from volseg.fields import Case
 from volseg.inference.decision import Decision
 from volseg.inference.overlapped import overlapped
 from volseg.inference.prediction import Prediction
 from volseg.inference.predictor import Predictor
+from volseg.inference.preparing_on_device import prepare_on, suits
 from volseg.inference.recorded_model import choose_windows_per_step, record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.deep_supervision import DynUNet
 from volseg.monitoring.environment import environment
 from volseg.parallel import FastKernels
-from volseg.transforms.preprocessing import build_preprocessing
+from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
 
 CASES = ("512x512x600x3", "512x512x600x15", "512x512x600x117", "512x512x1000x117")
 """Voxels of the file along its three axes, and classes."""
@@ -87,6 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--windows", type=int, help="that go through the network together; by default as predict chooses"
     )
+    parser.add_argument("--prepare-on-cpu", action="store_true", help="of ours, even where the GPU could")
     parser.add_argument("--repeat", type=int, default=1, help="times that the case is predicted after the warm-up")
     parser.add_argument("--seconds", type=float, default=90, help="limit of a row on a case, the warm-up included")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds after which no row is begun")
@@ -123,7 +128,8 @@ def measure_all(rows: Sequence[str], chosen: argparse.Namespace) -> None:
             else:
                 outcome = measure_apart(row, case, chosen)
             described = {"row": row, "case": case, "spacing": chosen.spacing, "windows": chosen.windows}
-            measured = [one for one in measured if {key: one[key] for key in described} != described]
+            described |= {"prepared_on": "CPU"} if chosen.prepare_on_cpu else {}
+            measured = [one for one in measured if {key: one.get(key) for key in described} != described]
             measured.append(described | outcome)
             print(json.dumps(measured[-1]), flush=True)
             write(chosen, measured)
@@ -157,6 +163,7 @@ def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, 
     command += ["--device", chosen.device, "--spacing", chosen.spacing, "--repeat", str(chosen.repeat)]
     command += ["--window", *map(str, chosen.window), "--filters", *map(str, chosen.filters)]
     command += [] if chosen.windows is None else ["--windows", str(chosen.windows)]
+    command += ["--prepare-on-cpu"] if chosen.prepare_on_cpu else []
     words = chosen.scratch / "words"
     with words.open("wb") as told:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told)
@@ -304,9 +311,14 @@ def make_network(filters: Sequence[int], classes: int) -> nn.Module:
 
 
 def prepared(image: Path, chosen: argparse.Namespace) -> Case:
-    """Read the image and bring it to the network's grid, as all rows do."""
+    """Read the image and bring it to the network's grid on the CPU, as MONAI's and nnU-Net's rows do."""
+    return prepare({"case": "ct", "image": image}, make_preprocessing(chosen))
+
+
+def make_preprocessing(chosen: argparse.Namespace) -> Preprocessing:
+    """Return the way to the network's grid and intensities."""
     spacing = [] if chosen.spacing == "file" else [{"name": "Spacing", "spacing": list(NETWORK_SPACING)}]
-    return prepare({"case": "ct", "image": image}, build_preprocessing([*spacing, INTENSITIES]))
+    return build_preprocessing([*spacing, INTENSITIES])
 
 
 def profile(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -349,11 +361,16 @@ def profile(chosen: argparse.Namespace) -> dict[str, Any]:
     events = watching.key_averages()
     on_device = sorted(events, key=lambda event: -event.self_device_time_total)
     found["device_seconds"] = sum(event.self_device_time_total for event in events) / 1e6
-    found["device_ms"] = {e.key[:90]: [e.self_device_time_total / 1e3, e.count] for e in on_device[:30]}
+    found["device_ms"] = {name_kernel(e.key): [e.self_device_time_total / 1e3, e.count] for e in on_device[:30]}
     by_host = sorted(events, key=lambda event: -event.self_cpu_time_total)
-    found["host_ms"] = {e.key[:90]: [e.self_cpu_time_total / 1e3, e.count] for e in by_host[:30]}
+    found["host_ms"] = {name_kernel(e.key): [e.self_cpu_time_total / 1e3, e.count] for e in by_host[:30]}
     found["recorded"] = [getattr(recorded, "num_recorded", 0), getattr(recorded, "refused", "on a CPU")]
     return found
+
+
+def name_kernel(name: str) -> str:
+    """Return both ends of a long name: torch's kernels differ at the end, cuDNN's at the beginning."""
+    return name if len(name) <= 160 else f"{name[:80]} ... {name[-75:]}"
 
 
 def time_pass(run: Callable[[torch.Tensor], Any], windows: torch.Tensor, device: torch.device) -> float:
@@ -390,17 +407,34 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
     def save(case: Case, prediction: Prediction) -> Path:
         return write_prediction(prediction.labels, case["image"], chosen.scratch / f"ours_{kind}.nii.gz")
 
+    preprocessing = make_preprocessing(chosen)
+    on_device = suits(preprocessing, device) and not chosen.prepare_on_cpu
+    task = Task(name="CT", root=Path(), modalities=("CT",), labels={0: "background"}, training=(), test=())
+
     def measure(image: Path, parts: Parts) -> Path:
+        inner: dict[str, float] = {}
+
         def read(case: Case) -> Case:
-            return prepared(case["image"], chosen)
+            begin = time.perf_counter()
+            checked = read_case(case, task, digests=False)
+            if checked.problems:
+                raise RuntimeError(checked.problems[0].message)
+            inner["file"] = time.perf_counter() - begin
+            read = dict(checked.case)
+            return read if on_device else preprocess(read, case, preprocessing, keep_reference=False)
+
+        def finish(read: Case) -> Case:
+            return prepare_on(device, dict(read), preprocessing)
 
         with timed_decisions(device) as spans:
-            (outcome,) = overlapped([{"case": "ct", "image": image}], read, predictor.stream, save)
+            given = [{"case": "ct", "image": image}]
+            (outcome,) = overlapped(given, read, predictor.stream, save, finish=finish if on_device else None)
         if outcome.fault is not None:
             raise outcome.fault
         resample = sum(spans())
         compute = outcome.seconds["compute"] - resample
         parts.seconds.update({**outcome.seconds, "compute": compute, "resample": resample})
+        parts.seconds["of_read_the_file"] = inner["file"]
         assert outcome.file is not None
         return outcome.file
 

@@ -9,7 +9,7 @@ from volseg.data.checks.doubles import find_same_images, refuse_held_out, remark
 from volseg.data.checks.findings import Findings, check_cases, inspect_cases, require_sound, summarise_remarks
 from volseg.data.checks.kinds import KINDS, Finding, FindingKind
 from volseg.data.checks.mending import MendedTask, mend_task
-from volseg.data.checks.reading import CheckedCase, check_case, read_case
+from volseg.data.checks.reading import CheckedCase, check_case, digest_voxels, read_case
 from volseg.data.checks.task import TaskCheck, check_task
 
 Problem = Finding
@@ -31,6 +31,7 @@ __all__ = [
     "check_case",
     "check_cases",
     "check_task",
+    "digest_voxels",
     "find_same_images",
     "inspect_cases",
     "mend_task",

@@ -24,7 +24,7 @@ from volseg.data.readers import list_files, name_files, read_volume
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
 from volseg.parallel.progress import report_progress
 
-__all__ = ["CheckedCase", "check_case", "read_case"]
+__all__ = ["CheckedCase", "check_case", "digest_voxels", "read_case"]
 
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
 """What an image in a label's place looks like."""
@@ -56,10 +56,11 @@ def check_case(case: Case, task: Task) -> list[Finding]:
     return list(read_case(case, task).problems)
 
 
-def read_case(case: Case, task: Task) -> CheckedCase:
+def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     """Read a case to its end, and check it.
 
-    Whatever goes wrong with a case is a problem of that case, so that none hides the others.
+    Whatever goes wrong with a case is a problem of that case, so that none hides the others. Without ``digests``, which
+    of a large image take as long as reading it, whoever needs that of a case to predict asks `digest_voxels` for it.
     """
     found: list[Finding] = []
     volumes: dict[str, MetaTensor] = {}
@@ -80,16 +81,16 @@ def read_case(case: Case, task: Task) -> CheckedCase:
             found.extend(faults)
             if volume is not None:
                 volumes[name] = volume
-    digests = {name: _digest(volume) for name, volume in volumes.items()}
-    found = _look_at_both(case, task, volumes, digests, found)
+    found_digests = {name: digest_voxels(volume) for name, volume in volumes.items()} if digests else {}
+    found = _look_at_both(case, task, volumes, found_digests, found)
     found = list(dict.fromkeys(found))
     return CheckedCase(
         case={**case, **volumes},
         problems=tuple(finding for finding in found if finding.severity == "bad"),
         remarks=tuple(_without_doubles([finding for finding in found if finding.severity == "look"])),
-        digest=digests.get("image"),
-        label_digest=digests.get("label"),
-        fingerprint=_fingerprint(digests, volumes),
+        digest=found_digests.get("image"),
+        label_digest=found_digests.get("label"),
+        fingerprint=_fingerprint(found_digests, volumes) if digests else "",
         label_counts={} if values is None else values.counts,
     )
 
@@ -143,7 +144,7 @@ def _look_at_both(
         if fault := find_place_fault(image, label):
             found = [*found, _describe(case, "label", fault)]
         values = [finding for finding in found if finding.kind in LABEL_VALUES]
-        if digests["image"] == digests["label"]:
+        if digests and digests["image"] == digests["label"]:
             text = "holds the same voxels as its image; name the image's own file, and the label's"
             return [
                 *(one for one in found if one not in values),
@@ -162,7 +163,8 @@ def _without_doubles(remarks: list[Finding]) -> list[Finding]:
     return list({(remark.kind, remark.message): remark for remark in reversed(remarks)}.values())[::-1]
 
 
-def _digest(volume: MetaTensor) -> str:
+def digest_voxels(volume: MetaTensor) -> str:
+    """Return `CheckedCase.digest` of an image."""
     voxels = volume.as_tensor().contiguous().numpy()
     digest = sha256(repr(voxels.shape).encode())
     digest.update(voxels)

@@ -1,5 +1,6 @@
 """What can be seen in one image or label map: the grid it lies on, and its values."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -227,9 +228,10 @@ def _is_resampled(grid: Grid, other: Grid) -> bool:
 
 
 def _find_not_finite(voxels: Tensor) -> Fault | None:
-    bad = ~voxels.isfinite()
-    if not bad.any():
+    # Of a large image this takes a tenth of the time of `isfinite`; what is no number shows in both.
+    if all(math.isfinite(end) for end in map(float, voxels.aminmax())):
         return None
+    bad = ~voxels.isfinite()
     first = tuple(int(index) for index in np.unravel_index(int(bad.flatten().byte().argmax()), bad.shape))
     return Fault(
         "not-finite",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device import triton_tiles
+from volseg.device import pretended, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
-    if not (triton_tiles.available() and tensor.is_cuda and tensor.ndim == 5):
+    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
     half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
     return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
@@ -69,9 +69,22 @@ def _count_voxels(slab: Tensor) -> int:
 
 def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
+    return weight.shape[0] <= one_voxel.MOST_CLASSES and _is_point(tensor, weight, settings)
+
+
+def _is_point(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     point = weight.shape[2:] == (1, 1, 1) and settings.padding == (0, 0, 0)
-    small = weight.shape[0] <= one_voxel.MOST_CLASSES and weight.shape[1] <= one_voxel.MOST_FEATURES
-    return point and small and _is_plain(tensor, weight, settings)
+    return point and weight.shape[1] <= one_voxel.MOST_FEATURES and _is_plain(tensor, weight, settings)
+
+
+def _is_uneven_head(call: ConvolutionCall) -> bool:
+    """Say whether this is a head of many classes, which are no multiple of eight: cuDNN's matrix kernels take eights.
+
+    Others between features keep their channels last.
+    """
+    classes = call.weight.shape[0]
+    fits = one_voxel.MOST_CLASSES < classes <= one_voxel.MOST_CLASSES_OF_FORWARD
+    return fits and classes % 8 != 0 and _is_point(call.slab, call.weight, call.settings)
 
 
 def _is_few_taps(call: ConvolutionCall) -> bool:
@@ -107,7 +120,7 @@ FORWARD = (
     ),
     Kernel(
         "one voxel",
-        lambda call: is_one_voxel(call.slab, call.weight, call.settings),
+        lambda call: is_one_voxel(call.slab, call.weight, call.settings) or _is_uneven_head(call),
         lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
     ),
     Kernel(

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import count_processors, select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import count_processors, select_device
 
 __all__ = ["forward", "weight_gradient", "weight_gradient_of_few_out"]
 
@@ -31,63 +32,61 @@ MOST_OUT, FEWEST_TAPS_OF_FEW_OUT = 4, 64
 """Where few channels go out."""
 
 
-if triton is not None:
+@triton.jit
+def _gather(
+    x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Return the input under each tap of the output voxels from ``first`` on, ``[BV, BT]``."""
+    v = first + tl.arange(0, BV)
+    line = v // OW
+    plane = line // OH
+    w, h, d, b = v % OW, line % OH, plane % OD, plane // OD
+    t = tl.arange(0, BT)
+    zd = d[:, None] + ((t // (KW * KH)) % KD - PD)[None, :]
+    zh = h[:, None] + ((t // KW) % KH - PH)[None, :]
+    zw = w[:, None] + (t % KW - PW)[None, :]
+    inside = (zd >= 0) & (zd < D) & (zh >= 0) & (zh < H) & (zw >= 0) & (zw < W)
+    inside = inside & (v[:, None] < stop) & (t[None, :] < TAPS)
+    place = b.to(tl.int64)[:, None] * sb + (t // (KW * KH * KD)).to(tl.int64)[None, :] * sc
+    place += zd.to(tl.int64) * sd + zh.to(tl.int64) * sh + zw.to(tl.int64) * sw
+    return tl.load(x + place, mask=inside, other=0.0)
 
-    @triton.jit
-    def _gather(
-        x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
-        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    ):  # fmt: skip
-        """Return the input under each tap of the output voxels from ``first`` on, ``[BV, BT]``."""
-        v = first + tl.arange(0, BV)
-        line = v // OW
-        plane = line // OH
-        w, h, d, b = v % OW, line % OH, plane % OD, plane // OD
-        t = tl.arange(0, BT)
-        zd = d[:, None] + ((t // (KW * KH)) % KD - PD)[None, :]
-        zh = h[:, None] + ((t // KW) % KH - PH)[None, :]
-        zw = w[:, None] + (t % KW - PW)[None, :]
-        inside = (zd >= 0) & (zd < D) & (zh >= 0) & (zh < H) & (zw >= 0) & (zw < W)
-        inside = inside & (v[:, None] < stop) & (t[None, :] < TAPS)
-        place = b.to(tl.int64)[:, None] * sb + (t // (KW * KH * KD)).to(tl.int64)[None, :] * sc
-        place += zd.to(tl.int64) * sd + zh.to(tl.int64) * sh + zw.to(tl.int64) * sw
-        return tl.load(x + place, mask=inside, other=0.0)
 
-    @triton.jit
-    def _forward_kernel(
-        x, weight, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
-        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    ):  # fmt: skip
-        first = tl.program_id(0) * BV
+@kernel()
+def _forward_kernel(
+    x, weight, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BV
+    taps = _gather(
+        x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+    )  # fmt: skip
+    t, n = tl.arange(0, BT), tl.arange(0, BN)
+    kernel = tl.load(weight + n[None, :] * TAPS + t[:, None], mask=(n[None, :] < N) & (t[:, None] < TAPS), other=0.0)
+    v = first + tl.arange(0, BV)
+    place = out + v.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(place, tl.dot(taps, kernel).to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
+
+
+@kernel()
+def _weight_kernel(
+    x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    stop = tl.minimum((part + 1) * per_program, V)
+    t, n = tl.arange(0, BT), tl.arange(0, BN)
+    total = tl.zeros((BT, BN), tl.float32)
+    for first in range(part * per_program, stop, BV):
         taps = _gather(
-            x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+            x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
         )  # fmt: skip
-        t, n = tl.arange(0, BT), tl.arange(0, BN)
-        kernel = tl.load(
-            weight + n[None, :] * TAPS + t[:, None], mask=(n[None, :] < N) & (t[:, None] < TAPS), other=0.0
-        )
         v = first + tl.arange(0, BV)
-        place = out + v.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(place, tl.dot(taps, kernel).to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
-
-    @triton.jit
-    def _weight_kernel(
-        x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
-        KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    ):  # fmt: skip
-        part = tl.program_id(0)
-        stop = tl.minimum((part + 1) * per_program, V)
-        t, n = tl.arange(0, BT), tl.arange(0, BN)
-        total = tl.zeros((BT, BN), tl.float32)
-        for first in range(part * per_program, stop, BV):
-            taps = _gather(
-                x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
-            )  # fmt: skip
-            v = first + tl.arange(0, BV)
-            place = gradient + v.to(tl.int64)[:, None] * N + n[None, :]
-            slopes = tl.load(place, mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0)
-            total += tl.dot(tl.trans(taps), slopes)
-        tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
+        place = gradient + v.to(tl.int64)[:, None] * N + n[None, :]
+        slopes = tl.load(place, mask=(v[:, None] < stop) & (n[None, :] < N), other=0.0)
+        total += tl.dot(tl.trans(taps), slopes)
+    tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
 
 
 def _describe_geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:

@@ -18,7 +18,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import count_processors, select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import count_processors, select_device
 
 __all__ = ["find_divider", "forward", "weight_gradient"]
 
@@ -40,42 +41,41 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     return torch.ops.aten.convolution(slab, flipped, bias, ones, around, ones, True, zeros, 1)
 
 
-if triton is not None:
+@triton.jit
+def _divide(v, multiplier, shift):
+    """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
+    v = v.to(tl.uint32)
+    return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
 
-    @triton.jit
-    def _divide(v, multiplier, shift):
-        """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
-        v = v.to(tl.uint32)
-        return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
 
-    @triton.jit(do_not_specialize=["V", "per_part", "mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"])
-    def _weight_kernel(
-        x, gradient, out, V, per_part, D, H, W, OD, OH, OW, sb, sd, sh, sw, PD, PH, PW,
-        mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
-        CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
-        BV: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    ):  # fmt: skip
-        tiles: tl.constexpr = (CI + BI - 1) // BI
-        tap, part = tl.program_id(0) // tiles, tl.program_id(2)
-        kd, kh, kw = tap // (KH * KW), tap // KW % KH, tap % KW
-        ci = tl.program_id(0) % tiles * BI + tl.arange(0, BI)
-        co = tl.program_id(1) * BO + tl.arange(0, BO)
-        stop = tl.minimum((part + 1) * per_part, V)
-        total = tl.zeros((BO, BI), tl.float32)
-        for first in range(part * per_part, stop, BV):
-            v = first + tl.arange(0, BV)
-            line = _divide(v, mul_w, shr_w)
-            plane = _divide(line, mul_h, shr_h)
-            b = _divide(plane, mul_d, shr_d)
-            d, h, w = plane - b * OD + kd - PD, line - plane * OH + kh - PH, v - line * OW + kw - PW
-            inside = (v < stop) & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            voxel = b.to(tl.int64) * sb + d.to(tl.int64) * sd + h.to(tl.int64) * sh + w.to(tl.int64) * sw
-            values = tl.load(x + voxel[:, None] + ci[None, :], mask=inside[:, None] & (ci < CI)[None, :], other=0.0)
-            place = gradient + v.to(tl.int64)[:, None] * CO + co[None, :]
-            slopes = tl.load(place, mask=(v < stop)[:, None] & (co < CO)[None, :], other=0.0)
-            total = tl.dot(tl.trans(slopes), values, total)
-        place = out + ((part * CO + co).to(tl.int64)[:, None] * TAPS + tap) * CI + ci[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=(co < CO)[:, None] & (ci < CI)[None, :])
+@kernel(do_not_specialize=["V", "per_part", "mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"])
+def _weight_kernel(
+    x, gradient, out, V, per_part, D, H, W, OD, OH, OW, sb, sd, sh, sw, PD, PH, PW,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
+    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
+    BV: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (CI + BI - 1) // BI
+    tap, part = tl.program_id(0) // tiles, tl.program_id(2)
+    kd, kh, kw = tap // (KH * KW), tap // KW % KH, tap % KW
+    ci = tl.program_id(0) % tiles * BI + tl.arange(0, BI)
+    co = tl.program_id(1) * BO + tl.arange(0, BO)
+    stop = tl.minimum((part + 1) * per_part, V)
+    total = tl.zeros((BO, BI), tl.float32)
+    for first in range(part * per_part, stop, BV):
+        v = first + tl.arange(0, BV)
+        line = _divide(v, mul_w, shr_w)
+        plane = _divide(line, mul_h, shr_h)
+        b = _divide(plane, mul_d, shr_d)
+        d, h, w = plane - b * OD + kd - PD, line - plane * OH + kh - PH, v - line * OW + kw - PW
+        inside = (v < stop) & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+        voxel = b.to(tl.int64) * sb + d.to(tl.int64) * sd + h.to(tl.int64) * sh + w.to(tl.int64) * sw
+        values = tl.load(x + voxel[:, None] + ci[None, :], mask=inside[:, None] & (ci < CI)[None, :], other=0.0)
+        place = gradient + v.to(tl.int64)[:, None] * CO + co[None, :]
+        slopes = tl.load(place, mask=(v < stop)[:, None] & (co < CO)[None, :], other=0.0)
+        total = tl.dot(tl.trans(slopes), values, total)
+    place = out + ((part * CO + co).to(tl.int64)[:, None] * TAPS + tap) * CI + ci[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(co < CO)[:, None] & (ci < CI)[None, :])
 
 
 @lru_cache(maxsize=1024)

@@ -6,103 +6,102 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,
     count_voxels,
     describe_tile,
+    elements,
     make_even,
     read_strides,
     select_device,
     split_voxels,
-    tl,
-    triton,
 )
-
-if triton is not None:
-    from volseg.device.triton_tiles import elements
 
 __all__ = ["affine", "gradient_input", "gradient_sums"]
 
 KINDS = {"none": 0, "leaky": 1, "elu": 2}
 
-if triton is not None:
 
-    @triton.jit
-    def _differentiate_activation(value, alpha, KIND: tl.constexpr):
-        if KIND == 1:
-            return tl.where(value > 0, 1.0, alpha)
-        return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+@triton.jit
+def _differentiate_activation(value, alpha, KIND: tl.constexpr):
+    if KIND == 1:
+        return tl.where(value > 0, 1.0, alpha)
+    return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
 
-    @triton.jit
-    def _affine_kernel(
-        x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov, front, skipped,
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ENDS: tl.constexpr,
-    ):  # fmt: skip
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        c = tl.program_id(1) * BC + tl.arange(0, BC)
-        b = tl.program_id(2)
-        mask = (v[:, None] < V) & (c[None, :] < C)
-        if ENDS:  # the first voxels and the last ones, of V in all
-            v = tl.where(v < front, v, v + skipped)
-        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-        a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
-        s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
-        value = value * a[None, :] + s[None, :]
-        if KIND == 1:
-            value = tl.where(value > 0, value, value * alpha)
-        if KIND == 2:
-            value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
-        tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
 
-    @triton.jit
-    def _sums_kernel(
-        g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ):  # fmt: skip
-        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        c = block * BC + tl.arange(0, BC)
-        inside = c < C
-        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
-        s = tl.load(shift + b * C + c, mask=inside, other=0.0)
-        m = tl.load(mean + b * C + c, mask=inside, other=0.0)
-        start = part * per_program
-        stop = tl.minimum(start + per_program, V)
-        first_sum = tl.zeros((BC,), tl.float32)
-        second_sum = tl.zeros((BC,), tl.float32)
-        for first in range(start, stop, BV):
-            v = first + tl.arange(0, BV)
-            mask = (v[:, None] < stop) & inside[None, :]
-            value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-            grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-            if KIND != 0:
-                grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
-            first_sum += tl.sum(grad, 0)
-            second_sum += tl.sum(grad * (value - m[None, :]), 0)
-        pairs = tl.num_programs(2) * C
-        place = part * 2 * pairs + b * C + c
-        tl.store(out + place, first_sum, mask=inside)
-        tl.store(out + place + pairs, second_sum, mask=inside)
+@kernel()
+def _affine_kernel(
+    x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov, front, skipped,
+    KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2)
+    mask = (v[:, None] < V) & (c[None, :] < C)
+    if ENDS:  # the first voxels and the last ones, of V in all
+        v = tl.where(v < front, v, v + skipped)
+    value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
+    s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
+    value = value * a[None, :] + s[None, :]
+    if KIND == 1:
+        value = tl.where(value > 0, value, value * alpha)
+    if KIND == 2:
+        value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+    tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
 
-    @triton.jit
-    def _input_kernel(
-        g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,
-        KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ):  # fmt: skip
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        c = tl.program_id(1) * BC + tl.arange(0, BC)
-        b = tl.program_id(2)
-        inside = c < C
-        mask = (v[:, None] < V) & inside[None, :]
-        a = tl.load(scale + b * C + c, mask=inside, other=0.0)
-        k = tl.load(slope + b * C + c, mask=inside, other=0.0)
-        o = tl.load(offset + b * C + c, mask=inside, other=0.0)
+
+@kernel()
+def _sums_kernel(
+    g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,
+    KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c = block * BC + tl.arange(0, BC)
+    inside = c < C
+    a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+    s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+    m = tl.load(mean + b * C + c, mask=inside, other=0.0)
+    start = part * per_program
+    stop = tl.minimum(start + per_program, V)
+    first_sum = tl.zeros((BC,), tl.float32)
+    second_sum = tl.zeros((BC,), tl.float32)
+    for first in range(start, stop, BV):
+        v = first + tl.arange(0, BV)
+        mask = (v[:, None] < stop) & inside[None, :]
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         if KIND != 0:
-            s = tl.load(shift + b * C + c, mask=inside, other=0.0)
             grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
-        result = grad * a[None, :] + value * k[None, :] + o[None, :]
-        tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
+        first_sum += tl.sum(grad, 0)
+        second_sum += tl.sum(grad * (value - m[None, :]), 0)
+    pairs = tl.num_programs(2) * C
+    place = part * 2 * pairs + b * C + c
+    tl.store(out + place, first_sum, mask=inside)
+    tl.store(out + place + pairs, second_sum, mask=inside)
+
+
+@kernel()
+def _input_kernel(
+    g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,
+    KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2)
+    inside = c < C
+    mask = (v[:, None] < V) & inside[None, :]
+    a = tl.load(scale + b * C + c, mask=inside, other=0.0)
+    k = tl.load(slope + b * C + c, mask=inside, other=0.0)
+    o = tl.load(offset + b * C + c, mask=inside, other=0.0)
+    value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+    if KIND != 0:
+        s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+        grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
+    result = grad * a[None, :] + value * k[None, :] + o[None, :]
+    tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
 
 
 def affine(

@@ -7,22 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.peer.values import CAPACITY, ValueMailbox
+from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
+from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
     choose_tile,
     count_voxels,
     describe_tile,
+    elements,
     make_even,
     read_strides,
     select_device,
     split_voxels,
-    tl,
-    triton,
 )
-
-if triton is not None:
-    from volseg.device.peer.values import count, get, put
-    from volseg.device.triton_tiles import elements
 
 __all__ = [
     "backward_coefficients",
@@ -36,207 +32,215 @@ BLOCK = 8
 TILE = {"PARTS": 128, "BLOCK": BLOCK, "num_warps": 4}
 """Parts of a slab and pairs of sample and channel that a program joins."""
 
-if triton is not None:
 
-    @triton.jit
-    def _moments_kernel(
-        x,
-        means,
-        squares,
-        C,
-        V,
-        per_program,
-        sb,
-        sc,
-        sv,
-        BV: tl.constexpr,
-        BC: tl.constexpr,
-    ):
-        part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        c = block * BC + tl.arange(0, BC)
-        inside = c < C
-        start = part * per_program
-        stop = tl.minimum(start + per_program, V)
-        count = tl.zeros((BC,), tl.float32)
-        mean = tl.zeros((BC,), tl.float32)
-        square = tl.zeros((BC,), tl.float32)
-        for first in range(start, stop, BV):
-            v = first + tl.arange(0, BV)
-            mask = (v[:, None] < stop) & inside[None, :]
-            value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-            number = tl.minimum(stop - first, BV).to(tl.float32)
-            own = tl.sum(value, 0) / number
-            deviation = tl.where(mask, value - own[None, :], 0.0)
-            # Chan's update: statistics of this tile joined to those so far.
-            delta = own - mean
-            total = count + number
-            square += tl.sum(deviation * deviation, 0) + delta * delta * count * number / total
-            mean += delta * number / total
-            count = total
-        place = (part * tl.num_programs(2) + b) * C + c
-        tl.store(means + place, mean, mask=inside)
-        tl.store(squares + place, square, mask=inside)
+@kernel()
+def _moments_kernel(
+    x,
+    means,
+    squares,
+    C,
+    V,
+    per_program,
+    sb,
+    sc,
+    sv,
+    BV: tl.constexpr,
+    BC: tl.constexpr,
+):
+    part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c = block * BC + tl.arange(0, BC)
+    inside = c < C
+    start = part * per_program
+    stop = tl.minimum(start + per_program, V)
+    count = tl.zeros((BC,), tl.float32)
+    mean = tl.zeros((BC,), tl.float32)
+    square = tl.zeros((BC,), tl.float32)
+    for first in range(start, stop, BV):
+        v = first + tl.arange(0, BV)
+        mask = (v[:, None] < stop) & inside[None, :]
+        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        number = tl.minimum(stop - first, BV).to(tl.float32)
+        own = tl.sum(value, 0) / number
+        deviation = tl.where(mask, value - own[None, :], 0.0)
+        # Chan's update: statistics of this tile joined to those so far.
+        delta = own - mean
+        total = count + number
+        square += tl.sum(deviation * deviation, 0) + delta * delta * count * number / total
+        mean += delta * number / total
+        count = total
+    place = (part * tl.num_programs(2) + b) * C + c
+    tl.store(means + place, mean, mask=inside)
+    tl.store(squares + place, square, mask=inside)
 
-    @triton.jit
-    def _join_parts(
-        means, squares, i, inside, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
-    ):  # fmt: skip
-        """Return mean and biased variance of the pairs ``i`` over all parts of the slab."""
+
+@triton.jit
+def _join_parts(
+    means, squares, i, inside, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return mean and biased variance of the pairs ``i`` over all parts of the slab."""
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part[:, None] < parts) & inside[None, :]
+        number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+        own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+        mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
+    mean = mean / (V * 1.0)
+    square = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part[:, None] < parts) & inside[None, :]
+        number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
+        own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+        delta = own - mean[None, :]
+        within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+        square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
+    return mean, square / (V * 1.0)
+
+
+@triton.jit
+def _sum_parts(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the two sums of the pairs ``i`` over all parts of the slab."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part[:, None] < parts) & inside[None, :]
+        place = partials + part[:, None] * 2 * pairs + i[None, :]
+        total += tl.sum(tl.load(place, mask=there, other=0.0), 0)
+        moment += tl.sum(tl.load(place + pairs, mask=there, other=0.0), 0)
+    return total, moment
+
+
+@triton.jit
+def _store_coefficients(
+    mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    rstd = 1.0 / tl.sqrt_rn(variance + eps)
+    scale = rstd
+    if WEIGHT:
+        scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+    shift = -mean * scale
+    if BIAS:
+        shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i, mean, mask=inside)
+    tl.store(out + pairs + i, variance, mask=inside)
+    tl.store(out + 2 * pairs + i, rstd, mask=inside)
+    tl.store(out + 3 * pairs + i, scale, mask=inside)
+    tl.store(out + 4 * pairs + i, shift, mask=inside)
+
+
+@triton.jit
+def _store_backward(
+    total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
+):  # fmt: skip
+    m = tl.load(mean + i, mask=inside, other=0.0)
+    r = tl.load(rstd + i, mask=inside, other=0.0)
+    moment *= r
+    w = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHT:
+        w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+    slope = -r * r * moment * w / voxels
+    offset = -r * total * w / voxels - slope * m
+    tl.store(out + i, slope, mask=inside)
+    tl.store(out + pairs + i, offset, mask=inside)
+    tl.store(out + 2 * pairs + i, moment, mask=inside)
+    tl.store(out + 3 * pairs + i, total, mask=inside)
+
+
+@kernel()
+def _join_kernel(
+    means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+    tl.store(out + i, mean, mask=inside)
+    tl.store(out + pairs + i, variance, mask=inside)
+
+
+@kernel()
+def _coefficients_kernel(
+    stacked, shares, weight, bias, out, eps, C, pairs, shards,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+    variance = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        share = tl.load(shares + shard)
+        delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
+        own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+        variance += share * (own + delta * delta)
+    _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+
+@kernel()
+def _backward_kernel(
+    stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
+    WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+        moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+    _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
+
+
+@kernel(do_not_specialize=["rank", "patience"])
+def _exchange_coefficients_kernel(
+    means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
+    if SHARDS > 1:
+        call = (tl.load(calls) + 1).to(tl.int64)
+        put(mean, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+        put(variance, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+        tl.debug_barrier()  # nothing that is sent may wait for what is awaited
         mean = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside[None, :]
-            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
-            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
-            mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
-        mean = mean / (V * 1.0)
-        square = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside[None, :]
-            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
-            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
-            delta = own - mean[None, :]
-            within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
-            square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
-        return mean, square / (V * 1.0)
-
-    @triton.jit
-    def _sum_parts(partials, i, inside, pairs, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-        """Return the two sums of the pairs ``i`` over all parts of the slab."""
-        total = tl.zeros((BLOCK,), tl.float32)
-        moment = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside[None, :]
-            place = partials + part[:, None] * 2 * pairs + i[None, :]
-            total += tl.sum(tl.load(place, mask=there, other=0.0), 0)
-            moment += tl.sum(tl.load(place + pairs, mask=there, other=0.0), 0)
-        return total, moment
-
-    @triton.jit
-    def _store_coefficients(
-        mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
-    ):  # fmt: skip
-        rstd = 1.0 / tl.sqrt_rn(variance + eps)
-        scale = rstd
-        if WEIGHT:
-            scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
-        shift = -mean * scale
-        if BIAS:
-            shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + i, mean, mask=inside)
-        tl.store(out + pairs + i, variance, mask=inside)
-        tl.store(out + 2 * pairs + i, rstd, mask=inside)
-        tl.store(out + 3 * pairs + i, scale, mask=inside)
-        tl.store(out + 4 * pairs + i, shift, mask=inside)
-
-    @triton.jit
-    def _store_backward(
-        total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
-    ):  # fmt: skip
-        m = tl.load(mean + i, mask=inside, other=0.0)
-        r = tl.load(rstd + i, mask=inside, other=0.0)
-        moment *= r
-        w = tl.full((BLOCK,), 1.0, tl.float32)
-        if WEIGHT:
-            w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
-        slope = -r * r * moment * w / voxels
-        offset = -r * total * w / voxels - slope * m
-        tl.store(out + i, slope, mask=inside)
-        tl.store(out + pairs + i, offset, mask=inside)
-        tl.store(out + 2 * pairs + i, moment, mask=inside)
-        tl.store(out + 3 * pairs + i, total, mask=inside)
-
-    @triton.jit
-    def _join_kernel(
-        means, squares, out, pairs, parts, V, per_program, PARTS: tl.constexpr, BLOCK: tl.constexpr
-    ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
-        mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
-        tl.store(out + i, mean, mask=inside)
-        tl.store(out + pairs + i, variance, mask=inside)
-
-    @triton.jit
-    def _coefficients_kernel(
-        stacked, shares, weight, bias, out, eps, C, pairs, shards,
-        WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
-        mean = tl.zeros((BLOCK,), tl.float32)
-        for shard in range(shards):
-            mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+        for peer in tl.static_range(SHARDS):
+            share = tl.load(shares + peer)
+            mean += share * get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
         variance = tl.zeros((BLOCK,), tl.float32)
-        for shard in range(shards):
-            share = tl.load(shares + shard)
-            delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
-            own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+        for peer in tl.static_range(SHARDS):
+            share = tl.load(shares + peer)
+            delta = get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY) - mean
+            own = get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
             variance += share * (own + delta * delta)
-        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+        count(calls, call)
+    _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
 
-    @triton.jit
-    def _backward_kernel(
-        stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
-        WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
+
+@kernel(do_not_specialize=["rank", "patience"])
+def _exchange_backward_kernel(
+    partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
+    WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    total, moment = _sum_parts(partials, i, inside, pairs, parts, PARTS, BLOCK)
+    if SHARDS > 1:
+        call = (tl.load(calls) + 1).to(tl.int64)
+        put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+        put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+        tl.debug_barrier()
         total = tl.zeros((BLOCK,), tl.float32)
         moment = tl.zeros((BLOCK,), tl.float32)
-        for shard in range(shards):
-            total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
-            moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
-        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
-
-    @triton.jit(do_not_specialize=["rank", "patience"])
-    def _exchange_coefficients_kernel(
-        means, squares, shares, weight, bias, out, eps, C, pairs, parts, V, per_program, boxes, calls, rank, patience,
-        WEIGHT: tl.constexpr, BIAS: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
-        PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
-        mean, variance = _join_parts(means, squares, i, inside, pairs, parts, V, per_program, PARTS, BLOCK)
-        if SHARDS > 1:
-            call = (tl.load(calls) + 1).to(tl.int64)
-            put(mean, i, inside, boxes, call, rank, SHARDS, CAPACITY)
-            put(variance, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
-            tl.debug_barrier()  # nothing that is sent may wait for what is awaited
-            mean = tl.zeros((BLOCK,), tl.float32)
-            for peer in tl.static_range(SHARDS):
-                share = tl.load(shares + peer)
-                mean += share * get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-            variance = tl.zeros((BLOCK,), tl.float32)
-            for peer in tl.static_range(SHARDS):
-                share = tl.load(shares + peer)
-                delta = get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY) - mean
-                own = get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-                variance += share * (own + delta * delta)
-            count(calls, call)
-        _store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
-
-    @triton.jit(do_not_specialize=["rank", "patience"])
-    def _exchange_backward_kernel(
-        partials, mean, rstd, weight, out, voxels, C, pairs, parts, boxes, calls, rank, patience,
-        WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = i < pairs
-        total, moment = _sum_parts(partials, i, inside, pairs, parts, PARTS, BLOCK)
-        if SHARDS > 1:
-            call = (tl.load(calls) + 1).to(tl.int64)
-            put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
-            put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
-            tl.debug_barrier()
-            total = tl.zeros((BLOCK,), tl.float32)
-            moment = tl.zeros((BLOCK,), tl.float32)
-            for peer in tl.static_range(SHARDS):
-                total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-                moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-            count(calls, call)
-        _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
+        for peer in tl.static_range(SHARDS):
+            total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+        count(calls, call)
+    _store_backward(total, moment, mean, rstd, weight, out, voxels, i, inside, C, pairs, BLOCK, WEIGHT)
 
 
 def _compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:

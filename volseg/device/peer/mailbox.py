@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from volseg.device import triton_tiles
 from volseg.device.peer.memory import share_memory
+from volseg.device.pretended import is_gpu, is_pretended, is_recording, note_shared_memory
 from volseg.errors import ParallelError
 
 __all__ = ["PATIENCE", "Mailbox"]
@@ -74,13 +75,16 @@ class Mailbox(ABC):
             While a CUDA graph is recorded, of which waiting for the others cannot be a part.
         """
         shards = dist.get_world_size(group)
-        if device.type != "cuda" or shards == 1 or not triton_tiles.available():
+        if not is_gpu(device) or shards == 1 or not triton_tiles.available():
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if is_recording(device):
             raise ParallelError(
                 "the first exchange between processes came while a CUDA graph was being recorded; run the step once "
                 "before it is recorded"
             )
+        if is_pretended(device):
+            note_shared_memory(device, cls.size(shards))
+            return cls([0] * shards, dist.get_rank(group), device)
         with torch.cuda.device(device):
             memory = share_memory(group, device, cls.size(shards))
             if memory is None:

@@ -24,7 +24,18 @@ import torch
 from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
-from volseg.device.triton_tiles import select_device, tl, triton
+from volseg.device.peer.values import count
+from volseg.device.pretended import (
+    find_address,
+    find_current_stream,
+    is_gpu,
+    is_recording,
+    make_stream,
+    note_sent,
+    on_stream,
+)
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError
 
 __all__ = ["EAGER_LIMIT", "LIMIT", "PlaneMailbox", "small_enough"]
@@ -78,68 +89,67 @@ class Planes(NamedTuple):
 ARGUMENTS = [f"{side}_{name}" for side in SIDES for name in Planes._fields]
 """Of the kernel, in its order: the planes before, and the planes behind."""
 
-if triton is not None:
-    from volseg.device.peer.values import count
 
-    @triton.jit
-    def _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
-        """Return where the words ``i`` of planes lie: one run of words, or runs evenly spaced within each sample."""
-        first = start.to(tl.int64).to(tl.pointer_type(tl.int32))
-        if WHOLE:
-            return first + i
-        number = i // run
-        offset = (number // inner).to(tl.int64) * outer_stride + (number % inner).to(tl.int64) * inner_stride
-        return first + offset + i % run
+@triton.jit
+def _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
+    """Return where the words ``i`` of planes lie: one run of words, or runs evenly spaced within each sample."""
+    first = start.to(tl.int64).to(tl.pointer_type(tl.int32))
+    if WHOLE:
+        return first + i
+    number = i // run
+    offset = (number // inner).to(tl.int64) * outer_stride + (number % inner).to(tl.int64) * inner_stride
+    return first + offset + i % run
 
-    @triton.jit(do_not_specialize=[*ARGUMENTS, "patience"])
-    def _exchange_planes_kernel(
-        calls, patience,
-        before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
-        before_inner_stride, before_kept,
-        behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner, behind_outer_stride,
-        behind_inner_stride, behind_kept,
-        RECEIVE: tl.constexpr, KEEP: tl.constexpr, NAN: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-        WHOLE: tl.constexpr,
-    ):  # fmt: skip
-        """Send planes to both sides, or receive them from both: every other program works for the side before."""
-        call = (tl.load(calls) + 1).to(tl.int64)
-        first = tl.program_id(0) % 2 == 0
-        box = tl.where(first, before_box, behind_box)
-        travelling = tl.where(first, before_travelling, behind_travelling)
-        start = tl.where(first, before_start, behind_start)
-        words = tl.where(first, before_words, behind_words)
-        run = tl.where(first, before_run, behind_run)
-        inner = tl.where(first, before_inner, behind_inner)
-        outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
-        inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
-        slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
-        if RECEIVE:
-            if KEEP:
-                kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
-            looks = 0  # at all blocks together: who does not come is waited for once
-            blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
-            for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
-                i = block * BLOCK + tl.arange(0, BLOCK)
-                awaited = i < travelling
+
+@kernel(do_not_specialize=[*ARGUMENTS, "patience"])
+def _exchange_planes_kernel(
+    calls, patience,
+    before_box, before_travelling, before_start, before_words, before_run, before_inner, before_outer_stride,
+    before_inner_stride, before_kept,
+    behind_box, behind_travelling, behind_start, behind_words, behind_run, behind_inner, behind_outer_stride,
+    behind_inner_stride, behind_kept,
+    RECEIVE: tl.constexpr, KEEP: tl.constexpr, NAN: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Send planes to both sides, or receive them from both: every other program works for the side before."""
+    call = (tl.load(calls) + 1).to(tl.int64)
+    first = tl.program_id(0) % 2 == 0
+    box = tl.where(first, before_box, behind_box)
+    travelling = tl.where(first, before_travelling, behind_travelling)
+    start = tl.where(first, before_start, behind_start)
+    words = tl.where(first, before_words, behind_words)
+    run = tl.where(first, before_run, behind_run)
+    inner = tl.where(first, before_inner, behind_inner)
+    outer_stride = tl.where(first, before_outer_stride, behind_outer_stride)
+    inner_stride = tl.where(first, before_inner_stride, behind_inner_stride)
+    slot = box.to(tl.int64).to(tl.pointer_type(tl.int64)) + (call & 1) * WORDS
+    if RECEIVE:
+        if KEEP:
+            kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
+        looks = 0  # at all blocks together: who does not come is waited for once
+        blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
+        for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            awaited = i < travelling
+            word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
+            missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
+            while (missing != 0) & (looks < patience):
                 word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
                 missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
-                while (missing != 0) & (looks < patience):
-                    word = tl.load(slot + i, mask=awaited, other=0, volatile=True)
-                    missing = tl.max(((word >> 32 != call) & awaited).to(tl.int32), 0)
-                    looks += 1
-                # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
-                data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
-                place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
-                tl.store(place, data, mask=i < words)
-                if KEEP:
-                    tl.store(kept + i, data, mask=i < words)
-            count(calls, call)
-        else:
-            for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
-                i = block * BLOCK + tl.arange(0, BLOCK)
-                place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
-                data = tl.load(place, mask=i < words, other=0)
-                tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
+                looks += 1
+            # All of the block: half a number of 64 bits would pass for a number. Zeros at the volume's border.
+            data = tl.where(awaited, tl.where(missing != 0, NAN, word.to(tl.int32)), 0)
+            place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
+            tl.store(place, data, mask=i < words)
+            if KEEP:
+                tl.store(kept + i, data, mask=i < words)
+        count(calls, call)
+    else:
+        for block in range(tl.program_id(0) // 2, tl.cdiv(travelling, BLOCK), tl.num_programs(0) // 2):
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            place = _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE)
+            data = tl.load(place, mask=i < words, other=0)
+            tl.store(slot + i, (call << 32) | (data.to(tl.int64) & 0xFFFFFFFF), mask=i < travelling)
 
 
 def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
@@ -167,14 +177,14 @@ def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None 
 
     An address everywhere, even of no planes: Triton compiles for integers of 32 and of 64 bits apart.
     """
-    address = box if kept is None else kept.data_ptr()
+    address = box if kept is None else find_address(kept)
     if planes is None or planes.numel() == 0:
         return Planes(box, int(there), box, 0, 1, 1, 0, 0, address)
     runs = _find_runs(planes.shape, planes.stride(), planes.element_size())
-    if runs is None or planes.data_ptr() % 4:
+    if runs is None or find_address(planes) % 4:
         return None
     words = planes.numel() * planes.element_size() // 4
-    return Planes(box, words if there else 0, planes.data_ptr(), words, *runs, address)
+    return Planes(box, words if there else 0, find_address(planes), words, *runs, address)
 
 
 class PlaneMailbox(Mailbox):
@@ -191,7 +201,7 @@ class PlaneMailbox(Mailbox):
         # Who is before this shard finds its planes where those from behind arrive, and the other way round.
         self.outboxes = boxes[max(0, rank - 1)] + side, boxes[min(last, rank + 1)]
         self.inboxes = boxes[rank], boxes[rank] + side
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = make_stream(device) if is_gpu(device) else None
         self._open: _Exchange | None = None
 
     @staticmethod
@@ -225,7 +235,7 @@ class PlaneMailbox(Mailbox):
         keep
             Dense memory for a copy of what is received.
         """
-        recording = self.calls.is_cuda and torch.cuda.is_current_stream_capturing()
+        recording = is_recording(self.calls.device)
         self._complete(recording)
         with_planes = [planes if there else None for planes, there in zip(sends, self.neighbours, strict=True)]
         packed = [_pack(planes) for planes in with_planes]
@@ -236,8 +246,8 @@ class PlaneMailbox(Mailbox):
         if stream is None:
             self._send(packed)
             return exchange
-        stream.wait_stream(torch.cuda.current_stream(self.calls.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(find_current_stream(self.calls.device))
+        with on_stream(stream):
             self._send(packed)
             self._receive(exchange)
         return exchange
@@ -269,7 +279,7 @@ class PlaneMailbox(Mailbox):
             return
         self._open = None
         if exchange.stream is not None:
-            torch.cuda.current_stream(self.calls.device).wait_stream(exchange.stream)
+            find_current_stream(self.calls.device).wait_stream(exchange.stream)
         else:
             self._receive(exchange)
         for planes, arrived in zip(exchange.receives, exchange.targets, strict=True):
@@ -279,6 +289,7 @@ class PlaneMailbox(Mailbox):
         exchange.kept = None
 
     def _send(self, packed: Sequence[Tensor | None]) -> None:
+        note_sent(self.calls.device, "halo", sum(planes.nbytes for planes in packed if planes is not None))
         self._run(self.outboxes, packed, (None, None), RECEIVE=False, KEEP=False)
 
     def _receive(self, exchange: "_Exchange") -> None:
@@ -319,7 +330,7 @@ class _Exchange:
     sent: Sequence[Tensor | None]
     kept: Sequence[Tensor | None] | None
     recorded: bool
-    stream: torch.cuda.Stream | None
+    stream: Any
 
     def __call__(self) -> None:
         self.box.receive(self)

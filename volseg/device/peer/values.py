@@ -22,57 +22,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
-from volseg.device.triton_tiles import select_device, tl, triton
+from volseg.device.pretended import find_address
+from volseg.device.torch_internals import gather_into
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
 
 __all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "ValuesOfSlabs"]
 
 CAPACITY = 8192
 """Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
 
-if triton is not None:
 
-    @triton.jit
-    def put(value, i, mask, boxes, call, rank, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
-        """Write float32 values to the places ``i`` of this process in everybody's box."""
-        word = (call << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-        start = ((call & 1) * SHARDS + rank) * CAPACITY
-        for peer in tl.static_range(SHARDS):
-            tl.store(tl.load(boxes + peer).to(tl.pointer_type(tl.int64)) + start + i, word, mask=mask)
+@triton.jit
+def put(value, i, mask, boxes, call, rank, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
+    """Write float32 values to the places ``i`` of this process in everybody's box."""
+    word = (call << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    start = ((call & 1) * SHARDS + rank) * CAPACITY
+    for peer in tl.static_range(SHARDS):
+        tl.store(tl.load(boxes + peer).to(tl.pointer_type(tl.int64)) + start + i, word, mask=mask)
 
-    @triton.jit
-    def get(i, mask, boxes, call, rank, peer, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
-        """Wait for the values at the places ``i`` of a process; NaN where they do not come."""
-        start = ((call & 1) * SHARDS + peer) * CAPACITY
-        place = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + start + i
+
+@triton.jit
+def get(i, mask, boxes, call, rank, peer, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr):
+    """Wait for the values at the places ``i`` of a process; NaN where they do not come."""
+    start = ((call & 1) * SHARDS + peer) * CAPACITY
+    place = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + start + i
+    word = tl.load(place, mask=mask, other=0, volatile=True)
+    looks = 0
+    while (tl.max(((word >> 32 != call) & mask).to(tl.int32), 0) != 0) & (looks < patience):
         word = tl.load(place, mask=mask, other=0, volatile=True)
-        looks = 0
-        while (tl.max(((word >> 32 != call) & mask).to(tl.int32), 0) != 0) & (looks < patience):
-            word = tl.load(place, mask=mask, other=0, volatile=True)
-            looks += 1
-        value = word.to(tl.int32).to(tl.float32, bitcast=True)
-        return tl.where(word >> 32 == call, value, float("nan"))
+        looks += 1
+    value = word.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(word >> 32 == call, value, float("nan"))
 
-    @triton.jit
-    def count(calls, call):
-        """Count the call, once all programs of the kernel have come here."""
-        tl.debug_barrier()
-        if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
-            tl.store(calls + 1, 0)
-            tl.store(calls, call.to(tl.int32))
 
-    @triton.jit(do_not_specialize=["n", "rank", "patience"])
-    def _exchange_values_kernel(
-        own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
-    ):  # fmt: skip
-        call = (tl.load(calls) + 1).to(tl.int64)
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = i < n
-        put(tl.load(own + i, mask=mask, other=0.0), i, mask, boxes, call, rank, SHARDS, CAPACITY)
-        tl.debug_barrier()  # nothing that is sent may wait for what is awaited
-        for peer in tl.static_range(SHARDS):
-            value = get(i, mask, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-            tl.store(out + peer * n + i, value, mask=mask)
-        count(calls, call)
+@triton.jit
+def count(calls, call):
+    """Count the call, once all programs of the kernel have come here."""
+    tl.debug_barrier()
+    if tl.atomic_add(calls + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(calls + 1, 0)
+        tl.store(calls, call.to(tl.int32))
+
+
+@kernel(do_not_specialize=["n", "rank", "patience"])
+def _exchange_values_kernel(
+    own, out, boxes, calls, n, rank, patience, SHARDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    call = (tl.load(calls) + 1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    put(tl.load(own + i, mask=mask, other=0.0), i, mask, boxes, call, rank, SHARDS, CAPACITY)
+    tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+    for peer in tl.static_range(SHARDS):
+        value = get(i, mask, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+        tl.store(out + peer * n + i, value, mask=mask)
+    count(calls, call)
 
 
 class ValueMailbox(Mailbox):
@@ -168,7 +173,7 @@ class ValuesOfSlabs:
 
     def __init__(self, shards: int, device: torch.device) -> None:
         memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [memory.data_ptr()] * shards
+        boxes = [find_address(memory)] * shards
         self.sides = [ValueMailbox(boxes, rank, device, patience=0, memory=memory) for rank in range(shards)]
 
     def run(self, calls: Sequence[Call], count: int) -> Tensor:
@@ -193,7 +198,7 @@ class RelayedValues:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, shards = group, dist.get_world_size(group)
         self.memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
-        boxes = [self.memory.data_ptr()] * shards
+        boxes = [find_address(self.memory)] * shards
         self.side = ValueMailbox(boxes, dist.get_rank(group), device, patience=0, memory=self.memory)
 
     def run(self, calls: Sequence[Call], count: int) -> Tensor:
@@ -202,7 +207,7 @@ class RelayedValues:
         call(self.side)
         own = self.memory[:, self.side.rank, :count].contiguous()  # of even and of odd calls
         gathered = own.new_empty((self.side.shards, *own.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group)
+        gather_into(gathered.view(-1), own.view(-1), group=self.group)
         self.memory[:, :, :count] = gathered.movedim(0, 1)
         self.side.calls[:1].sub_(1)  # the same call
         return call(self.side)

@@ -4,23 +4,21 @@
 
     image (C, D, H, W) -> windows -> networks, mirrored or not -> mean of logits -> blended
         -> original grid -> argmax, or logit > 0 of each region -> labels
+                         -> softmax, or sigmoids: probabilities, if they are asked for
 
 The order matters at every border between structures: the mean of logits and the mean of probabilities cross elsewhere.
 Volumes are streamed as those of any `Predictor`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import torch
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from volseg.errors import ConfigError
-from volseg.inference.decision import IN_A_REGION, Also
-from volseg.inference.prediction import Prediction
+from volseg.inference.decision import IN_A_REGION
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing
@@ -31,29 +29,6 @@ __all__ = ["NNUNET", "MeanLogits", "NnunetPredictor", "compute_weight", "place_w
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NnunetPredictor(Predictor):
     """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
-
-    def stream(
-        self,
-        cases: Iterable[Mapping[str, Any]],
-        *,
-        batch_size: int = 1,
-        field: str = "image",
-        also: Collection[Also] = (),
-    ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
-        """Yield each case with its prediction; see `Predictor.stream`.
-
-        Raises
-        ------
-        ConfigError
-            If more than label maps is asked for: what is blended here are logits.
-        """
-        if also:
-            raise ConfigError(
-                f"a model folder of nnU-Net gives label maps here, not {' and '.join(sorted(also))}; leave that out, "
-                "or let nnU-Net save probabilities"
-            )
-        # Not super(): a dataclass with slots is another class than the one that was written.
-        return Predictor.stream(self, cases, batch_size=batch_size, field=field)
 
     @property
     def window_step(self) -> WindowStep:

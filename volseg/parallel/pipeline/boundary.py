@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from volseg.device.pretended import is_gpu
 from volseg.device.torch_internals import is_compiled
 from volseg.errors import PartitionError
 from volseg.parallel.devices import name_devices
@@ -42,7 +43,7 @@ def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[t
         If there is none.
     """
     # Tensors of the host do not remember a number ("cpu:1").
-    return [torch.device("cpu") if device.type == "cpu" else device for device in name_devices(devices)]
+    return [device if is_gpu(device) else torch.device(device.type) for device in name_devices(devices)]
 
 
 def find_start(cut: str, starts: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import pytree
+from volseg.device.torch_internals import get_storage_key, pytree
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -127,7 +127,7 @@ def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[in
     for place in places:
         leaf = leaves[place].as_subclass(Tensor)
         made.setdefault(id(leaves[place]), [piece.clone() for piece in leaf.split(list(sizes))])
-    memory = {id(leaf): leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+    memory = {id(leaf): get_storage_key(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(set(memory.values())) < len(memory):
         raise ParallelError(
             "two arguments share memory, and forward changes one that needs a gradient in place: give a copy of it"

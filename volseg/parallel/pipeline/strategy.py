@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from volseg.device.pretended import host_values
 from volseg.device.torch_internals import accept_gradients_of_other_streams, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
@@ -325,9 +326,9 @@ class PipelineStrategy:
         """Measure a micro-batch and choose a cut, of those that are still free."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
         micro_batches = len(compute_split_sizes(batch, split_size))
-        return plan_stages(
-            measured, self.devices, micro_batches, read_memory_limits(self.devices), self._recorder.is_active
-        )
+        limits = read_memory_limits(self.devices)
+        with host_values():
+            return plan_stages(measured, self.devices, micro_batches, limits, self._recorder.is_active)
 
     def _place_planned(self, plan: StagePlan, samples: int) -> None:
         if plan.note:

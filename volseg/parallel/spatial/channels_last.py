@@ -3,12 +3,14 @@
 import torch
 from torch import nn
 
+from volseg.device.pretended import find_capability, is_gpu
+
 __all__ = ["put_channels_last", "suits_channels_last"]
 
 
 def suits_channels_last(home: torch.device) -> bool:
     """Say whether the device has 16-bit matrix units, which want it so."""
-    return home.type == "cuda" and torch.cuda.get_device_capability(home) >= (8, 0)
+    return is_gpu(home) and find_capability(home) >= (8, 0)
 
 
 def put_channels_last(net: nn.Module) -> None:

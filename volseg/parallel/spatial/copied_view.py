@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import get_version, tree_leaves, tree_map, without_subclass_overrides
+from volseg.device.torch_internals import (
+    get_storage_key,
+    get_version,
+    tree_leaves,
+    tree_map,
+    without_subclass_overrides,
+)
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.signatures import writes
@@ -83,12 +89,12 @@ class CopiedView(Tensor):
             if isinstance(result, torch.Size):  # which tree_map would make a tuple of
                 return result
             # A view of the copy is one of the volume.
-            known = {view.untyped_storage().data_ptr(): view for view in given}
+            known = {get_storage_key(view.untyped_storage()): view for view in given}
 
             def kept(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() not in known:
+                if not isinstance(leaf, Tensor) or get_storage_key(leaf.untyped_storage()) not in known:
                     return leaf
-                view = known[leaf.untyped_storage().data_ptr()]
+                view = known[get_storage_key(leaf.untyped_storage())]
                 return _copied(leaf, view.origin, view.place)
 
             return tree_map(kept, result)
@@ -125,7 +131,7 @@ def mark_copies(result: Any, given: Sequence[ShardedVolume], perhaps: bool) -> A
 
 
 def _memory(slabs: Sequence[Tensor]) -> list[int]:
-    return [slab.untyped_storage().data_ptr() for slab in slabs]
+    return [get_storage_key(slab.untyped_storage()) for slab in slabs]
 
 
 def plain(value: Any) -> Any:

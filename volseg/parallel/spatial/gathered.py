@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from volseg.device.torch_internals import SUPPORTED_NODES, get_version, tree_flatten, tree_map
+from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, get_version, tree_flatten, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
@@ -78,8 +78,8 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     elif not writes_elsewhere and not all(isinstance(leaf, Tensor | int | float | complex | str) for leaf in leaves):
         lost = f"returns {type(result).__name__}"
     else:
-        memory = {whole.untyped_storage().data_ptr() for whole in gathered.values()}
-        views = any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
+        memory = {get_storage_key(whole.untyped_storage()) for whole in gathered.values()}
+        views = any(isinstance(leaf, Tensor) and get_storage_key(leaf.untyped_storage()) in memory for leaf in leaves)
         # An ordinary tensor that took in a volume stays what and where it is.
         own = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         result = tree_map(lambda leaf: leaf if id(leaf) in own else _cut_again(leaf, given[0]), result)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.torch_internals import get_storage_key
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -40,8 +41,8 @@ class CutInput:
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
         if same and self._unchanged.holds():
             return
-        memory = self.whole.untyped_storage().data_ptr()
-        if same and all(slab.untyped_storage().data_ptr() == memory for slab in slabs):
+        memory = get_storage_key(self.whole.untyped_storage())
+        if same and all(get_storage_key(slab.untyped_storage()) == memory for slab in slabs):
             return
         if self.whole.requires_grad:
             raise UnsupportedOperatorError(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import find_address
 from volseg.device.torch_internals import get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
@@ -64,7 +65,7 @@ class Copies:
         if (
             found is not None
             and found[1] == get_version(whole)
-            and found[2] == whole.data_ptr()
+            and found[2] == find_address(whole)
             and whole.requires_grad
         ):
             return found[0]
@@ -74,7 +75,7 @@ class Copies:
         if whole.requires_grad and torch.is_grad_enabled():
             return self._record(whole, bucket if found is None else [whole])
         found = self._silent.get(key)
-        if found is None or found.version != get_version(whole) or found.address != whole.data_ptr():
+        if found is None or found.version != get_version(whole) or found.address != find_address(whole):
             found = self._silent[key] = self._noted(whole, copy_plain(self._communicator, whole))
         return found.copies
 
@@ -84,7 +85,7 @@ class Copies:
             return copy.to(dtype)
         key = id(copy), dtype, copy.requires_grad and torch.is_grad_enabled()
         found = self._casts.get(key)
-        state = get_version(copy), copy.data_ptr()
+        state = get_version(copy), find_address(copy)
         if found is None or found.copy is not copy or (found.version, found.address) != state:
             found = self._casts[key] = _Cast(copy, *state, copy.to(dtype))
         return found.result
@@ -98,7 +99,7 @@ class Copies:
 
     def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
         self._ids.update(map(id, copies))
-        return _Copied(copies, get_version(whole), whole.data_ptr())
+        return _Copied(copies, get_version(whole), find_address(whole))
 
 
 class Parameters:

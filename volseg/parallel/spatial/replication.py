@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.pretended import find_readable, host_values, is_pretended
 from volseg.device.torch_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout
@@ -51,19 +52,20 @@ def check_alike(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: tor
     """
     _check_structure(net, groups, device, modes=True)
     named = list(_tensors(net))
-    if named:
+    if named and not is_pretended(device):  # there no values can differ
         sums = torch.stack([_checksum(tensor).to(device) for _, tensor in named])
         _check(sums, groups, [name for name, _ in named], "hold different values of their network")
 
 
 def _check_structure(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device, modes: bool) -> None:
-    numbers = _fingerprint(net, device, modes)
-    count = torch.tensor([len(numbers)], device=device)
-    _check(count, groups, [f"{count.item()} modules here"], "built different networks")
-    names = [name or type(module).__name__ for name, module in net.named_modules()]
-    _check(
-        numbers, groups, names, "do not run the same network in the same modes" if modes else "built different networks"
-    )
+    device = find_readable(device)
+    with host_values():
+        numbers = _fingerprint(net, device, modes)
+        count = torch.tensor([len(numbers)], device=device)
+        _check(count, groups, [f"{count.item()} modules here"], "built different networks")
+        names = [name or type(module).__name__ for name, module in net.named_modules()]
+        what = "do not run the same network in the same modes" if modes else "built different networks"
+        _check(numbers, groups, names, what)
 
 
 def _check(own: Tensor, groups: Sequence[dist.ProcessGroup], names: Sequence[str], what: str) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
+from volseg.device.pretended import is_pretended, is_recording
 from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
@@ -281,6 +282,8 @@ class SpatialStrategy:
         self._checked = True
         numbers = value.detach().to(communicator.home, torch.float64)
         found = communicator.stack(torch.stack([numbers.sum(), numbers.abs().sum()]))
+        if is_pretended(communicator.home):
+            return
         if not bool((found == found[0]).all()):
             raise ParallelError(
                 f"the processes of a spatial group passed different volumes of shape {tuple(value.shape)} (their sums "
@@ -304,7 +307,7 @@ class SpatialStrategy:
         evaluated, too. The caller's generators are put back.
         """
         device = self.communicator.home
-        if self.seeds is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self.seeds is None or is_recording(device):
             yield
             return
         with seeded(self.seeds.draw(self.net.training), dict.fromkeys(self.communicator.devices)):

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from volseg.device.pretended import find_address
 from volseg.device.torch_internals import get_version
 
 __all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "find_tensor", "list_leaves", "stays"]
@@ -246,6 +247,6 @@ def _describe_tensor(tensor: Tensor, see: See) -> Hashable:
         return Weak(tensor)
     version = 0 if tensor.is_inference() or tensor.device.type != "cpu" else get_version(tensor)
     return (
-        *(Weak(tensor), tensor.data_ptr(), version, tensor.requires_grad),
+        *(Weak(tensor), find_address(tensor), version, tensor.requires_grad),
         *(tensor.shape, tensor.stride(), tensor.dtype),
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.pretended import find_readable, host_values
 from volseg.errors import ParallelError
 
 __all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]
@@ -33,13 +34,15 @@ class RandomState:
 
     def __init__(self, devices: Iterable[torch.device], foreign: bool = True) -> None:
         self._devices, self._foreign = tuple(devices), foreign
-        self._generators = [(generator, generator.get_state()) for generator in _find_generators(self._devices)]
+        with host_values():
+            self._generators = [(generator, generator.get_state()) for generator in _find_generators(self._devices)]
         self._python = random.getstate() if foreign else None
         self._numpy = _find_numpy().get_state() if foreign and _find_numpy() is not None else None
 
     def torch_moved(self) -> bool:
         """Say whether torch's generators were drawn from since."""
-        return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
+        with host_values():
+            return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
 
     def foreign_moved(self) -> bool:
         """Say whether Python's or NumPy's were drawn from since."""
@@ -135,13 +138,14 @@ class CommonSeeds:
     def agree(self) -> torch.Generator:
         """Return the generator, on which all processes have agreed; until then all of them call this together."""
         if self._generator is None:
-            first = self._take_first(torch.randint(2**62, (1,)))
-            self._generator = torch.Generator().manual_seed(int(first.item()))
+            with host_values():
+                first = self._take_first(torch.randint(2**62, (1,)))
+                self._generator = torch.Generator().manual_seed(int(first.item()))
         return self._generator
 
     def _take_first(self, own: Tensor) -> Tensor:
         """Return the first process's value."""
-        value = own.to(self._device, copy=True)
+        value = own.to(find_readable(self._device), copy=True)
         for group in self._groups:
             dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
         return value.cpu()
@@ -189,7 +193,8 @@ def mix(seed: int, number: int) -> int:
 
 
 def _draw(generator: torch.Generator) -> int:
-    return int(torch.randint(2**62, (), generator=generator).item())
+    with host_values():
+        return int(torch.randint(2**62, (), generator=generator).item())
 
 
 def _find_generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.device.pretended import find_address
 from volseg.device.torch_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
@@ -262,7 +263,7 @@ class Watch:
         self._values = [value for held in reading for value in held.values]
         self._open = [held for held in self._held if held.contents or held.loose]
         self._tensors = (
-            [(name, tensor, tensor.data_ptr(), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
+            [(name, tensor, find_address(tensor), tensor.requires_grad) for name, tensor in _name_tensors(self._net)]
             if self._sees_tensors
             else []
         )
@@ -294,9 +295,9 @@ class Watch:
         names = [held.names for held in suspects]
         found = [change for held in suspects for change in held.changes()]
         moved = [
-            Change(name, ((address, requires_grad),), ((tensor.data_ptr(), tensor.requires_grad),))
+            Change(name, ((address, requires_grad),), ((find_address(tensor), tensor.requires_grad),))
             for name, tensor, address, requires_grad in self._tensors
-            if tensor.requires_grad != requires_grad or tensor.data_ptr() != address
+            if tensor.requires_grad != requires_grad or find_address(tensor) != address
         ]
         others = []
         if not all(map(is_, _list_own(self._optimizer), self._own)):

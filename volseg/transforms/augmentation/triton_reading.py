@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.device.triton_tiles import available, select_device, tl, triton
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import available, select_device
 from volseg.transforms.augmentation.sources import PatchSources
 
 __all__ = ["available", "read_patches"]
@@ -23,101 +24,103 @@ __all__ = ["available", "read_patches"]
 BLOCK = 128
 """Voxels per program, one per thread: two of them take 153 registers instead of 64 (three classes, sm_90)."""
 
-if triton is not None:
 
-    @triton.jit
-    def _compute_offset(index, shift, v, inside, SIDE, SHIFTED: tl.constexpr):
-        offset = index.to(tl.float32) - (SIDE - 1) * 0.5
-        if SHIFTED:
-            offset += tl.load(shift + v, mask=inside, other=0.0)
-        return offset
+@triton.jit
+def _compute_offset(index, shift, v, inside, SIDE, SHIFTED: tl.constexpr):
+    offset = index.to(tl.float32) - (SIDE - 1) * 0.5
+    if SHIFTED:
+        offset += tl.load(shift + v, mask=inside, other=0.0)
+    return offset
 
-    @triton.jit
-    def _compute_position(offset_d, offset_h, offset_w, columns, SIDE):
-        position = offset_d * tl.load(columns) + (SIDE - 1) * 0.5
-        position += offset_h * tl.load(columns + 3)
-        return position + offset_w * tl.load(columns + 6)
 
-    @triton.jit
-    def _is_within(index, corner, SOURCE, side):
-        """Say whether a source patch's voxel lies in it, and in its volume."""
-        place = corner + index
-        return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < side)
+@triton.jit
+def _compute_position(offset_d, offset_h, offset_w, columns, SIDE):
+    position = offset_d * tl.load(columns) + (SIDE - 1) * 0.5
+    position += offset_h * tl.load(columns + 3)
+    return position + offset_w * tl.load(columns + 6)
 
-    @triton.jit
-    def _read_kernel(
-        images, labels, box_images, box_labels, begins, shapes, corners, columns, shift, out_images, out_labels,
-        C, K, RD, RH, RW, D, H, W,
-        NEAREST: tl.constexpr, SHIFTED: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ):  # fmt: skip
-        # R: a patch with its margin. Along each axis: offset from the patch's centre, position in R.
-        b = tl.program_id(1).to(tl.int64)
-        v = tl.program_id(0) * BV + tl.arange(0, BV)
-        volume, inside = D * H * W, v < D * H * W
-        d, h, w = v // (H * W), v // W % H, v % W
-        offset_d = _compute_offset(d, shift + (b * 3 + 0) * volume, v, inside, D, SHIFTED)
-        offset_h = _compute_offset(h, shift + (b * 3 + 1) * volume, v, inside, H, SHIFTED)
-        offset_w = _compute_offset(w, shift + (b * 3 + 2) * volume, v, inside, W, SHIFTED)
-        position_d = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 0, RD)
-        position_h = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 1, RH)
-        position_w = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 2, RW)
-        below_d, below_h, below_w = tl.floor(position_d), tl.floor(position_h), tl.floor(position_w)
-        corner_d = tl.load(corners + b * 3 + 0).to(tl.int32)
-        corner_h = tl.load(corners + b * 3 + 1).to(tl.int32)
-        corner_w = tl.load(corners + b * 3 + 2).to(tl.int32)
 
-        # The volume: one of those that are stored, or a box.
-        side_d = tl.load(shapes + b * 3 + 0).to(tl.int32)
-        side_h = tl.load(shapes + b * 3 + 1).to(tl.int32)
-        side_w = tl.load(shapes + b * 3 + 2).to(tl.int32)
-        in_volume = side_d.to(tl.int64) * side_h * side_w
-        begin = tl.load(begins + b).to(tl.int64)
-        first = tl.where(begin < 0, (-1 - begin) * in_volume, begin)
-        channels, classes = tl.arange(0, BC), tl.arange(0, BK)
-        image_of = tl.where(begin < 0, box_images, images) + first * C + channels[None, :] * in_volume
-        label_of = tl.where(begin < 0, box_labels, labels) + first
-        values = tl.zeros((BV, BC), tl.float32)
-        shares = tl.zeros((BV, BK), tl.float32)
-        copied = tl.full((BV,), -1, tl.int32)
-        for corner in tl.static_range(8):
-            up_d, up_h, up_w = corner // 4, corner // 2 % 2, corner % 2
-            weight = 1 - tl.abs(position_d - (below_d + up_d))
-            weight *= 1 - tl.abs(position_h - (below_h + up_h))
-            weight *= 1 - tl.abs(position_w - (below_w + up_w))
-            index_d, index_h, index_w = (
-                below_d.to(tl.int32) + up_d, below_h.to(tl.int32) + up_h, below_w.to(tl.int32) + up_w,
-            )  # fmt: skip
-            exists = inside & (weight > 0) & _is_within(index_d, corner_d, RD, side_d)
-            exists = exists & _is_within(index_h, corner_h, RH, side_h) & _is_within(index_w, corner_w, RW, side_w)
-            place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
-            mask = exists[:, None] & (channels[None, :] < C)
-            value = tl.load(image_of + place[:, None], mask=mask, other=0.0).to(tl.float32)
-            values += weight[:, None] * value
-            if not NEAREST:
-                label = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
-                shares += tl.where(label[:, None] == classes[None, :], weight[:, None], 0.0)
-                copied = tl.where(weight == 1, label, copied)
-        to = out_images + (b * C + channels[None, :]) * volume + v[:, None]
-        tl.store(to, values, mask=inside[:, None] & (channels[None, :] < C))
+@triton.jit
+def _is_within(index, corner, SOURCE, side):
+    """Say whether a source patch's voxel lies in it, and in its volume."""
+    place = corner + index
+    return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < side)
 
-        if NEAREST:
-            index_d = tl.floor(position_d + 0.5).to(tl.int32)
-            index_h = tl.floor(position_h + 0.5).to(tl.int32)
-            index_w = tl.floor(position_w + 0.5).to(tl.int32)
-            exists = inside & _is_within(index_d, corner_d, RD, side_d) & _is_within(index_h, corner_h, RH, side_h)
-            exists = exists & _is_within(index_w, corner_w, RW, side_w)
-            place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
-            chosen = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
-        else:
-            # Background is what the foreground leaves: beyond the border it is everything.
-            foreground = (classes[None, :] > 0) & (classes[None, :] < K)
-            most = tl.max(tl.where(foreground, shares, -1.0), 1)
-            background = 1 - tl.sum(tl.where(foreground, shares, 0.0), 1)
-            first = tl.min(tl.where(shares == most[:, None], classes[None, :], BK), 1)
-            chosen = tl.where(most > background, first, 0)
-            # A label that is no class must reach the loss, which refuses it.
-            chosen = tl.where(copied >= 0, copied, chosen)
-        tl.store(out_labels + b * volume + v, chosen.to(out_labels.dtype.element_ty), mask=inside)
+
+@kernel()
+def _read_kernel(
+    images, labels, box_images, box_labels, begins, shapes, corners, columns, shift, out_images, out_labels,
+    C, K, RD, RH, RW, D, H, W,
+    NEAREST: tl.constexpr, SHIFTED: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    # R: a patch with its margin. Along each axis: offset from the patch's centre, position in R.
+    b = tl.program_id(1).to(tl.int64)
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    volume, inside = D * H * W, v < D * H * W
+    d, h, w = v // (H * W), v // W % H, v % W
+    offset_d = _compute_offset(d, shift + (b * 3 + 0) * volume, v, inside, D, SHIFTED)
+    offset_h = _compute_offset(h, shift + (b * 3 + 1) * volume, v, inside, H, SHIFTED)
+    offset_w = _compute_offset(w, shift + (b * 3 + 2) * volume, v, inside, W, SHIFTED)
+    position_d = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 0, RD)
+    position_h = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 1, RH)
+    position_w = _compute_position(offset_d, offset_h, offset_w, columns + b * 9 + 2, RW)
+    below_d, below_h, below_w = tl.floor(position_d), tl.floor(position_h), tl.floor(position_w)
+    corner_d = tl.load(corners + b * 3 + 0).to(tl.int32)
+    corner_h = tl.load(corners + b * 3 + 1).to(tl.int32)
+    corner_w = tl.load(corners + b * 3 + 2).to(tl.int32)
+
+    # The volume: one of those that are stored, or a box.
+    side_d = tl.load(shapes + b * 3 + 0).to(tl.int32)
+    side_h = tl.load(shapes + b * 3 + 1).to(tl.int32)
+    side_w = tl.load(shapes + b * 3 + 2).to(tl.int32)
+    in_volume = side_d.to(tl.int64) * side_h * side_w
+    begin = tl.load(begins + b).to(tl.int64)
+    first = tl.where(begin < 0, (-1 - begin) * in_volume, begin)
+    channels, classes = tl.arange(0, BC), tl.arange(0, BK)
+    image_of = tl.where(begin < 0, box_images, images) + first * C + channels[None, :] * in_volume
+    label_of = tl.where(begin < 0, box_labels, labels) + first
+    values = tl.zeros((BV, BC), tl.float32)
+    shares = tl.zeros((BV, BK), tl.float32)
+    copied = tl.full((BV,), -1, tl.int32)
+    for corner in tl.static_range(8):
+        up_d, up_h, up_w = corner // 4, corner // 2 % 2, corner % 2
+        weight = 1 - tl.abs(position_d - (below_d + up_d))
+        weight *= 1 - tl.abs(position_h - (below_h + up_h))
+        weight *= 1 - tl.abs(position_w - (below_w + up_w))
+        index_d, index_h, index_w = (
+            below_d.to(tl.int32) + up_d, below_h.to(tl.int32) + up_h, below_w.to(tl.int32) + up_w,
+        )  # fmt: skip
+        exists = inside & (weight > 0) & _is_within(index_d, corner_d, RD, side_d)
+        exists = exists & _is_within(index_h, corner_h, RH, side_h) & _is_within(index_w, corner_w, RW, side_w)
+        place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
+        mask = exists[:, None] & (channels[None, :] < C)
+        value = tl.load(image_of + place[:, None], mask=mask, other=0.0).to(tl.float32)
+        values += weight[:, None] * value
+        if not NEAREST:
+            label = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
+            shares += tl.where(label[:, None] == classes[None, :], weight[:, None], 0.0)
+            copied = tl.where(weight == 1, label, copied)
+    to = out_images + (b * C + channels[None, :]) * volume + v[:, None]
+    tl.store(to, values, mask=inside[:, None] & (channels[None, :] < C))
+
+    if NEAREST:
+        index_d = tl.floor(position_d + 0.5).to(tl.int32)
+        index_h = tl.floor(position_h + 0.5).to(tl.int32)
+        index_w = tl.floor(position_w + 0.5).to(tl.int32)
+        exists = inside & _is_within(index_d, corner_d, RD, side_d) & _is_within(index_h, corner_h, RH, side_h)
+        exists = exists & _is_within(index_w, corner_w, RW, side_w)
+        place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
+        chosen = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
+    else:
+        # Background is what the foreground leaves: beyond the border it is everything.
+        foreground = (classes[None, :] > 0) & (classes[None, :] < K)
+        most = tl.max(tl.where(foreground, shares, -1.0), 1)
+        background = 1 - tl.sum(tl.where(foreground, shares, 0.0), 1)
+        first = tl.min(tl.where(shares == most[:, None], classes[None, :], BK), 1)
+        chosen = tl.where(most > background, first, 0)
+        # A label that is no class must reach the loss, which refuses it.
+        chosen = tl.where(copied >= 0, copied, chosen)
+    tl.store(out_labels + b * volume + v, chosen.to(out_labels.dtype.element_ty), mask=inside)
 
 
 def read_patches(

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from volseg.device.pretended import move_in_place
 from volseg.device.torch_internals import get_buffers, get_parameters, get_version, is_transformed, without_overrides
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.flow.statistics import (
@@ -123,7 +124,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
             anchors.setdefault(module, [latest])
     for state in states.values():
         gradient, state.grad = state.grad, None
-        state.data = state.data.to(owners[id(state)].device)
+        move_in_place(state, owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
     quiet = frozenset(modules[path] for path in _find_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import find_current_stream, find_kept, is_gpu, make_stream, note_sent, note_use, on_stream
+
 __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]
 
 
@@ -36,9 +38,9 @@ class Passage:
     def wait(self, tensor: Tensor) -> Tensor:
         """Let the current stream of the tensor's device wait for its arrival."""
         if self.arrived is not None:
-            stream = torch.cuda.current_stream(tensor.device)
+            stream = find_current_stream(tensor.device)
             stream.wait_event(self.arrived)
-            tensor.record_stream(stream)
+            note_use(tensor, stream)
         return tensor
 
 
@@ -48,9 +50,8 @@ _pairs: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.c
 def _get_streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Side streams for copies from ``source`` to ``target``: one on each device."""
     # setdefault: forward's and every device's backward thread come here.
-    return _pairs.get((source, target)) or _pairs.setdefault(
-        (source, target), (torch.cuda.Stream(source), torch.cuda.Stream(target))
-    )
+    pairs = find_kept(_pairs)
+    return pairs.get((source, target)) or pairs.setdefault((source, target), (make_stream(source), make_stream(target)))
 
 
 def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
@@ -59,15 +60,16 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     The copy starts when the source's current stream has reached this point. It has arrived when the event has; the
     event is ``None`` where there are no streams.
     """
-    if tensor.device.type != "cuda" or target.type != "cuda" or tensor.device == target:
+    if not is_gpu(tensor.device) or not is_gpu(target) or tensor.device == target:
         # A real copy even on the same device: stages never share memory, whatever the devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
+    note_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, target)
-    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(leaving), torch.cuda.stream(entering):
+    leaving.wait_stream(find_current_stream(tensor.device))
+    with on_stream(leaving), on_stream(entering):
         copied = tensor.to(target, non_blocking=True)
         event = entering.record_event()
-    tensor.record_stream(leaving)
+    note_use(tensor, leaving)
     return copied, event
 
 
@@ -76,17 +78,18 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
 
     Between devices the copy runs on side streams, as in ``copy_between``; on one device in the current stream.
     """
-    if tensor.device == room.device or "cuda" not in (tensor.device.type, room.device.type):
+    if tensor.device == room.device or not (is_gpu(tensor.device) or is_gpu(room.device)):
         room.copy_(tensor)
         return None
-    if tensor.device.type != room.device.type:
+    if is_gpu(tensor.device) != is_gpu(room.device):
         room.copy_(tensor, non_blocking=True)
         return None
+    note_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, room.device)
-    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+    leaving.wait_stream(find_current_stream(tensor.device))
     if free is not None:
         entering.wait_event(free)
-    with torch.cuda.stream(leaving), torch.cuda.stream(entering):
+    with on_stream(leaving), on_stream(entering):
         room.copy_(tensor, non_blocking=True)
         return entering.record_event()
 
@@ -94,9 +97,9 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
 def wait_for_departures(devices: Iterable[torch.device]) -> None:
     """Let the current streams wait until earlier copies have read what they send."""
     waiting = set(devices)
-    for (source, _), (leaving, _) in list(_pairs.items()):
+    for (source, _), (leaving, _) in list(find_kept(_pairs).items()):
         if source in waiting:
-            torch.cuda.current_stream(source).wait_stream(leaving)
+            find_current_stream(source).wait_stream(leaving)
 
 
 class _Depart(torch.autograd.Function):
@@ -111,9 +114,9 @@ class _Depart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         returned = ctx.passage.returned
         if returned is not None:
-            stream = torch.cuda.current_stream(gradient.device)
+            stream = find_current_stream(gradient.device)
             stream.wait_event(returned)
-            gradient.record_stream(stream)
+            note_use(gradient, stream)
         return gradient, None
 
 

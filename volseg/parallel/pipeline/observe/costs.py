@@ -11,13 +11,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError
+from volseg.forecast.copying import copying_by_clones
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
@@ -90,7 +93,8 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
         If it cannot be copied.
     """
     try:
-        probe = copy.deepcopy(net)
+        with copying_by_clones() if find_pretended() is not None else contextlib.nullcontext():
+            probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
             f"the pipeline measures a copy of the network, and copy.deepcopy of {type(net).__name__} failed: "
@@ -100,7 +104,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     if not with_hooks:
         runs.remove_hooks(probe)
     for state in (*probe.parameters(), *probe.buffers()):
-        state.data = state.data.to(device)
+        move_in_place(state, device)
         state.grad = None
     runs.install_hooks(probe)
     return probe
@@ -199,6 +203,8 @@ class Stopwatch(runs.Run):
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
         self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
+        if is_pretended(device):
+            self._start_clock = partial(_start_pretended_clock, device)
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._paused = False
@@ -287,6 +293,11 @@ class Stopwatch(runs.Run):
 def _start_host_clock() -> Callable[[], float]:
     start = time.perf_counter()
     return lambda: (time.perf_counter() - start) * 1e3
+
+
+def _start_pretended_clock(device: torch.device) -> Callable[[], float]:
+    start = read_clock(device)
+    return lambda: (read_clock(device) - start) * 1e3
 
 
 def _start_device_clock() -> Callable[[], float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from volseg.device.pretended import host_values
 from volseg.device.torch_internals import find_saved_tensors_hooks, pytree
 from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, find_batch_counters, run_norm
 from volseg.parallel.pipeline.observe import run as runs
@@ -157,7 +158,7 @@ class Observer(runs.Run):
                 uses=self._find_makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
-                is_random=not torch.equal(dice, _read_random_state(read)),
+                is_random=_differ(dice, _read_random_state(read)),
                 guard=self._number_guard(),
             )
         )
@@ -206,10 +207,16 @@ class Observer(runs.Run):
         return Trace(tuple(self.events), made, *names, self._changes_arguments)
 
 
+def _differ(one: Tensor, other: Tensor) -> bool:
+    with host_values():
+        return not torch.equal(one, other)
+
+
 def _read_random_state(read: list[Tensor]) -> Tensor:
     """Return the state of the generator that a function of these tensors would draw from."""
     device = read[0].device if read else torch.device("cpu")
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    with host_values():
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def observe(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from volseg.device.pretended import find_pretended, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (
@@ -117,7 +118,7 @@ def plan_stages(
             failure = refused
             continue
         phases = sum_stages(forward, cuts[stages]), sum_stages(backward, cuts[stages])
-        copies = _predict_copies_ms(layers, cuts[stages]) if devices[0].type == "cuda" else 0.0
+        copies = _predict_copies_ms(layers, cuts[stages]) if is_gpu(devices[0]) else 0.0
         predicted[stages] = predict_ms(*phases, micro_batches, host_ms, copies)
     if predicted:
         lengths = tuple(cuts[choose_quickest(predicted)])
@@ -154,6 +155,9 @@ def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> f
 
 def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
     """Return the bytes that each device can give, or ``None`` for hosts."""
+    kind = find_pretended()
+    if kind is not None:
+        return [float(kind.memory) / list(devices).count(device) for device in devices]
     if any(device.type != "cuda" for device in devices):
         return None
     # What measuring has left behind is not in use.

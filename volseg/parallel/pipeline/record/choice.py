@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
 from volseg.device.record_policy import Kind, Recordings
-from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, pytree
+from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, get_storage_key, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.observe import run as runs
@@ -233,7 +233,7 @@ class BatchRecorder:
 
 
 def _read_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
 
 
 def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
@@ -268,7 +268,7 @@ class ObservedRun(PlacedRun):
         super().__enter__()
         self.changed: set[str] = set()
         # By memory, not identity: ``.data`` is another tensor, with versions of its own.
-        self._memory = {state.untyped_storage().data_ptr() for state in self.placement.states}
+        self._memory = {get_storage_key(state.untyped_storage()) for state in self.placement.states}
         return self
 
     def __torch_function__(

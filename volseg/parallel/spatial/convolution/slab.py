@@ -22,6 +22,7 @@ from torch import Tensor
 from volseg.device.convolution import choice
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
+from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.pending import Recipe, Write
@@ -151,7 +152,7 @@ def _own_sizes(halos: Sequence[Halo], count: int) -> list[tuple[int, int]]:
 
 
 def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
-    return buffer is not slab and buffer.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+    return buffer is not slab and get_storage_key(buffer.untyped_storage()) == get_storage_key(slab.untyped_storage())
 
 
 def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.device.pretended import is_recording
 from volseg.device.torch_internals import (
     BACKWARD_HOOKS,
     POST_ACCUMULATE_GRAD_HOOKS,
@@ -170,7 +171,7 @@ class _DrawnStates:
         than in the block: there, only a block runs that is known to draw none.
         """
         home = context.communicator.home
-        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_recording(home):
             if self._draws.get(key, True):
                 raise ParallelError(
                     f"the recomputed block {context.name_of(block)} draws random numbers (or has not run before, so "

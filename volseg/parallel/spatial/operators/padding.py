@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.operators.joins import cat
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
@@ -62,7 +63,9 @@ def pad(
 def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
     pairs = list(zip(volume.slabs, source.slabs, strict=True))
-    shared = [own.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() for own, given in pairs]
+    shared = [
+        get_storage_key(own.untyped_storage()) == get_storage_key(given.untyped_storage()) for own, given in pairs
+    ]
     if not any(shared):
         return volume
     slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]

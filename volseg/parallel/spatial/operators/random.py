@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import find_readable, host_values, is_recording
+from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.pointwise import aligned, in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
@@ -22,11 +24,15 @@ __all__ = ["common_generator", "fill_randomly", "generators"]
 
 def draw_seed(volume: ShardedVolume) -> int:
     """Draw a seed that every shard agrees on."""
-    context = volume.context
+    with host_values():
+        return _agree_on_seed(volume.context)
+
+
+def _agree_on_seed(context: Context) -> int:
     own = torch.randint(2**62, ())
     if isinstance(context.communicator, ProcessGroupShards) and not context.in_pass:
         # Outside of a forward pass each process has drawn what it liked: the first one's number counts.
-        return int(context.communicator.stack(own.to(context.communicator.home).view(1))[0].item())
+        return int(context.communicator.stack(own.to(find_readable(context.communicator.home)).view(1))[0].item())
     return int(own.item())
 
 
@@ -48,7 +54,7 @@ def common_generator(volume: ShardedVolume) -> torch.Generator | None:
 
 
 def _is_recording(volume: ShardedVolume) -> bool:
-    return volume.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_recording(volume.device)
 
 
 FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
+from volseg.device.pretended import find_address, is_recording
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
@@ -222,7 +223,7 @@ def _start_between_processes(
 def _fits_mailbox(halo: Halo, some: Sides) -> bool:
     planes = next(planes for planes in some if planes is not None)
     values = planes.shape[:DIM].numel() * planes.shape[DIM + 1 :].numel()
-    recording = halo.communicator.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    recording = is_recording(halo.communicator.home)
     return small_enough(halo.width, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
 
 
@@ -232,12 +233,12 @@ def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives
     While a CUDA graph is recorded all are copied: NCCL marks what it moves as used on its stream, and a block so
     marked is not used again before the recording ends. That should not happen to whole activations.
     """
-    staged = halo.communicator.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    staged = is_recording(halo.communicator.home)
     operations, copies, kept = [], [], []
     for planes, number in zip(sends, halo.neighbours, strict=True):
         if planes is not None and number is not None and planes.numel():
             packed = planes.contiguous()
-            kept.append(packed.clone() if staged and packed.data_ptr() == planes.data_ptr() else packed)
+            kept.append(packed.clone() if staged and find_address(packed) == find_address(planes) else packed)
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
     for planes, number in zip(receives, halo.neighbours, strict=True):
         if planes is None or not planes.numel():

@@ -16,7 +16,8 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.device.pretended import find_current_stream, is_gpu, make_stream, on_stream
+from volseg.device.torch_internals import accept_gradients_of_other_streams, gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
@@ -64,7 +65,7 @@ class ProcessGroupShards(Communicator):
             rest //= count
         self.coordinates = [tuple(reversed(position))]
         # Gradients are summed on a stream of their own, while the backward pass goes on.
-        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side_stream = make_stream(device) if is_gpu(device) else None
         if self.side_stream is not None:
             # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
             accept_gradients_of_other_streams()
@@ -188,7 +189,7 @@ class ProcessGroupShards(Communicator):
             return self.mailbox.stack(partial)
         partial = partial.contiguous()
         stacked = partial.new_empty((self.num_shards, *partial.shape))
-        dist.all_gather_into_tensor(stacked.view(-1), partial.view(-1), group=self.group)
+        gather_into(stacked.view(-1), partial.view(-1), group=self.group)
         return stacked
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
@@ -249,8 +250,8 @@ class ProcessGroupShards(Communicator):
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
         # stream waits.
-        self.side_stream.wait_stream(torch.cuda.current_stream(self.home))
-        with torch.cuda.stream(self.side_stream):
+        self.side_stream.wait_stream(find_current_stream(self.home))
+        with on_stream(self.side_stream):
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
 
 

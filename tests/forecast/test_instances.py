@@ -1,0 +1,75 @@
+"""Machines that can be rented."""
+
+import pytest
+
+from volseg.errors import ConfigError
+from volseg.forecast.epochs import find_epoch
+from volseg.forecast.gpu_kinds import KINDS, find_kind
+from volseg.forecast.instances import INSTANCES, find_instance
+from volseg.forecast.trace import Sent
+
+
+def test_the_table_is_complete_and_consistent() -> None:
+    wanted = {"p3.2xlarge", "p3.8xlarge", "p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge"}
+    assert wanted <= set(INSTANCES)
+    assert {"g5", "g6"} <= {name.split(".")[0] for name in INSTANCES}
+    for name, instance in INSTANCES.items():
+        assert instance.name == name
+        assert instance.gpu in KINDS.values()
+        assert instance.num_gpus in (1, 4, 8)
+        assert instance.host_memory_gib > 0
+        assert instance.vcpus >= 4
+        assert instance.links.bandwidth > 0
+        assert instance.links.source
+        assert (instance.num_gpus == 1) == (instance.links.kind == "one GPU")
+        assert "2026" in instance.price_source
+        assert "us-east-1" in instance.price_source
+        assert instance.price_per_hour is None or 0.3 < instance.price_per_hour < 100
+        # A message of a megabyte takes longer than one of a byte, and nobody sends to nobody.
+        if instance.num_gpus > 1:
+            assert instance.links.seconds(Sent("copy", 2**20, 2)) > instance.links.seconds(Sent("copy", 1, 2)) > 0
+
+
+def test_more_gpus_of_a_family_cost_more() -> None:
+    p3 = [INSTANCES[name] for name in ("p3.2xlarge", "p3.8xlarge", "p3.16xlarge", "p3dn.24xlarge")]
+    prices = [instance.price_per_hour for instance in p3]
+    assert prices == sorted(prices)
+    assert [instance.num_gpus for instance in p3] == [1, 4, 8, 8]
+
+
+def test_names_are_found_however_they_are_written() -> None:
+    assert find_instance(" P3.8xlarge ").num_gpus == 4
+    assert find_kind("V100-16") is KINDS["v100-16"]
+    assert find_kind("nvidia h200") is KINDS["h200"]
+
+
+def test_an_unknown_machine_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'p3.4xlarge'; the nearest are p3\.\d+xlarge.*number of GPUs"):
+        find_instance("p3.4xlarge")
+    with pytest.raises(ConfigError, match=r"'frobnicate'; the nearest are p3\.2xlarge"):
+        find_instance("frobnicate")
+
+
+def test_an_unknown_gpu_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'v100'.*known are h200.*did you mean v100-16 or v100-32\?"):
+        find_kind("v100")
+
+
+def test_a_v100_has_no_bfloat16_and_no_tf32() -> None:
+    assert not KINDS["v100-16"].takes_bfloat16()
+    assert not KINDS["v100-16"].has_tf32
+    assert KINDS["a10g"].takes_bfloat16()
+
+
+def test_an_epoch_is_its_batches_and_costs_its_hours() -> None:
+    epoch = find_epoch(0.72, 250, find_instance("p3.8xlarge"))
+    assert (epoch.batches, epoch.seconds) == (250, 180.0)
+    assert epoch.price == pytest.approx(12.24 * 180 / 3600)
+    assert find_epoch(0.72, 250).price is None
+    assert find_epoch(0.72, 250, find_instance("p5e.48xlarge")).price is None
+
+
+@pytest.mark.parametrize(("seconds", "batches"), [(0.1, 0), (-1.0, 3), (float("nan"), 3)])
+def test_an_epoch_of_nothing_is_refused(seconds: float, batches: int) -> None:
+    with pytest.raises(ConfigError, match="at least one batch"):
+        find_epoch(seconds, batches)

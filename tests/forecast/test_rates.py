@@ -1,0 +1,149 @@
+"""Kernels' seconds: rooflines by hand, curves through measured points, other GPUs by their peaks."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.errors import ConfigError
+from volseg.forecast.gpu_kinds import KINDS
+from volseg.forecast.kernel_class import classify
+from volseg.forecast.rates import Curve, Peaks, RateTable
+from volseg.forecast.trace import KernelRun
+
+PEAKS = Peaks(bandwidth=1e12, half=100e12, full=50e12)
+GAP = 1e-6
+
+
+def convolve(channels: int, side: int, dtype: torch.dtype = torch.bfloat16, samples: int = 1) -> KernelRun:
+    volume, weight = (samples, channels, side, side, side), (channels, channels, 3, 3, 3)
+    flops = 2 * samples * side**3 * channels**2 * 27
+    moved = dtype.itemsize * (2 * samples * channels * side**3 + 27 * channels**2)
+    return KernelRun("aten.convolution", dtype, flops, moved, (volume, weight, volume), True)
+
+
+def add(elements: int, dtype: torch.dtype = torch.float32) -> KernelRun:
+    volume = (1, 8, elements // 8, 1, 1)
+    return KernelRun("aten.add", dtype, 0, 3 * elements * dtype.itemsize, (volume, volume, volume), False)
+
+
+def measure(run: KernelRun, seconds: float) -> dict:
+    return {
+        "name": run.name,
+        "dtype": str(run.dtype).removeprefix("torch."),
+        "flops": run.flops,
+        "bytes_moved": run.bytes_moved,
+        "shapes": run.shapes,
+        "channels_last": run.channels_last,
+        "seconds": seconds,
+    }
+
+
+MEASURED = [
+    (convolve(32, 32), 40e-6),
+    (convolve(32, 64), 200e-6),
+    (convolve(32, 128), 1400e-6),
+    (convolve(64, 32), 60e-6),
+    (convolve(64, 64), 380e-6),
+    (add(2**16), 3e-6),
+    (add(2**24), 250e-6),
+]
+TABLE = RateTable.of_rows([measure(*row) for row in MEASURED], PEAKS, processors=100, gap=GAP)
+
+
+def seconds_of(run: KernelRun, **other: object) -> float:
+    return sum(TABLE.seconds(kernel, **other) for kernel in classify(run))
+
+
+def test_the_bound_is_the_slower_of_computing_and_moving() -> None:
+    (kernel,) = classify(convolve(32, 32))
+    assert PEAKS.bound(kernel) == pytest.approx(2 * 32**3 * 32**2 * 27 / 100e12)  # 18 us, 4 us to move
+    (passing,) = classify(add(2**24))
+    assert PEAKS.bound(passing) == pytest.approx(3 * 4 * 2**24 / 1e12)
+
+
+@pytest.mark.parametrize(("run", "seconds"), MEASURED, ids=lambda value: getattr(value, "name", None))
+def test_what_was_measured_is_forecast_as_measured(run: KernelRun, seconds: float) -> None:
+    assert seconds_of(run) == pytest.approx(seconds)
+
+
+def test_between_two_sizes_seconds_lie_between() -> None:
+    assert 200e-6 < seconds_of(convolve(32, 96)) < 1400e-6
+
+
+def test_behind_the_last_size_seconds_grow_with_the_work() -> None:
+    assert seconds_of(convolve(32, 256)) == pytest.approx(8 * 1400e-6, rel=0.01)
+
+
+def test_before_the_first_size_a_kernel_takes_as_long_as_the_fastest_of_its_family() -> None:
+    assert seconds_of(convolve(32, 4)) <= 40e-6
+    assert seconds_of(add(8)) == pytest.approx(3e-6)
+    assert seconds_of(add(8)) >= GAP
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.sampled_from([8, 32, 48, 64, 100, 320]), st.integers(1, 4))
+def test_more_work_of_a_shape_is_never_faster(one: int, other: int, channels: int, samples: int) -> None:
+    small, large = sorted((one, other))
+    slower = seconds_of(convolve(channels, large, samples=samples))
+    assert seconds_of(convolve(channels, small)) <= slower * (1 + 1e-9)
+
+
+def test_a_shape_between_two_is_as_near_to_its_bound_as_they_are() -> None:
+    between, few, many = (
+        seconds_of(convolve(channels, 64)) / PEAKS.bound(classify(convolve(channels, 64))[0])
+        for channels in (48, 32, 64)
+    )
+    assert min(few, many) <= between * 1.3
+    assert between <= max(few, many) * 1.3
+
+
+def test_noise_that_says_more_work_is_faster_is_averaged_out() -> None:
+    curve = Curve.through([(1.0, 4.0), (2.0, 1.0), (3.0, 8.0)])
+    assert curve.points == ((1.0, pytest.approx(2.0)), (2.0, pytest.approx(2.0)), (3.0, pytest.approx(8.0)))
+    assert all(one[1] <= other[1] for one, other in pairwise(curve.points))
+
+
+def test_backward_of_a_convolution_is_the_sum_of_both_gradients() -> None:
+    gradient = (1, 32, 64, 64, 64)
+    weight = (16, 32, 3, 3, 3)
+    slab = (1, 32, 64, 64, 64)
+    both, of_input, of_weight = (
+        KernelRun("aten.convolution_backward", torch.bfloat16, flops, 0, (gradient, slab, weight, *found), True)
+        for flops, found in ((2000, (slab, weight)), (1000, (slab,)), (1000, (weight,)))
+    )
+    parts = [kernel.family for run in (of_input, of_weight) for kernel in classify(run)]
+    assert [kernel.family for kernel in classify(both)] == parts
+    assert len(set(parts)) == 2
+    assert sum(kernel.flops for kernel in classify(both)) == both.flops
+
+
+def test_what_was_never_measured_takes_as_long_as_what_moves_as_much() -> None:
+    strange = replace(add(2**24), name="aten.hardswish")
+    assert seconds_of(strange) == pytest.approx(seconds_of(add(2**24)))
+
+
+def test_an_empty_table_refuses_to_guess() -> None:
+    empty = RateTable({}, PEAKS, 100, GAP)
+    with pytest.raises(ConfigError, match=r"no rate is known for aten\.add.*calibrate"):
+        empty.seconds(classify(add(8))[0])
+
+
+def test_a_gpu_of_half_the_peaks_and_processors_takes_twice_as_long() -> None:
+    half = Peaks(bandwidth=0.5e12, half=50e12, full=25e12)
+    run = convolve(32, 128)
+    slower = seconds_of(run, peaks=half, processors=50)
+    # With twice the work for each multiprocessor it comes no less near to its bound.
+    assert 1.9 * 1400e-6 < slower <= 2 * 1400e-6 * (1 + 1e-9)
+    assert seconds_of(run, peaks=PEAKS, processors=100) == pytest.approx(1400e-6)
+
+
+def test_every_kind_can_be_told_from_the_others() -> None:
+    for name, kind in KINDS.items():
+        assert kind.memory_gib > 10, name
+        assert kind.source.startswith("https://"), name
+        assert kind.peaks.full < kind.peaks.half, name
+        assert kind.takes_bfloat16() == (kind.capability >= (8, 0)) == kind.has_tf32, name
+    assert [name for name, kind in KINDS.items() if kind.measured] == ["h200"]

@@ -1,0 +1,182 @@
+"""Seconds of steps, of traces written by hand."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from volseg.forecast.gpu_kinds import KINDS, GpuKind, HostRates
+from volseg.forecast.links import Links, read_links
+from volseg.forecast.rates import Peaks, RateTable
+from volseg.forecast.timing import find_pipeline_seconds, find_seconds, find_times
+from volseg.forecast.trace import Event, KernelRun, Mark, Sent, StepTrace
+
+MS, US = 1e-3, 1e-6
+
+HOST = HostRates(
+    forward={"convolution": 40 * US, "norm": 60 * US, "pointwise": 10 * US},
+    backward={"convolution": 50 * US, "norm": 70 * US, "pointwise": 15 * US},
+    operator=5 * US,
+    triton=30 * US,
+    replay=100 * US,
+)
+
+
+def make_gpu() -> GpuKind:
+    """Return a GPU that moves a terabyte per second, and whose kernels take no less than 2 us."""
+    peaks = Peaks(bandwidth=1e12, half=1e14, full=1e13)
+    rows = [
+        {
+            "name": "aten.add",
+            "dtype": "float32",
+            "flops": 0,
+            "bytes_moved": moved,
+            "shapes": [[1, 8, 4, 4, 4]],
+            "channels_last": False,
+            "seconds": max(2 * US, moved / 1e12),
+        }
+        for moved in (10**6, 2 * 10**6, 10**9)
+    ]
+    return replace(KINDS["h200"], rates=RateTable.of_rows(rows, peaks, 132, 1 * US), host=HOST)
+
+
+GPU = make_gpu()
+LINKS = Links(kind="a wire", bandwidth=1e9, latency_s=10 * US, source="this test")
+
+
+def run(ms: float, name: str = "aten.add", stream: int = 0) -> KernelRun:
+    return KernelRun(name, torch.float32, 0, int(ms * 1e9), ((1, 8, 4, 4, 4),), False, stream)
+
+
+def step(forward: list[Event], backward: list[Event], update: list[Event] = []) -> StepTrace:  # noqa: B006  (read only)
+    events = [Mark("step"), Mark("forward"), *forward, Mark("backward"), *backward, Mark("optimizer"), *update]
+    return StepTrace((*events, Mark("end")))
+
+
+def test_a_step_of_long_kernels_takes_their_sum_by_part() -> None:
+    times = find_times([step([run(3)] * 2, [run(5)] * 2, [run(1)])], GPU, LINKS)
+    assert times.seconds == pytest.approx(17 * MS)
+    assert times.parts == pytest.approx({"forward": 6 * MS, "loss": 0, "backward": 10 * MS, "optimizer": MS, "rest": 0})
+    assert times.host == pytest.approx((2 * 10 + 2 * 15 + 5) * US)
+    assert times.communication == 0
+    assert times.measured
+    assert not times.waits_for_host
+
+
+def test_a_step_of_short_kernels_takes_as_long_as_python() -> None:
+    eager = find_times([step([run(0)] * 100, [run(0)] * 100)], GPU, LINKS)
+    assert eager.seconds == pytest.approx((100 * 10 + 100 * 15) * US, rel=0.01)
+    assert eager.waits_for_host
+
+
+def test_python_runs_ahead_of_the_device_into_the_next_part() -> None:
+    # Python is done with both parts long before the device has done the first kernel.
+    times = find_times([step([run(50)], [run(0)] * 100)], GPU, LINKS)
+    assert times.seconds == pytest.approx(50 * MS + 100 * 2 * US, rel=0.01)
+
+
+def test_a_recording_does_without_python() -> None:
+    events = (
+        Mark("step"),
+        run(9),
+        Mark("record"),
+        Mark("forward"),
+        *[run(0)] * 100,
+        Mark("replay"),
+        run(7),
+        Mark("end"),
+    )
+    times = find_times([StepTrace(events)], GPU, LINKS)
+    assert times.seconds == pytest.approx(100 * 2 * US)
+    assert times.host == pytest.approx(100 * US)
+
+
+def test_only_the_last_step_counts() -> None:
+    twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
+    assert find_seconds([twice], GPU, LINKS) == pytest.approx(3 * MS)
+
+
+def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
+    sent = Sent("halo", 10**6, 2, stream=1)
+    beside = find_times([step([sent, run(3)], [])], GPU, LINKS)
+    assert beside.seconds == pytest.approx(3 * MS, rel=0.02)
+    assert beside.communication == pytest.approx(MS + 10 * US)
+    in_line = find_times([step([replace(sent, stream=0), run(3)], [])], GPU, LINKS)
+    assert in_line.seconds == pytest.approx(4 * MS + 10 * US, rel=0.01)
+    longer = find_times([step([replace(sent, size=9 * 10**6), run(3)], [])], GPU, LINKS)
+    assert longer.seconds == pytest.approx(9 * MS, rel=0.02)
+
+
+def test_of_several_devices_the_slowest_counts() -> None:
+    traces = [step([run(3)], [run(3)]), step([run(2)], [run(9)])]
+    assert find_seconds(traces, GPU, LINKS) == pytest.approx(11 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("stages", "pieces"), list(product((1, 2, 3, 4, 8), (1, 2, 4, 16))))
+def test_equal_stages_take_what_gpipe_says(stages: int, pieces: int) -> None:
+    assert find_pipeline_seconds([(2.0, 3.0)] * stages, pieces) == pytest.approx(5.0 * (pieces + stages - 1))
+
+
+def test_unequal_stages_wait_for_the_slowest() -> None:
+    # All but the last micro-batch of the slowest stage are behind one another; the ends pass through the others.
+    assert find_pipeline_seconds([(1.0, 0.0), (5.0, 0.0), (2.0, 0.0)], 4) == pytest.approx(1 + 4 * 5 + 2)
+
+
+def test_a_pipeline_fills_and_empties() -> None:
+    traces = [step([run(4)] * 2, [run(8)] * 2), step([run(4)] * 2, [run(8)] * 2, [run(1)])]
+    assert find_seconds(traces, GPU, LINKS, stages=True, micro_batches=2) == pytest.approx((12 * 3 + 1) * MS)
+    assert find_seconds(traces, GPU, LINKS) == pytest.approx(25 * MS)
+
+
+def test_one_process_starts_the_kernels_of_all_stages() -> None:
+    traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
+    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * 25 * US, rel=0.01)
+
+
+def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:
+    found = [find_seconds([step([run(ms / 10)] * 20, [run(0.3)] * 20)], GPU, LINKS) for ms in range(20)]
+    assert found == sorted(found)
+
+
+def test_a_gpu_that_was_not_measured_is_marked() -> None:
+    kind = replace(GPU, measured=False, rates=None)
+    assert not kind.measured
+    assert find_times([step([run(1)], [])], GPU, LINKS).measured
+
+
+ROWS = [
+    {"kind": kind, "way": way, "size": size, "devices": 2, "seconds": seconds}
+    for kind, way, size, seconds in (
+        ("copy", "peer", 2**12, 10 * US),
+        ("copy", "peer", 2**28, 1 * MS),
+        ("copy", "host to device", 2**12, 99 * MS),
+        ("halo", "nccl", 2**12, 40 * US),
+        ("halo", "nccl", 2**22, 60 * US),
+        ("halo", "nccl recorded", 2**12, 20 * US),
+        ("halo", "peer recorded", 2**12, 5 * US),
+        ("halo", "peer", 2**22, 9 * MS),
+        ("all_reduce", "nccl", 2**12, 30 * US),
+        ("all_reduce", "nccl", 2**28, 2 * MS),
+    )
+]
+
+
+def test_measured_links_go_through_their_points() -> None:
+    links = read_links(ROWS, LINKS)
+    assert links.measured
+    assert links.seconds(Sent("copy", 2**12, 2)) == pytest.approx(10 * US)
+    assert links.seconds(Sent("copy", 1, 2)) == pytest.approx(10 * US)
+    assert links.seconds(Sent("copy", 2**29, 2)) == pytest.approx(2 * MS)
+    assert links.seconds(Sent("halo", 2**12, 2)) == pytest.approx(40 * US)
+    assert links.seconds(Sent("halo", 2**12, 2), recorded=True) == pytest.approx(5 * US)
+    # Eagerly only small planes travel through peer memory.
+    assert links.seconds(Sent("halo", 2**22, 2)) == pytest.approx(60 * US)
+    assert links.seconds(Sent("broadcast", 10**6, 2)) == LINKS.seconds(Sent("broadcast", 10**6, 2))
+
+
+def test_a_sum_over_more_gpus_sends_up_to_twice_as_much() -> None:
+    links = read_links(ROWS, LINKS)
+    two, eight = (links.seconds(Sent("all_reduce", 2**28, number)) for number in (2, 8))
+    assert eight == pytest.approx(two * 1.75)
+    assert links.seconds(Sent("all_reduce", 2**28, 1)) == 0

@@ -1,0 +1,128 @@
+"""The choice, on constructed forecasts."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.memory_use import MemoryUse
+from volseg.parallel.candidates.choosing import choose, find_bound, judge, search
+from volseg.parallel.candidates.listing import Freedom, list_candidates, relieve
+
+GIB = 2**30
+
+
+def forecast(seconds=1.0, gib=1.0, refused=None, **candidate):
+    memory = MemoryUse(used=int(gib * GIB), reserved=int(gib * GIB), outside=0, peak_in="backward")
+    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+
+
+def test_the_fastest_that_fits_is_chosen_and_compared():
+    forecasts = [
+        forecast(1.0, 8),
+        forecast(0.2, 30, refused="needs 30.0 GiB, and there are 16.0 GiB", spatial=4),
+        forecast(0.3, 4, data=4),
+        forecast(0.4, 4, pipeline=4, split_size=1),
+    ]
+    chosen, why = choose(forecasts)
+    assert chosen is forecasts[2]
+    assert why == (
+        "data: 4 is the fastest that fits: 300 ms per step, 3.3 times one GPU; pipeline: 4, split_size: 1 takes 400 ms "
+        "(4.0 GiB of each GPU)"
+    )
+
+
+def test_one_gpu_is_chosen_where_several_are_slower():
+    chosen, why = choose([forecast(0.01), forecast(0.02, data=2)])
+    assert chosen is not None
+    assert chosen.candidate.num_gpus == 1
+    assert why == "one GPU is the fastest that fits: 10 ms per step; data: 2 takes 20 ms (1.0 GiB of each GPU)"
+
+
+def test_of_equally_fast_ones_fewer_gpus_are_taken_and_then_replicas():
+    chosen, _ = choose([forecast(1.0, spatial=4), forecast(1.0, data=4), forecast(1.0, data=2)])
+    assert chosen is not None
+    assert (chosen.candidate.data, chosen.candidate.num_gpus) == (2, 2)
+    chosen, _ = choose([forecast(1.0, pipeline=4, split_size=1), forecast(1.0, spatial=4), forecast(1.0, data=4)])
+    assert chosen is not None
+    assert chosen.candidate.data == 4
+
+
+def test_kernels_are_named_where_nothing_else_differs():
+    _, why = choose([forecast(1.0, kernels="fast"), forecast(2.0, kernels="torch")])
+    assert "one GPU, torch kernels takes 2.00 s" in why
+
+
+def test_the_only_one_says_so():
+    assert choose([forecast(1.0, 3)])[1] == "one GPU is the only one that runs (3.0 GiB of each GPU)"
+
+
+def test_where_nothing_fits_the_least_is_told():
+    forecasts = [judge(forecast(gib=40), 16 * GIB), judge(forecast(gib=20, spatial=2), 16 * GIB)]
+    chosen, why = choose(forecasts)
+    assert chosen is None
+    assert why == "nothing fits; the least is spatial: 2, which needs 20.0 GiB, and there are 16.0 GiB"
+
+
+def test_where_nothing_runs_the_first_refusal_is_told():
+    refused = Forecast(candidate=Candidate(), refused="no form for fft")
+    assert choose([refused]) == (None, "nothing runs: one GPU: no form for fft")
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(16 * GIB, True), (16 * GIB + 1, False)])
+def test_what_needs_all_the_memory_fits(needed, fits):
+    memory = MemoryUse(used=1, reserved=needed - 1, outside=1, peak_in="step")
+    assert judge(Forecast(candidate=Candidate(), memory=memory, seconds=1.0), 16 * GIB).runs is fits
+
+
+def test_a_pipeline_is_bound_by_filling_it():
+    known = [forecast(1.0, kernels="torch")]
+    bound = partial(find_bound, known=known, batch_size=8)
+    # 8 rounds, and 3 until all 4 stages work, each of a quarter of an eighth.
+    assert bound(Candidate(pipeline=4, split_size=1, kernels="torch")) == pytest.approx(11 / 8 / 4)
+    assert bound(Candidate(data=4, kernels="torch")) == pytest.approx(1 / 4)
+    assert bound(Candidate(spatial=4, kernels="fast")) == 0, "other kernels may be faster"
+
+
+seconds = st.floats(0.01, 10)
+
+
+@given(
+    data=st.data(),
+    num_gpus=st.sampled_from([1, 2, 4, 8]),
+    batch=st.integers(1, 9),
+    kernels=st.sampled_from([("torch",), ("fast",)]),
+    capacity=st.integers(1, 40),
+)
+def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels, capacity):
+    """On any costs that keep the bounds, the search chooses as if everything had been followed."""
+    free = Freedom(kernels=kernels)
+    candidates = list_candidates(num_gpus, batch, (64, 64, 64), free)
+    alone = {kind: data.draw(seconds, label=kind) for kind in ("fast", "torch")}
+    extra = data.draw(st.dictionaries(st.integers(0, 40), st.floats(1, 3), max_size=20))
+    levels = {None: 0, 1: 1, 2: 2, 3: 3, "all": 4}
+    followed = []
+
+    def follow(candidate):
+        followed.append(candidate)
+        plain = Candidate(kernels=candidate.kernels, recorded=candidate.recorded)
+        least = find_bound(candidate, [Forecast(candidate=plain, seconds=alone[candidate.kernels])], batch)
+        number = (candidate.data * 5 + candidate.spatial * 3 + candidate.pipeline + (candidate.split_size or 0)) % 41
+        recomputed = 1 + 0.3 * levels[candidate.checkpoint]
+        time = (least or alone[candidate.kernels]) * extra.get(number, 1.0) * recomputed
+        gib = 60 / candidate.num_gpus * extra.get(40 - number, 1.0) / recomputed
+        return forecast(time, gib, **vars(candidate))
+
+    def relieved(candidate):
+        return relieve(candidate, free)
+
+    found = search(candidates, follow, capacity * GIB, batch, relieved)
+    num_followed = len(followed)
+    thorough = search(candidates, follow, capacity * GIB, batch, relieved, thorough=True)
+    assert num_followed == len(found.forecasts)
+    assert thorough.skipped == ()
+    assert (found.chosen is None) == (thorough.chosen is None)
+    if found.chosen is not None:
+        assert found.chosen.seconds == thorough.chosen.seconds

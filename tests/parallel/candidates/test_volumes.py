@@ -1,0 +1,55 @@
+"""The largest volume that fits, against trying one size after the other."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.parallel.candidates.volumes import Largest, find_largest, scale_sides
+
+ASPECTS = [(1, 1, 1), (32, 48, 32), (512, 512, 320)]
+DIVISORS = [(16, 16, 16), (8, 8, 8), (32, 32, 4)]
+
+
+@given(
+    aspect=st.sampled_from(ASPECTS),
+    divisors=st.sampled_from(DIVISORS),
+    fixed=st.integers(0, 2**30),
+    per_voxel=st.floats(50, 5000),
+    power=st.sampled_from([0.98, 1.0, 1.02]),
+    piece=st.sampled_from([1, 2**21, 2**25]),
+    capacity=st.integers(2**28, 2**35),
+    first=st.integers(1, 40),
+)
+def test_the_largest_is_that_of_trying_all(aspect, divisors, fixed, per_voxel, power, piece, capacity, first):
+    """Memory that grows with the voxels, nearly in proportion, and comes in whole pieces."""
+    asked = []
+
+    def need(sides):
+        asked.append(sides)
+        return math.ceil((fixed + per_voxel * math.prod(sides) ** power) / piece) * piece
+
+    found = find_largest(need, capacity, aspect, divisors, first=first)
+    num_asked = len(asked)
+    step = 0
+    while need(scale_sides(step + 1, aspect, divisors)) <= capacity:
+        step += 1
+    if step == 0:
+        assert found is None
+        return
+    sides = scale_sides(step, aspect, divisors)
+    assert found == Largest(sides=sides, needed=need(sides), limit=scale_sides(step + 1, aspect, divisors))
+    assert num_asked <= 14, "each is a second"
+
+
+@given(st.integers(1, 60), st.sampled_from(ASPECTS), st.sampled_from(DIVISORS))
+def test_sizes_are_ones_that_the_network_takes_and_grow(step, aspect, divisors):
+    sides, larger = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
+    assert all(side % divisor == 0 for side, divisor in zip(sides, divisors, strict=True))
+    assert all(side <= long for side, long in zip(sides, larger, strict=True))
+    assert math.prod(sides) < math.prod(larger)
+
+
+def test_sizes_that_cannot_be_run_are_too_small():
+    found = find_largest(lambda sides: None if sides[0] < 32 else sides[0] * 10, 640, (1, 1, 1), (16, 16, 16))
+    assert found == Largest(sides=(64, 64, 64), needed=640, limit=(80, 80, 80))

@@ -1,0 +1,356 @@
+"""GPUs that are not there: devices without values, which this process takes for GPUs of a given kind.
+
+A step that is only followed (``volseg.forecast.following``) runs on fake tensors of the CPU: autograd of a CPU build of
+torch aborts on fake tensors of CUDA. While this process pretends, ``torch.device("cpu", i)`` stands for GPU i, and
+``torch.device("cpu")``, without a number, is the host. Whether something lies on a GPU, what that GPU can do, and its
+streams are therefore asked for here, and not with ``is_cuda`` and ``torch.cuda``.
+
+Outside of ``pretending`` all questions have torch's answers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from volseg.device.torch_internals import FakeTensor, without_dispatch_modes
+from volseg.errors import ParallelError
+
+__all__ = [
+    "GpuLike",
+    "NotedKernel",
+    "PretendedEvent",
+    "PretendedStream",
+    "count_processors",
+    "find_address",
+    "find_capability",
+    "find_current_stream",
+    "find_kept",
+    "find_pretended",
+    "find_readable",
+    "find_recording",
+    "host_values",
+    "is_gpu",
+    "is_pretended",
+    "is_recording",
+    "make_event",
+    "make_stream",
+    "move_in_place",
+    "name_pretended",
+    "note_kernel",
+    "note_sent",
+    "note_shared_memory",
+    "note_use",
+    "on_gpu",
+    "on_stream",
+    "pretend_recording",
+    "pretending",
+    "read_clock",
+]
+
+
+class GpuLike(Protocol):
+    """What is asked of a kind of GPU."""
+
+    @property
+    def name(self) -> str:
+        """As its vendor calls it."""
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, major and minor."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotedKernel:
+    """A kernel of ours that was asked for, and did not run."""
+
+    name: str
+    """Of its function, with its module: ``convolution.few_taps._forward_kernel``."""
+    grid: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    options: dict[str, Any]
+    """What it was given by name: what it is compiled for, ``num_warps``."""
+
+
+@dataclass(eq=False)
+class _Pretence:
+    gpu: GpuLike
+    note: Callable[[NotedKernel], None] | None
+    note_shared: Callable[[torch.device, int], None] | None
+    note_sent: Callable[[torch.device, str, int, int], None] | None
+    streams: int = 0
+    current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
+    recording: str = ""
+    clock: Callable[[torch.device], float] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+_pretence: _Pretence | None = None
+
+
+@contextmanager
+def pretending(
+    gpu: GpuLike,
+    note: Callable[[NotedKernel], None] | None = None,
+    *,
+    shared: Callable[[torch.device, int], None] | None = None,
+    sent: Callable[[torch.device, str, int, int], None] | None = None,
+    clock: Callable[[torch.device], float] | None = None,
+) -> Iterator[None]:
+    """Take ``name_pretended(i)`` for GPU i of a kind.
+
+    Parameters
+    ----------
+    gpu
+        The kind.
+    note
+        Is told of each kernel of ours that would run.
+    shared
+        Is told how many bytes a GPU gives beside torch's allocator, for others to write to.
+    sent
+        Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
+    clock
+        Says how many seconds that should take which a GPU was asked for so far.
+
+    Raises
+    ------
+    ParallelError
+        If the process pretends already.
+    """
+    global _pretence
+    if _pretence is not None:
+        raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
+    _pretence = _Pretence(gpu, note, shared, sent, clock=clock)
+    try:
+        yield
+    finally:
+        _pretence = None
+
+
+def name_pretended(index: int) -> torch.device:
+    """Return the device that stands for a GPU of this number."""
+    return torch.device("cpu", index)
+
+
+def find_pretended() -> GpuLike | None:
+    """Return the kind of GPU that this process pretends to have, None where it does not pretend."""
+    return None if _pretence is None else _pretence.gpu
+
+
+def read_clock(device: torch.device) -> float:
+    """Return the seconds that what a GPU was asked for so far should take."""
+    if _pretence is None or _pretence.clock is None:
+        raise ParallelError(
+            f"nobody knows how long {device}, which only stands for a GPU, takes: pretending(clock=...)"
+        )
+    return _pretence.clock(device)
+
+
+def note_shared_memory(device: torch.device, size: int) -> None:
+    """Put down that so many bytes are taken beside torch's allocator, for GPUs to write into each other's memory."""
+    if _pretence is not None and _pretence.note_shared is not None:
+        _pretence.note_shared(device, size)
+
+
+def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> None:
+    """Put down that so many bytes leave a GPU; outside of ``pretending`` do nothing."""
+    if _pretence is not None and _pretence.note_sent is not None and is_gpu(device):
+        _pretence.note_sent(device, kind, size, devices)
+
+
+def note_kernel(kernel: NotedKernel) -> None:
+    """Put down that a kernel would run."""
+    assert _pretence is not None
+    if _pretence.note is not None:
+        _pretence.note(kernel)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Say whether a device is a GPU, or stands for one."""
+    return device.type == "cuda" or (_pretence is not None and device.type == "cpu" and device.index is not None)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Say whether a tensor lies on a GPU, or on a device that stands for one."""
+    return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
+
+
+def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
+    """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
+    return usual if _pretence is None else _pretence.kept
+
+
+def is_pretended(device: torch.device) -> bool:
+    """Say whether a device only stands for a GPU, so that what lies on it has no values."""
+    return _pretence is not None and is_gpu(device)
+
+
+def find_address(tensor: Tensor) -> int:
+    """Return where a tensor begins in memory; 0 where it has no values."""
+    return 0 if is_pretended(tensor.device) else tensor.data_ptr()
+
+
+def find_readable(device: torch.device) -> torch.device:
+    """Return where small values are exchanged that the host reads: on a device; on the host where that has none."""
+    return torch.device("cpu") if is_pretended(device) else device
+
+
+def host_values() -> AbstractContextManager[Any]:
+    """Let tensors of the host have values in here also where this process pretends: votes, seeds, random states."""
+    return nullcontext() if _pretence is None else without_dispatch_modes()
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device) if _pretence is None else _pretence.gpu.capability
+
+
+def count_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, 1 for a CPU."""
+    if _pretence is not None and is_gpu(device):
+        return _pretence.gpu.processors
+    return _read_processors(device) if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=8)  # asked before most launches
+def _read_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer, which stays what it is, memory on another device."""
+    moved = tensor.data.to(device)
+    tensor.data = moved
+    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
+        tensor.fake_device = moved.fake_device
+
+
+# Recordings.
+
+
+def is_recording(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being recorded on a device's current stream."""
+    if _pretence is not None and is_gpu(device):
+        return bool(_pretence.recording)
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def find_recording() -> str:
+    """Return the name of the pool that a pretended recording takes its memory from; empty where nothing is recorded."""
+    return "" if _pretence is None else _pretence.recording
+
+
+@contextmanager
+def pretend_recording(pool: str) -> Iterator[None]:
+    """Pretend that what runs is recorded, with memory from a pool of this name."""
+    assert _pretence is not None
+    before, _pretence.recording = _pretence.recording, pool
+    try:
+        yield
+    finally:
+        _pretence.recording = before
+
+
+# Streams and events.
+
+
+@dataclass(eq=False)
+class PretendedEvent:
+    """A point in the work of a stream: there is nothing to wait for."""
+
+    def record(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Say that the work is done."""
+        return True
+
+    def elapsed_time(self, end: "PretendedEvent") -> float:
+        """Refuse: nothing that is pretended takes time."""
+        raise ParallelError(f"a step that is followed without a GPU takes no time to measure, up to {end}")
+
+
+@dataclass(eq=False)
+class PretendedStream:
+    """A stream of a GPU that is not there; memory that is taken on it is noted with its number."""
+
+    device: torch.device
+    number: int
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing: all that is pretended runs in order."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
+        """Return the event."""
+        return PretendedEvent() if event is None else event
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Say that the work is done."""
+        return True
+
+
+def make_stream(device: torch.device, **options: Any) -> Any:
+    """Return a new stream of a GPU: ``torch.cuda.Stream``."""
+    if _pretence is None:
+        return torch.cuda.Stream(device, **options)
+    _pretence.streams += 1
+    return PretendedStream(device, _pretence.streams)
+
+
+def make_event(**options: Any) -> Any:
+    """Return a new event: ``torch.cuda.Event``."""
+    return torch.cuda.Event(**options) if _pretence is None else PretendedEvent()
+
+
+def find_current_stream(device: torch.device) -> Any:
+    """Return the stream of a GPU on which work is put now."""
+    if _pretence is None:
+        return torch.cuda.current_stream(device)
+    return _pretence.current.setdefault(device, PretendedStream(device, 0))
+
+
+def note_use(tensor: Tensor, stream: Any) -> None:
+    """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
+    if not isinstance(stream, PretendedStream):
+        tensor.record_stream(stream)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Put the work of a block on a stream: ``torch.cuda.stream``."""
+    return _pretend_stream(stream) if isinstance(stream, PretendedStream) else torch.cuda.stream(stream)
+
+
+@contextmanager
+def _pretend_stream(stream: PretendedStream) -> Iterator[None]:
+    assert _pretence is not None
+    before = find_current_stream(stream.device)
+    _pretence.current[stream.device] = stream
+    try:
+        yield
+    finally:
+        _pretence.current[stream.device] = before

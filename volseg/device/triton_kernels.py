@@ -1,0 +1,85 @@
+"""Kernels written in Triton: how they are defined, where Triton is not installed too, and how they are run.
+
+A kernel that takes a grid is defined with ``@kernel``, a function that kernels call with ``@triton.jit``. Every run
+goes through ``TritonKernel``: it is noted only where this process pretends to have GPUs (``pretended``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from volseg.device import pretended
+from volseg.errors import ParallelError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+
+    class _Absent:
+        """What definitions and sizes of kernels need of Triton, none of which run."""
+
+        constexpr = int
+
+        @staticmethod
+        def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+            return function
+
+        @staticmethod
+        def cdiv(numerator: int, denominator: int) -> int:
+            return -(-numerator // denominator)
+
+        @staticmethod
+        def next_power_of_2(number: int) -> int:
+            return 1 << (number - 1).bit_length()
+
+    triton = tl = _Absent
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+__all__ = ["INSTALLED", "TritonKernel", "kernel", "tl", "triton"]
+
+
+class TritonKernel:
+    """A kernel that takes a grid: ``name[grid](*arguments, **options)``.
+
+    Parameters
+    ----------
+    function
+        What Triton compiles.
+    options
+        Those of ``triton.jit``.
+
+    Raises
+    ------
+    ParallelError
+        When run, where Triton is not installed and nobody pretends.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.name = f"{function.__module__.removeprefix('volseg.').removeprefix('device.')}.{function.__name__}"
+        self.__doc__ = function.__doc__
+        self.compiled = triton.jit(**options)(function) if INSTALLED else None
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """Return what runs the kernel on so many programs."""
+        if pretended.find_pretended() is not None:
+            return lambda *arguments, **options: self._note(grid, arguments, options)
+        if self.compiled is None:
+            raise ParallelError(
+                f"the kernel {self.name} needs Triton, which is not installed; install it (pip install triton), or let "
+                "torch compute (in a config training.kernels: torch)"
+            )
+        run: Callable[..., Any] = self.compiled[grid]
+        return run
+
+    def _note(self, grid: Sequence[int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        tensors = tuple(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
+        pretended.note_kernel(pretended.NotedKernel(self.name, tuple(grid), tensors, options))
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], TritonKernel]:
+    """Define a kernel, with the options of ``triton.jit``: ``@kernel()``."""
+    return lambda function: TritonKernel(function, **options)

@@ -1,0 +1,187 @@
+"""Other ways to run a training, as settings of its config: what takes less memory, and how a user asks for it.
+
+Pure, on a config and on forecasts. Where nobody could forecast, the order of `list_smaller` stands in: by what each is
+known to do to any network.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from volseg.config.base import validated
+from volseg.config.parallel import MeshPlan
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+from volseg.forecast.candidate import Candidate, Forecast
+
+__all__ = [
+    "describe_forecast",
+    "find_candidate",
+    "find_forecast",
+    "list_lines",
+    "list_overrides",
+    "list_smaller",
+    "rank_smaller",
+    "take_candidate",
+]
+
+CLEARLY_LESS = 0.97
+"""Of the memory of what has failed: forecasts that are closer are about the same."""
+
+
+def find_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
+    """Return what a training with a settled config does.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        With what its processes came to.
+    plan : MeshPlan
+        Who does what.
+    num_devices : int
+        Devices of one process.
+    """
+    parallel, strategy = config.parallel, config.parallel.model_strategy
+    in_process = num_devices if strategy != "none" and plan.num_processes == 1 else 1
+    stages = max(plan.pipeline, in_process if strategy == "pipeline" else 1)
+    slabs = max(plan.spatial, in_process if strategy in ("spatial", "auto") and stages == 1 else 1)
+    is_fast = strategy in ("spatial", "auto") or config.training.kernels == "fast"
+    return Candidate(
+        data=plan.data,
+        spatial=slabs,
+        pipeline=stages,
+        split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
+        checkpoint=parallel.checkpoint,
+        kernels="fast" if is_fast else "torch",
+        recorded=config.training.record,
+    )
+
+
+def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes: int) -> ExperimentConfig:
+    """Return the config with which ``num_processes`` run the candidate.
+
+    Raises
+    ------
+    ConfigError
+        If its other values do not go with that.
+    """
+    recomputes_alone = candidate.checkpoint is not None and candidate.spatial == candidate.pipeline == 1
+    is_alone = candidate.data * candidate.spatial == 1
+    parallel = {
+        **config.parallel.model_dump(),
+        "data": None if is_alone else candidate.data,
+        "spatial": None if is_alone or candidate.pipeline > 1 else candidate.spatial,
+        "pipeline": candidate.pipeline if candidate.pipeline > 1 else None,
+        "split_size": candidate.split_size,
+        # Recomputation belongs to the strategy that cuts, on one device too.
+        "strategy": "spatial" if recomputes_alone else "none",
+        "devices": 1 if recomputes_alone and num_processes == 1 else None,
+        "checkpoint": candidate.checkpoint,
+    }
+    training = config.training.model_dump()
+    if training["kernels"] == "fast" and candidate.kernels == "torch":
+        training["kernels"] = "torch"
+    training["record"] = training["record"] and candidate.recorded
+    source = "what takes less memory"
+    return validated(ExperimentConfig, {**config.model_dump(), "parallel": parallel, "training": training}, source)
+
+
+def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
+    """Return what makes one config the other, as ``--set`` takes it.
+
+    >>> from volseg.config.schema import DataConfig, PatchConfig
+    >>> config = ExperimentConfig(
+    ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
+    ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
+    >>> list_overrides(config, take_candidate(config, Candidate(checkpoint="all", kernels="fast"), 1))
+    ['parallel.strategy=spatial', 'parallel.devices=1', 'parallel.checkpoint=all', 'training.record=false']
+    """
+    one, other = before.model_dump(mode="json"), after.model_dump(mode="json")
+    return [
+        f"{section}.{key}={_as_yaml(value)}"
+        for section in ("patch", "parallel", "training")
+        for key, value in other[section].items()
+        if one[section][key] != value
+    ]
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def list_smaller(tried: Candidate, batch_size: int) -> list[Candidate]:
+    """Return what takes less memory on as many devices whatever the network is, least trouble first.
+
+    Fewer replicas that are cut more, and each mesh with its activations computed again. A pipeline is cut by layers,
+    whose sizes the network says: of it only smaller micro-batches are known to be less.
+
+    Examples
+    --------
+    >>> [(each.data, each.spatial, each.checkpoint) for each in list_smaller(Candidate(data=2), 2)]
+    [(2, 1, 'all'), (1, 2, None), (1, 2, 'all')]
+    """
+    if tried.pipeline > 1:
+        smaller = (tried.split_size or -(-batch_size // tried.data)) // 2
+        return [replace(tried, split_size=smaller)] if smaller else []
+    return list(_list_cuts(tried))
+
+
+def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
+    devices = tried.data * tried.spatial
+    for data in range(tried.data, 0, -1):
+        if devices % data:
+            continue
+        mesh = replace(tried, data=data, spatial=devices // data, kernels="fast")
+        if data < tried.data:
+            yield mesh
+        if mesh.checkpoint != "all":
+            yield replace(mesh, checkpoint="all")
+
+
+def rank_smaller(tried: Candidate, forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Return the forecasts that run and need clearly less than what was tried, fastest first."""
+    failed = find_forecast(tried, forecasts)
+    most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.total
+    fitting = [
+        each
+        for each in forecasts
+        if each.runs
+        and each.memory is not None
+        and not _is_same(each.candidate, tried)
+        and (most is None or each.memory.total <= most)
+    ]
+    return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
+
+
+def find_forecast(candidate: Candidate, forecasts: Sequence[Forecast]) -> Forecast | None:
+    """Return the forecast of a candidate, whichever kernels one GPU takes for it; None where there is none."""
+    same = [each for each in forecasts if _is_same(each.candidate, candidate)]
+    return next((each for each in same if each.candidate.kernels == candidate.kernels), same[0] if same else None)
+
+
+def _is_same(one: Candidate, other: Candidate) -> bool:
+    return replace(one, kernels="torch", recorded=False) == replace(other, kernels="torch", recorded=False)
+
+
+def describe_forecast(forecast: Forecast) -> str:
+    """Return the numbers of a forecast."""
+    if forecast.memory is None:
+        return forecast.refused or "no forecast"
+    speed = "" if forecast.seconds is None else f", {forecast.seconds:.3g} s per step"
+    of_each = " of each GPU" if forecast.candidate.num_gpus > 1 else ""
+    return f"{forecast.memory.total / 2**30:.1f} GiB{of_each}{speed}"
+
+
+def list_lines(config: ExperimentConfig, forecasts: Sequence[Forecast], num_processes: int) -> list[str]:
+    """Return what to paste for each forecast, with its numbers; what the config does not allow is left out."""
+    lines = []
+    for forecast in forecasts:
+        count = forecast.candidate.data * forecast.candidate.spatial
+        try:
+            overrides = list_overrides(config, take_candidate(config, forecast.candidate, count))
+        except ConfigError:  # kernels that were asked for, say
+            continue
+        gpus = f"--gpus {forecast.candidate.num_gpus} " if forecast.candidate.num_gpus != num_processes else ""
+        lines.append(f"  {gpus}{' '.join(f'--set {each}' for each in overrides)}   {describe_forecast(forecast)}")
+    return lines

@@ -1,0 +1,322 @@
+"""A training step that is out of memory: what is said of it, and how the run goes on in another way where it may.
+
+With ``parallel.on_oom: replan`` a run goes on from its last checkpoint by what needs less memory on the same devices:
+once. A second failure ends it, whatever it is told then: it may be a leak, and every attempt costs minutes of GPUs.
+
+One process frees what it holds and begins again by itself. Of several one may fail alone, while the others wait for it
+in a collective that nothing interrupts; so all of them begin anew as processes, with the launcher none the wiser, and
+carry what happened in a variable of their environment. When they have met again the leader chooses for all of them: by
+then nobody waits in a collective for it, and the GPUs are empty.
+
+What may change: the mesh and the kernels, and with them the order of sums, so weights agree to round-off and not bit by
+bit. What stays: the batch of an optimizer step, its cases and augmentations, random numbers of the network by the same
+seeds, the learning rate, and the number of steps.
+"""
+
+import gc
+import json
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from volseg.config.base import validated
+from volseg.config.parallel import ParallelConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.data.json_files import read_json
+from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
+from volseg.experiment.alternatives import (
+    describe_forecast,
+    list_lines,
+    list_overrides,
+    list_smaller,
+    rank_smaller,
+    take_candidate,
+)
+from volseg.experiment.forecast_beside import Gpus, PlanBeside
+from volseg.experiment.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
+from volseg.experiment.placed_network import choose_device
+from volseg.experiment.roles import Member
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.parallel.devices import count_gpus, count_processes, is_distributed, is_main_process, name_own_place
+from volseg.parallel.failures import begin_all_anew
+from volseg.parallel.processes import find_supervision
+from volseg.parallel.progress import find_milestone
+from volseg.workflow.processes import gather_over_processes
+
+__all__ = ["REPLANNED", "BeginAgain", "Replanning", "free_memory"]
+
+logger = logging.getLogger(__name__)
+
+REPLANNED = "replanned.json"
+"""File of the run folder that says what ran out of memory, and how the run goes on since."""
+
+VARIABLE = "VOLSEG_OUT_OF_MEMORY"
+"""In which a process tells itself, begun anew, what happened."""
+
+HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
+"""In messages about main memory, of which no way to use GPUs needs less."""
+
+
+class BeginAgain(Exception):  # noqa: N818 (it is none)
+    """The run goes on, in this process and in another way: no error, and for whoever called `Replanning.heeding`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A training step that was out of memory."""
+
+    where: str
+    """Process, host and device."""
+    at: str
+    """Epoch and batch."""
+    said: str
+    """The allocator's words, with what was tried."""
+    tried: Candidate
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> "Failure":
+        """Return what was written down as plain values."""
+        return cls(**{**content, "tried": Candidate(**content["tried"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replanned:
+    """How a run goes on after such a step."""
+
+    asked: Mapping[str, Any]
+    """``parallel`` of the config that failed; a run that is resumed with another one does what that says."""
+    processes: int
+    failure: Failure
+    overrides: tuple[str, ...]
+    parallel: Mapping[str, Any]
+    training: Mapping[str, Any]
+    """``kernels`` and ``record``."""
+    why: str
+
+    def is_for(self, config: ExperimentConfig, processes: int) -> bool:
+        """Tell whether this is about what a config asks for on so many processes."""
+        return dict(self.asked) == _list_asked(config) and self.processes == processes
+
+    def apply(self, config: ExperimentConfig) -> ExperimentConfig:
+        """Return the config as the run goes on."""
+        training = {**config.training.model_dump(), **self.training}
+        parallel = {**self.parallel, "on_oom": config.parallel.on_oom, "timeout": config.parallel.timeout}
+        values = {**config.model_dump(), "parallel": parallel, "training": training}
+        return validated(ExperimentConfig, values, REPLANNED)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values; `read` takes them back."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: Any, source: object) -> "Replanned":
+        """Return what was written down.
+
+        Raises
+        ------
+        CheckpointError
+            If that is something else.
+        """
+        try:
+            known = {**content, "failure": Failure.read(content["failure"]), "overrides": tuple(content["overrides"])}
+            found = cls(**known)
+            validated(ParallelConfig, dict(found.parallel), str(source))
+        except (ConfigError, KeyError, TypeError) as fault:
+            raise CheckpointError(
+                f"{source} should say how the run goes on after it was out of memory ({fault}); restore it from a "
+                "copy, or remove it and the run goes on as its config says"
+            ) from fault
+        return found
+
+    def __str__(self) -> str:
+        how = " ".join(f"--set {override}" for override in self.overrides)
+        failed = f"{self.failure.where} was out of memory at {self.failure.at}"
+        return f"{failed}; since then, and once only, the run goes on with {how}: {self.why}"
+
+
+class Replanning:
+    """What a training does about a step that is out of memory.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training, as it was asked for.
+    """
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self.config = config
+        self.replanned: Replanned | None = None
+        """How the run goes on, where it was replanned."""
+        self.tried: Candidate | None = None
+        """What the training does, once that is settled."""
+        said = os.environ.pop(VARIABLE, None)
+        self.failure = None if said is None else Failure.read(json.loads(said))
+
+    def settle(self, role: Member, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
+        """Return the config with how the run goes on, where a step was out of memory; every process calls this.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If nothing takes less.
+        """
+        failures = gather_over_processes([json.dumps(asdict(self.failure))] if self.failure else [])
+        count = count_processes()
+        mine: list[str] = []
+        if is_main_process():
+            found = None
+            if failures:
+                found = _choose(config, Failure.read(json.loads(failures[0])), count)
+                logger.warning("%s", found)
+            elif resume:
+                found = self._read(role, config, count)
+            mine = [] if found is None else [json.dumps(found.as_json())]
+        told = gather_over_processes(mine)
+        if not told:
+            return config
+        self.replanned = Replanned.read(json.loads(told[0]), REPLANNED)
+        return self.replanned.apply(config)
+
+    def _read(self, role: Member, config: ExperimentConfig, count: int) -> Replanned | None:
+        """Return what the run folder says of it, if that is about this config."""
+        file = role.folder.path / REPLANNED
+        if not file.exists():
+            return None
+        found = Replanned.read(read_json(file), file)
+        if not found.is_for(config, count):
+            logger.info("%s is about another mesh than is asked for now, which is tried as it is", file)
+            return None
+        logger.info("%s", found)
+        return found
+
+    def files(self) -> dict[str, Any]:
+        """Return what the run folder keeps of it."""
+        return {} if self.replanned is None else {REPLANNED: self.replanned.as_json()}
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Do something about a step that is out of memory within the block; any other error passes.
+
+        Raises
+        ------
+        OutOfMemoryError
+            Where the run ends by it, with what would fit.
+        BeginAgain
+            Where the run goes on in this process. Of several processes all begin anew from here.
+        """
+        try:
+            yield
+        except OutOfMemoryError as fault:
+            cause = fault.__cause__
+            if self.tried is None or cause is None or not _is_of_step(self.config, cause):
+                raise
+            said = describe_attempt(self.config, choose_device(self.config), cause)
+            failure = Failure(where=name_own_place(), at=str(find_milestone()), said=said, tried=self.tried)
+            if self.config.parallel.on_oom != "replan" or self.replanned is not None:
+                raise OutOfMemoryError(self._explain(failure)) from cause
+            self._go_on(failure)
+            raise BeginAgain from None
+
+    def _go_on(self, failure: Failure) -> None:
+        """Keep the failure for the next attempt, in this process or in those that all processes become."""
+        supervision = find_supervision()
+        if supervision is None or not is_distributed():
+            self.failure = failure
+            return
+        if multiprocessing.parent_process() is not None:  # whose pipe to its parent would be gone
+            raise OutOfMemoryError(
+                f"{failure.said}. parallel.on_oom: replan begins processes anew, which those of multiprocessing "
+                "cannot; start them by torchrun, or by volseg train --gpus"
+            )
+        begin_all_anew(failure.said, supervision, {VARIABLE: json.dumps(asdict(failure))})
+
+    def _explain(self, failure: Failure) -> str:
+        """Return the failure with what would fit."""
+        lines = list_lines(self.config, _list_ways(self.config, failure, more_gpus=True), count_processes())
+        lines.append(describe_remedies(self.config))
+        before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
+        return "\n".join([f"{failure.said}, at {failure.at}.", *before, "What takes less, fastest first:", *lines])
+
+
+def free_memory() -> None:
+    """Give back what a failed attempt held, when nothing refers to it any more."""
+    gc.collect()  # models and graphs of autograd are full of circles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _is_of_step(config: ExperimentConfig, cause: BaseException) -> bool:
+    """Tell whether a training step was what did not fit its device."""
+    if not is_out_of_memory(cause) or find_milestone().phase != "train":
+        return False
+    if choose_device(config).type == "cpu":
+        return True
+    return not isinstance(cause, MemoryError) and not any(text in str(cause) for text in HOST_MEMORY)
+
+
+def _list_asked(config: ExperimentConfig) -> dict[str, Any]:
+    """Return what a config says of who computes what."""
+    return config.parallel.model_dump(mode="json", exclude={"on_oom", "timeout"})
+
+
+def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Replanned:
+    """Return how a run goes on: the fastest that fits by forecast, else what takes least of any network's memory.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If nothing takes less.
+    """
+    ways = [
+        way for way in _list_ways(config, failure, more_gpus=False) if way.candidate.num_gpus == failure.tried.num_gpus
+    ]
+    # Without a forecast the most thorough comes first: this is done once.
+    for way in ways if any(way.memory for way in ways) else reversed(ways):
+        try:
+            changed = take_candidate(config, way.candidate, processes)
+        except ConfigError:  # kernels that were asked for, say
+            continue
+        training = changed.training
+        return Replanned(
+            asked=_list_asked(config),
+            processes=processes,
+            failure=failure,
+            overrides=tuple(list_overrides(config, changed)),
+            parallel=changed.parallel.model_dump(mode="json"),
+            training={"kernels": training.kernels, "record": training.record},
+            why=describe_forecast(way),
+        )
+    raise OutOfMemoryError(
+        f"{failure.said}. parallel.on_oom: replan found nothing that takes less memory on the same devices"
+    )
+
+
+def _list_ways(config: ExperimentConfig, failure: Failure, *, more_gpus: bool) -> list[Forecast]:
+    """Return what takes less memory, fastest first, with its numbers where they can be told."""
+    known = rank_smaller(failure.tried, _forecast(config, failure.tried, more_gpus=more_gpus))
+    if known:
+        return known
+    smaller = list_smaller(failure.tried, config.patch.batch)
+    return [Forecast(candidate=each, refused="less memory; how much is not known") for each in smaller]
+
+
+def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Sequence[Forecast]:
+    """Return what is forecast of every way to use the GPUs of the training, or all that are visible if they are more.
+
+    Seconds in which this process waits: it has nothing else to do.
+    """
+    count = max(tried.num_gpus, count_gpus() if more_gpus else 0)
+    gpus = Gpus.find(choose_device(config), count)
+    if gpus is None:
+        return ()
+    is_open = config.model_copy(update={"parallel": ParallelConfig()})
+    answer = PlanBeside(is_open, gpus, thorough=True).wait()
+    if answer.problem:
+        logger.warning("no forecast of what would fit: %s", answer.problem)
+    return answer.forecasts

@@ -1,0 +1,200 @@
+"""What of a machine a config's training takes, and how it is best shared: the verb ``volseg plan`` as functions."""
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from volseg.config.schema import ExperimentConfig
+from volseg.experiment.building import check_components
+from volseg.experiment.data_facts import DataFacts, find_facts
+from volseg.experiment.forecasting import Described, at_size, describe_training, find_freedom, find_reserve
+from volseg.forecast.candidate import Candidate
+from volseg.parallel.candidates.choosing import GIB
+from volseg.parallel.candidates.listing import Freedom, name_candidate
+from volseg.parallel.candidates.planning import Machine, Plan, list_largest, plan_work
+from volseg.parallel.candidates.report import LargestRow, VolumesReport, format_volumes
+from volseg.parallel.fast_kernels import CAPABILITY
+from volseg.workflow.precision import choose_dtype
+
+__all__ = ["PlannedVolumes", "list_settings", "plan_training", "plan_volumes", "plan_words"]
+
+
+def plan_training(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    facts: DataFacts | None = None,
+    only: Callable[[Candidate], bool] | None = None,
+    thorough: bool = False,
+) -> Plan:
+    """Forecast a config's training on a machine.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    machine : Machine
+        Where it is to run.
+    channels, classes : int, optional
+        See `find_facts`.
+    facts : DataFacts, optional
+        Of its data set, where they are known already.
+    only : callable, optional
+        Which candidates may be taken; by default all that the config leaves open.
+    thorough : bool
+        Whether to follow candidates too that cannot win.
+
+    Raises
+    ------
+    ConfigError, DataError
+        If the config cannot be run, or channels and classes are not known.
+    ParallelError
+        If the training cannot be followed.
+    """
+    described, free, reserve, notes = _describe(config, machine, channels, classes, facts)
+    accumulate = config.training.accumulate
+    return plan_work(
+        described.work,
+        machine,
+        free,
+        reserve=reserve,
+        notes=notes,
+        steps_per_epoch=math.ceil(config.training.iterations / accumulate),
+        times=accumulate / described.batches,
+        resize=lambda sides: at_size(described, sides),
+        divisors=described.rule.divisors,
+        only=only,
+        thorough=thorough,
+    )
+
+
+def _describe(
+    config: ExperimentConfig,
+    machine: Machine,
+    channels: int | None,
+    classes: int | None,
+    facts: DataFacts | None,
+) -> tuple[Described, Freedom, int, list[str]]:
+    """Return what is followed, what is open, the bytes of a GPU that are taken, and what the reader must know."""
+    check_components(config)
+    gpu = machine.gpu
+    dtype = choose_dtype(config.training.precision, gpu.capability)
+    facts = find_facts(config, channels, classes) if facts is None else facts
+    described = describe_training(config, dtype, facts)
+    free = find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
+    reserve, notes = find_reserve(described, machine.gpu_bytes)
+    return described, free, reserve, [f"channels and classes by {facts.source}", *notes]
+
+
+def plan_words(plan: Plan, config: Path) -> str:
+    """Return a plan for people: the table, the choice and how to take it."""
+    machine = plan.machine
+    where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
+    if machine.instance is not None:
+        price = "" if machine.price_per_hour is None else f", {machine.price_per_hour:.2f} $ an hour"
+        where += f" ({machine.instance}{price})"
+    lines = [
+        f"{plan.name}, {' x '.join(map(str, plan.shape))}, {plan.precision}, on {where}",
+        "",
+        plan.table(),
+        "",
+        f"{plan.why}.",
+    ]
+    if plan.chosen is not None:
+        settings = "".join(f" --set {setting}" for setting in list_settings(plan.chosen.candidate))
+        gpus = f" --gpus {plan.chosen.candidate.num_gpus}" if plan.chosen.candidate.num_gpus > 1 else ""
+        lines += [f"  volseg train {shlex.quote(str(config))}{gpus}{settings}"]
+    lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    lines += [
+        "",
+        "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
+    ]
+    if not machine.is_measured:
+        lines.append(f"Times follow from published rates of {machine.gpu.name}: nobody has measured ours there.")
+    if machine.price_source is not None:
+        lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
+    lines += [f"Note: {note}." for note in plan.notes]
+    return "\n".join(lines)
+
+
+def list_settings(candidate: Candidate) -> list[str]:
+    """Return the overrides of a config by which a candidate is taken."""
+    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
+    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
+    if candidate.split_size is not None:
+        settings.append(f"parallel.split_size={candidate.split_size}")
+    if candidate.checkpoint is not None:
+        alone = candidate.num_gpus == 1
+        settings += ["parallel.strategy=spatial", "parallel.devices=1"] if alone else []
+        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedVolumes:
+    """The largest patches of a training on a machine."""
+
+    report: VolumesReport
+
+    @property
+    def fits(self) -> bool:
+        """Whether any does."""
+        return any(row.sides is not None for row in self.report.rows)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return self.report.model_dump_json(indent=2)
+
+    def words(self) -> str:
+        """Return the report for people."""
+        report = self.report
+        return "\n".join(
+            [
+                f"{report.network}, largest patches in batches of {report.batch_size}, {report.precision}, on "
+                f"{report.num_gpus} x {report.gpu} of {report.gpu_bytes / GIB:.1f} GiB",
+                "",
+                format_volumes(report.rows),
+            ]
+        )
+
+
+def plan_volumes(
+    config: ExperimentConfig, machine: Machine, *, channels: int | None = None, classes: int | None = None
+) -> PlannedVolumes:
+    """Return the largest patches that each way of sharing a machine can train on; see `plan_training`."""
+    described, free, reserve, _ = _describe(config, machine, channels, classes, None)
+    work = described.work
+    found = list_largest(
+        work,
+        machine,
+        free,
+        reserve=reserve,
+        resize=lambda sides: at_size(described, sides),
+        divisors=described.rule.divisors,
+    )
+    rows = tuple(
+        LargestRow(
+            name=name_candidate(candidate),
+            aspect=aspect,
+            sides=None if largest is None else largest.sides,
+            next_sides=None if largest is None else largest.limit,
+            total_bytes=None if largest is None else largest.needed,
+        )
+        for candidate, aspect, largest in found
+    )
+    return PlannedVolumes(
+        report=VolumesReport(
+            network=work.name,
+            batch_size=work.batch_size,
+            precision=str(work.precision).removeprefix("torch."),
+            gpu=machine.gpu.name,
+            num_gpus=machine.num_gpus,
+            gpu_bytes=machine.gpu_bytes,
+            reserve_bytes=reserve,
+            rows=rows,
+        )
+    )

@@ -1,0 +1,68 @@
+"""Networks without values: a copy whose tensors have a shape, a dtype and a layout, and lie on the host."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from volseg.device.torch_internals import FakeTensor, FakeTensorMode, without_dispatch_modes
+from volseg.errors import FollowError
+
+__all__ = ["copy_without_values", "copying_by_clones"]
+
+
+def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
+    """Return a deep copy of a network, or of anything that holds tensors, with the tensors of a mode.
+
+    Raises
+    ------
+    FollowError
+        For tensors that are more than a block of memory: sparse or quantized ones.
+    """
+    with without_dispatch_modes(), _Emptying(mode):
+        return copy.deepcopy(value)
+
+
+class copying_by_clones(TorchFunctionMode):  # noqa: N801 (a context, as torch names its own)
+    """Let ``copy.deepcopy`` in here copy tensors without values, by ``clone``: torch's own way looks for the values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+class _Emptying(TorchFunctionMode):
+    """Copy tensors without their values: ``deepcopy`` comes by here, and for parameters by ``clone``."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone and not isinstance(args[0], FakeTensor):
+            return self._empty(args[0])
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                empty = self._empty(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(empty) if is_parameter else empty
+                memo[id(tensor)].requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise FollowError(
+                f"a network is followed whose tensors are strided and not quantized, got one of {tensor.layout} and "
+                f"{tensor.dtype}, shape {tuple(tensor.shape)}; give it ordinary parameters and buffers"
+            )
+        device = tensor.device if isinstance(tensor, FakeTensor) else "cpu"
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,0 +1,338 @@
+"""Run a real training step without a GPU, and write down what each GPU would be asked for.
+
+Tensors have a shape, a dtype, a layout and a device here, and no values (torch's ``FakeTensorMode``). The step runs as
+it is: the network's own Python, autograd, the optimizer. Every operator and every block of memory comes by::
+
+    with following(gpu) as followed:
+        net = followed.copy(net).to(followed.devices[0])
+        followed.mark("step")
+        ...
+    (trace,) = followed.traces()
+
+A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot be followed and is refused, by name.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from volseg.device.pretended import (
+    GpuLike,
+    NotedKernel,
+    find_current_stream,
+    find_recording,
+    is_gpu,
+    name_pretended,
+    pretend_recording,
+    pretending,
+)
+from volseg.device.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    get_storage_key,
+    swapping_by,
+    tree_leaves,
+)
+from volseg.forecast.autocast import casting_like_gpus
+from volseg.forecast.copying import copy_without_values
+from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
+from volseg.forecast.kernel_work import describe_kernel, describe_noted
+from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
+
+__all__ = ["FollowedStep", "follow", "following"]
+
+
+def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
+    """Run ``step`` once on GPUs that are not there; return what each is asked for.
+
+    Parameters
+    ----------
+    step
+        Builds what it needs (``copy`` and ``to``), runs, and says where parts begin (``mark``).
+    gpu
+        The kind of GPU.
+    num_gpus
+        How many there are: ``FollowedStep.devices``.
+    """
+    with following(gpu, num_gpus) as followed:
+        step(followed)
+    return followed.traces()
+
+
+@contextmanager
+def following(
+    gpu: GpuLike, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None
+) -> Iterator["FollowedStep"]:
+    """Let tensors be without values, and write down what the GPUs are asked for.
+
+    Parameters
+    ----------
+    gpu, num_gpus
+        See ``follow``.
+    time_kernel
+        Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+    """
+    followed = FollowedStep(num_gpus, time_kernel)
+    with ExitStack() as stack:
+        stack.enter_context(_without_collector())
+        stack.enter_context(
+            pretending(
+                gpu,
+                followed.note_kernel,
+                shared=followed.note_shared,
+                sent=followed.note_sent_from,
+                clock=None if time_kernel is None else followed.read_clock,
+            )
+        )
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
+        stack.enter_context(swapping_by(_take_over))
+        stack.enter_context(_noting_resizes(followed))
+        stack.enter_context(followed.mode)
+        stack.enter_context(_Noting(followed))
+        stack.enter_context(_OnDevices())
+        yield followed
+
+
+class _Held(NamedTuple):
+    """Memory that is held: the number of its device, its bytes, and the number of its block."""
+
+    device: int
+    size: int
+    block: int
+
+
+class FollowedStep:
+    """What is asked of GPUs that are not there.
+
+    Attributes
+    ----------
+    devices
+        They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
+    """
+
+    def __init__(self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None) -> None:
+        self._time_kernel = time_kernel
+        self._seconds = [0.0] * num_gpus
+        self.devices = [name_pretended(index) for index in range(num_gpus)]
+        self.mode = FakeTensorMode()
+        self._events: list[list[Event]] = [[] for _ in self.devices]
+        self._held: dict[int, _Held] = {}
+        self._blocks = 0
+
+    def traces(self) -> tuple[StepTrace, ...]:
+        """Return what each device was asked for so far."""
+        return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
+
+    def mark(self, name: str) -> None:
+        """Say on all devices that a part begins; see ``Mark``."""
+        for events in self._events:
+            events.append(Mark(name))
+
+    @contextmanager
+    def recording(self, pool: str) -> Iterator[None]:
+        """Take memory from a recording's own pool."""
+        with pretend_recording(pool):
+            yield
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
+        return copy_without_values(value, self.mode)
+
+    def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor without values, by default on the first device."""
+        return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
+
+    def count_held_bytes(self, device: int = 0) -> int:
+        """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
+        return sum(held.size for held in self._held.values() if held.device == device)
+
+    def note_sent(self, device: torch.device, sent: Sent) -> None:
+        """Put down data that a device sends."""
+        self._events[self._number(device)].append(sent)
+
+    def note_sent_from(self, device: torch.device, kind: str, size: int, devices: int) -> None:
+        """Put down data that leave a device."""
+        self.note_sent(device, Sent(kind, size, devices, find_current_stream(device).number))
+
+    def note_shared(self, device: torch.device, size: int) -> None:
+        """Put down memory beside torch's allocator."""
+        self._events[self._number(device)].append(Outside(size))
+
+    def read_clock(self, device: torch.device) -> float:
+        """Return the seconds that the kernels of a device should have taken so far."""
+        return self._seconds[self._number(device)]
+
+    def _note_run(self, number: int, run: KernelRun) -> None:
+        self._events[number].append(run)
+        if self._time_kernel is not None:
+            self._seconds[number] += self._time_kernel(run)
+
+    def note_storage(self, tensor: Tensor) -> None:
+        """Put down the memory of a tensor, if it is new and on a GPU."""
+        device = tensor.device
+        if not is_gpu(device):
+            return
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            return
+        self._held[key] = self._take(device, storage.nbytes())
+        weakref.finalize(storage, self._give_back, key).atexit = False
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Put down that memory was given back, or taken anew, beneath tensors that stay."""
+        key = get_storage_key(storage)
+        if key in self._held:
+            device = self.devices[self._held[key].device]
+            self._give_back(key)
+            self._held[key] = self._take(device, storage.nbytes())
+
+    def _take(self, device: torch.device, size: int) -> "_Held":
+        held = _Held(self._number(device), size, self._blocks)
+        if size:  # an empty tensor takes no memory
+            self._blocks += 1
+            stream = find_current_stream(device).number
+            self._events[held.device].append(Allocate(held.block, size, stream, find_recording()))
+        return held
+
+    def _give_back(self, key: int) -> None:
+        held = self._held.pop(key)
+        if held.size:
+            self._events[held.device].append(Free(held.block))
+
+    def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Put down an operator of torch, on the device of its result."""
+        home = _find_gpu((out, args, kwargs))
+        if home is None:
+            return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
+        if run is not None:
+            self._note_run(self._number(home), run)
+
+    def note_kernel(self, kernel: NotedKernel) -> None:
+        """Put down a kernel of ours."""
+        home = kernel.tensors[0].device
+        stream = find_current_stream(home).number
+        self._note_run(self._number(home), describe_noted(kernel, stream))
+
+    def _number(self, device: torch.device) -> int:
+        assert device.index is not None
+        return device.index
+
+
+ON_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+"""Operators that are given memory itself: who remembers their arguments holds it."""
+
+
+class _Noting(TorchDispatchMode):
+    """Tell a ``FollowedStep`` of each operator and its results."""
+
+    def __init__(self, followed: FollowedStep) -> None:
+        super().__init__()
+        self.followed = followed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = GPU_OPERATORS.get(func)
+        if handler is not None and _find_gpu(args) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
+        with self._remembering(func not in ON_STORAGES):
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            _correct_device(out, kwargs.get("device"))
+            self.followed.note_storage(out)
+        elif isinstance(out, list | tuple):
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self.followed.note_storage(leaf)
+        else:
+            return out  # of prim.device and its like
+        self.followed.note_operator(func, args, kwargs, out)
+        return out
+
+    @contextmanager
+    def _remembering(self, wanted: bool) -> Iterator[None]:
+        """Let the mode remember an operator's result for the same arguments, which it then holds."""
+        mode = self.followed.mode
+        before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and wanted
+        try:
+            yield
+        finally:
+            mode.cache_enabled = before
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+def _find_gpu(values: Any) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors if is_gpu(tensor.device)), None)
+
+
+def _correct_device(out: Tensor, device: torch.device | None) -> None:
+    """Let a tensor lie where it was asked for: a mode computes what has known values on the host."""
+    if device is not None and isinstance(out, FakeTensor) and is_gpu(device) and out.fake_device != device:
+        out.fake_device, out.constant = device, None
+
+
+class _OnDevices(TorchFunctionMode):
+    """Let ``torch.tensor`` make tensors of a device: it leaves a CPU's number away."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = torch.device(kwargs["device"])
+            if is_gpu(device):
+                return func(*args, **{**kwargs, "device": None}).to(device)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let memory be given back where its last name goes, not when Python happens to look for circles."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _noting_resizes(followed: FollowedStep) -> Iterator[None]:
+    """Tell of memory that is resized: no operator does it, so no mode sees it."""
+    resize = torch.UntypedStorage.resize_
+
+    def note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        followed.note_resize(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = note  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def _take_over(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the memory and the device of another; ``torch.utils.swap_tensors`` refuses what is watched."""
+    assert isinstance(old, FakeTensor)
+    assert isinstance(new, FakeTensor)
+    old.data = new.data
+    old.fake_device = new.fake_device

@@ -1,0 +1,220 @@
+# ruff: noqa: A002, ARG001  (functions take what operators of aten take, by its names)
+"""What operators of torch do on a GPU, where the CPU's do otherwise: layouts, and memory that they take on their way.
+
+A followed step runs on tensors of the CPU. Their sizes and dtypes are those of a GPU; the layout of a convolution's
+output, copies of tensors that lie otherwise than a kernel wants, and the mask of a dropout are not. Each function here
+does with memory what torch's CUDA implementation of the operator does, step by step [1]_.
+
+Not modelled: workspaces of libraries (the allocator's model adds them), partial sums of reductions (kilobytes), and
+convolutions of tensors above 2**31 elements where cuDNN is older than 9.3.
+
+References
+----------
+.. [1] ``aten/src/ATen/native``: ``cudnn/ConvShared.cpp``, ``cudnn/BatchNorm.cpp``, ``cuda/SoftMax.cu``,
+   ``cuda/DilatedMaxPool3d.cu``, ``cuda/UpSampleNearest3d.cu``, ``cuda/TensorTransformations.cu``, ``group_norm.cpp``,
+   ``Dropout.cpp``
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.pretended import on_gpu
+from volseg.device.torch_internals import overriding_operators, suggest_memory_format
+
+__all__ = ["GPU_OPERATORS", "WITHOUT_RESULT", "composing_like_gpus"]
+
+aten = torch.ops.aten
+CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
+Handler = Callable[..., Any]
+Note = Callable[[Any], None]
+
+GPU_OPERATORS: dict[Any, Handler] = {}
+"""What takes memory in place of an operator: ``(note, plain, *arguments)`` to the operator's result.
+
+It may call operators, which are noted as such. ``note(result)`` says that the operator's own kernel runs now. ``plain``
+is the result as of a CPU: of the right shape.
+"""
+
+WITHOUT_RESULT: set[Any] = set()
+"""Those for whom a CPU's result is not asked: torch has none without values."""
+
+
+def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        GPU_OPERATORS.update(dict.fromkeys(operators, handler))
+        return handler
+
+    return register
+
+
+def _empty(size: Sequence[int], like: Tensor, layout: torch.memory_format, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(tuple(size), dtype=dtype or like.dtype, device=like.device, memory_format=layout)
+
+
+# Convolutions: cuDNN, channels last if either of two tensors is.
+
+
+def _choose_layout(first: Tensor, second: Tensor) -> torch.memory_format:
+    if torch.float64 in (first.dtype, second.dtype):
+        return CONTIGUOUS
+    wanted = {suggest_memory_format(first), suggest_memory_format(second)}
+    return next((layout for layout in (LAST, torch.channels_last) if layout in wanted), CONTIGUOUS)
+
+
+def _is_depthwise(slab: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
+    return not transposed and groups > 1 and slab.shape[1] == groups and weight.shape[0] % slab.shape[1] == 0
+
+
+@_replaces(aten.convolution.default)
+def _convolve(note: Note, plain: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    layout = _choose_layout(input, weight)
+    if _is_depthwise(input, weight, settings[3], settings[5]) and input.ndim == 5:
+        layout = CONTIGUOUS  # torch's own kernels
+    given = input.contiguous(memory_format=layout)
+    out = _empty(plain.shape, input, layout)
+    copies = given, weight.contiguous(memory_format=layout)
+    note(out)
+    del copies
+    if bias is not None:
+        out.add_(bias.reshape(1, -1, *(1,) * (input.ndim - 2)))
+    return out
+
+
+@_replaces(aten.convolution_backward.default)
+def _differentiate_convolution(
+    note: Note, plain: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    *settings, mask = rest
+    layout = _choose_layout(input, weight)
+    if _is_depthwise(input, weight, settings[3], settings[5]) and input.ndim == 5:
+        layout = CONTIGUOUS
+    given = input.contiguous(memory_format=layout) if mask[1] else input
+    slopes = gradient.contiguous(memory_format=suggest_memory_format(given))
+    found: list[Tensor | None] = [None, None, None]
+    copies: tuple[Tensor, ...] = ()
+    if mask[0]:
+        layout = _choose_layout(slopes, weight)
+        found[0] = _empty(input.shape, slopes, layout)
+        copies = weight.contiguous(memory_format=layout), slopes.contiguous(memory_format=layout)
+    copies = ()
+    if mask[1]:
+        layout = _choose_layout(given, slopes)
+        dense = slopes.contiguous(memory_format=layout)
+        found[1] = _empty(weight.shape, slopes, layout)
+        copies = dense, given.contiguous(memory_format=layout)
+    note(tuple(found))
+    del copies
+    if mask[2]:
+        found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
+    return tuple(found)
+
+
+# Norms. The output lies like the input; what is saved is float32.
+
+
+@_replaces(aten.native_batch_norm.default)
+def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
+    training = rest[2]
+    out = torch.empty_like(input)
+    saved = input.shape[1] if training else 0
+    mean, rstd = (_empty((saved,), input, CONTIGUOUS, torch.float32) for _ in range(2))
+    note((out, mean, rstd))
+    return out, mean, rstd
+
+
+@_replaces(aten.native_batch_norm_backward.default)
+def _differentiate_norm(note: Note, plain: Any, gradient: Tensor, input: Tensor, weight: Any, *rest: Any) -> Any:
+    mask = rest[-1]
+    slopes = gradient.contiguous(memory_format=suggest_memory_format(input))
+    found = torch.empty_like(input) if mask[0] else None
+    dtype = torch.float32 if weight is None else weight.dtype
+    sums = [_empty((input.shape[1],), input, CONTIGUOUS, dtype) if wanted else None for wanted in mask[1:]]
+    note((found, *sums))
+    del slopes
+    return found, *sums
+
+
+# Softmax reads and writes densely; from half precision it writes float32 where it is told to.
+
+
+@_replaces(aten._softmax.default, aten._log_softmax.default)
+def _softmax(note: Note, plain: Any, input: Tensor, dim: int, widens: bool) -> Tensor:
+    out = _empty(input.shape, input, CONTIGUOUS, torch.float32 if widens else input.dtype)
+    dense = input.contiguous()
+    note(out)
+    del dense
+    return out
+
+
+@_replaces(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _differentiate_softmax(
+    note: Note, plain: Any, gradient: Tensor, out: Tensor, dim: int, dtype: torch.dtype
+) -> Tensor:
+    found = _empty(gradient.shape, gradient, CONTIGUOUS, dtype)
+    copies = gradient.contiguous(), out.contiguous()
+    note(found)
+    del copies
+    return found
+
+
+# Others.
+
+
+@_replaces(aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default)
+def _upsample_nearest(note: Note, plain: Any, input: Tensor, size: Sequence[int], *scales: Any) -> Tensor:
+    out = _empty((*input.shape[:2], *size), input, suggest_memory_format(input))
+    dense_out = out if out.is_contiguous() else _empty(out.shape, input, CONTIGUOUS)
+    dense = input.contiguous()
+    note(dense_out)
+    del dense
+    return out if dense_out is out else out.copy_(dense_out)
+
+
+@_replaces(aten.roll.default)
+def _roll(note: Note, plain: Any, input: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    rolled = input
+    for _ in dims or (0,):  # dim after dim
+        rolled = _empty(input.shape, input, CONTIGUOUS)
+        note(rolled)
+    return rolled
+
+
+@_replaces(
+    aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adam_.default, aten._fused_adam_.tensor_lr,
+    aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr, aten._fused_adagrad_.default,
+)  # fmt: skip
+def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
+    note(None)  # in place, without memory of its own
+
+
+WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler is _step_fused}
+
+
+@contextmanager
+def composing_like_gpus() -> Iterator[None]:
+    """Compose functions of others as on a GPU, where torch looks at the device in C++: ``dropout``, ``group_norm``."""
+    with overriding_operators("AutogradCPU", {"dropout": _drop, "group_norm": _normalize_groups}):
+        yield
+
+
+def _drop(input: Tensor, probability: float, training: bool) -> Tensor:
+    if on_gpu(input) and training and 0 < probability < 1:
+        out: Tensor = aten.native_dropout(input, probability, training)[0]  # with a mask of bytes
+        return out
+    return aten.dropout.default.decompose(input, probability, training)
+
+
+def _normalize_groups(
+    input: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    if not on_gpu(input):
+        return aten.group_norm.default.decompose(input, groups, weight, bias, eps, enabled)
+    (batch, channels), voxels = input.shape[:2], input.shape[2:].numel()
+    dense = input.contiguous()  # channels last too
+    out: Tensor = aten.native_group_norm(dense, weight, bias, batch, channels, voxels, groups, eps)[0]
+    return out

@@ -1,0 +1,159 @@
+"""Which measured kernels a kernel is compared with: those of its family, the nearest in shape first.
+
+A family is a function in one layout and one type of numbers: forward convolutions without strides, of half precision
+with channels last. Within it, kernels of one shape (channels in and out, taps) lie on a curve over the size of the
+volume. A row of the table and a ``KernelRun`` of a trace are classified by the same function, from shapes alone.
+"""
+
+from collections.abc import Sequence
+from math import log2, prod
+from typing import NamedTuple
+
+import torch
+
+from volseg.forecast.trace import KernelRun
+
+__all__ = ["FULL", "HALF", "LAID_OUT_ANEW", "TURNED_ROUND", "KernelClass", "classify", "name_dtype"]
+
+HALF, FULL = "half", "float32"
+"""Types of numbers, as far as speed goes."""
+
+TURNED_ROUND = ", turned round"
+"""End of the name of a convolution that is asked for as the gradient of one with the flipped kernel."""
+
+LAID_OUT_ANEW = ", laid out anew"
+"""End of the name of a copy whose result has its channels elsewhere in memory."""
+
+CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
+
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+
+GROUP_NORM = "aten.native_group_norm"
+
+BY_PROCESSOR = (
+    "aten.native_batch_norm",
+    "aten.native_batch_norm_backward",
+    GROUP_NORM,
+    "aten.native_group_norm_backward",
+)
+"""Norms of torch's that give each channel, or group, to one multiprocessor, where channels are not last: two channels
+take as long as a hundred."""
+
+PROCESSORS = 132
+"""Of the GPU whose table comes with the package."""
+
+COUNTED_BY_TAPS = ("few_taps", "many_taps")
+"""Kernels of our own whose speed is that of a matrix product, and not of memory."""
+
+
+class KernelClass(NamedTuple):
+    """A family, a shape within it, and what is computed and moved."""
+
+    family: str
+    shape: tuple[float, ...]
+    """Logarithms to base 2, so that twice as many channels are as far away wherever one starts."""
+    flops: int
+    bytes_moved: int
+    dtype: str
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return ``half`` or ``float32``: matrix units do the same in both 16-bit types, passes in all others by bytes."""
+    return HALF if dtype in (torch.float16, torch.bfloat16) else FULL
+
+
+def classify(run: KernelRun) -> list[KernelClass]:
+    """Return what a kernel, or each of several behind one operator, is compared with."""
+    dtype = name_dtype(run.dtype)
+    where = f"{dtype}, {'channels last' if run.channels_last else 'contiguous'}"
+    if run.name.startswith(CONVOLUTION) and len(run.shapes) >= 3:
+        return _classify_convolution(run, dtype, where)
+    if run.name in PRODUCTS and len(run.shapes) >= 3:
+        return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
+    if any(part in run.name for part in COUNTED_BY_TAPS):
+        return [_classify_taps(run, dtype)]
+    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name
+    family = f"{name}, {where}"
+    if run.name in BY_PROCESSOR and not run.channels_last:
+        moved = run.bytes_moved * PROCESSORS // _count_busy(run)
+        return [KernelClass(family, (), 0, moved, dtype)]
+    return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
+
+
+def _count_busy(run: KernelRun) -> int:
+    """Return how many multiprocessors a norm has busy on average: one for each channel, or group of them, at a time."""
+    volume = next((shape for shape in run.shapes if len(shape) >= 3), (1, 1))
+    # A norm over instances is one over a batch of one, with a channel for each.
+    works = volume[1] if "batch" in run.name else volume[0] * volume[1]
+    if run.name == GROUP_NORM:
+        # Their means are among what it returns, (samples, groups); eight is what networks of this field take.
+        groups = next((shape for shape in run.shapes if len(shape) == 2), (volume[0], min(8, volume[1])))
+        works = prod(groups)
+    works = max(1, works)
+    waves = -(-works // PROCESSORS)
+    return max(1, works // waves)
+
+
+def _describe_pass(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return the channels of what is read: norms and sums share their work by them."""
+    if not shapes or not shapes[0]:
+        return ()
+    first = shapes[0]
+    return (log2(max(1, first[1] if len(first) >= 3 else first[-1])),)
+
+
+def _classify_convolution(run: KernelRun, dtype: str, where: str) -> list[KernelClass]:
+    if not run.name.startswith(BACKWARD):
+        slab, weight, out = run.shapes[0], run.shapes[1], run.shapes[-1]
+        way = "turned round" if run.name != CONVOLUTION else _name_geometry(slab, out)
+        shape = _describe_convolution(slab, weight, out)
+        return [KernelClass(f"convolution forward {way}, {where}", shape, run.flops, run.bytes_moved, dtype)]
+    gradient, slab, weight, *found = run.shapes
+    way, shape = _name_geometry(slab, gradient), _describe_convolution(slab, weight, gradient)
+    parts = [name for name, wanted in (("input", slab), ("weight", weight)) if wanted in found]
+    parts = parts or ["input", "weight"]
+    # Either reads two tensors and writes the third.
+    moved = run.dtype.itemsize * (prod(gradient) + prod(slab) + prod(weight))
+    return [
+        KernelClass(f"convolution {part} gradient {way}, {where}", shape, run.flops // len(parts), moved, dtype)
+        for part in parts
+    ]
+
+
+def _name_geometry(slab: Sequence[int], out: Sequence[int]) -> str:
+    before, after = prod(slab[2:]), prod(out[2:])
+    # What a slab loses where it is not padded at a cut is no stride.
+    if before < 2 * after and after < 2 * before:
+        return "as wide"
+    return "to finer" if after > before else "to coarser"
+
+
+def _describe_convolution(slab: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> tuple[float, ...]:
+    return log2(slab[1]), log2(out[1]), log2(max(1, prod(weight[2:])))
+
+
+def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return inner and columns; a bias may come first."""
+    inner, out = shapes[-3][-1], shapes[-1]
+    return log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
+
+
+def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
+    """Return the class of a kernel of ours that multiplies channels, or taps of few channels, by channels."""
+    volumes = [shape for shape in run.shapes if len(shape) == 5]
+    channels = sorted(max(1, shape[1]) for shape in volumes[:2])
+    voxels = max((shape[0] * prod(shape[2:]) for shape in volumes[:2]), default=1)
+    taps = _count_taps(run.shapes, channels[0])
+    flops = 2 * voxels * channels[0] * channels[-1] * taps
+    shape = log2(channels[0]), log2(channels[-1]), log2(taps)
+    return KernelClass(f"{run.name}, {dtype}", shape, flops, run.bytes_moved, dtype)
+
+
+def _count_taps(shapes: Sequence[Sequence[int]], fewest: int) -> int:
+    """Return the taps that the kernel's weight, or the parts of its gradient, have."""
+    weight = shapes[1] if len(shapes[1]) == 2 else shapes[-1]
+    if len(weight) == 6:  # parts, channels out, three sides, channels in
+        return prod(weight[2:5])
+    if len(weight) == 5:
+        return prod(weight[2:])
+    return max(1, weight[-1] // fewest)  # of one row per channel: all taps of all channels in

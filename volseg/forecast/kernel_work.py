@@ -1,0 +1,98 @@
+"""How much an operator computes and how many bytes it moves: torch's operators, and kernels of our own."""
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from volseg.device.layout import layout_of
+from volseg.device.pretended import NotedKernel
+from volseg.device.torch_internals import get_schema, tree_leaves
+from volseg.forecast.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
+from volseg.forecast.trace import KernelRun
+
+__all__ = ["describe_kernel", "describe_noted"]
+
+SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "record_stream"}
+"""Operators, besides views, that start no kernel."""
+
+
+def describe_kernel(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor], out: Any,
+    stream: int,
+) -> KernelRun | None:  # fmt: skip
+    """Return what an operator does; None where it starts no kernel.
+
+    Parameters
+    ----------
+    function, args, kwargs
+        The operator of aten, and what it was called with.
+    inputs, out
+        The tensors among its arguments, and what it returned.
+    stream
+        On which it runs.
+    """
+    if not _starts_kernel(function):
+        return None
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    tensors = [*inputs, *(result for result in results if not any(result is tensor for tensor in inputs))]
+    first = (inputs or results)[0]
+    count = flop_registry.get(function.overloadpacket)
+    return KernelRun(
+        str(function.overloadpacket) + _name_variant(function, args, tensors),
+        first.dtype,
+        int(count(*args, **kwargs, out_val=out)) if count else _count(results),
+        sum(_count_bytes(tensor) for tensor in tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        layout_of(first) is torch.channels_last_3d,
+        stream,
+    )
+
+
+COPIES = {"clone", "copy_", "_to_copy"}
+
+
+def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> str:
+    """Return what tells an operator from one of the same name that takes another time, as an end of the name."""
+    name = function.overloadpacket.__name__
+    if name in COPIES and len(tensors) == 2 and len({layout_of(tensor) for tensor in tensors}) > 1:
+        return LAID_OUT_ANEW
+    if name == "convolution" and args[6] and set(args[3]) == {1}:
+        return TURNED_ROUND
+    return ""
+
+
+def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
+    """Return what a kernel of ours does: most only read and write, each tensor once."""
+    first = kernel.tensors[0]
+    return KernelRun(
+        kernel.name,
+        first.dtype,
+        max(tensor.numel() for tensor in kernel.tensors),
+        sum(_count_bytes(tensor) for tensor in kernel.tensors),
+        tuple(tuple(tensor.shape) for tensor in kernel.tensors),
+        layout_of(first) is torch.channels_last_3d,
+        stream,
+    )
+
+
+@cache
+def _starts_kernel(function: Any) -> bool:
+    if function.namespace not in ("aten", "volseg") or function.overloadpacket.__name__ in SILENT:
+        return False
+    returns = get_schema(function).returns
+    return not any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+def _count(results: Sequence[Tensor]) -> int:
+    return max((result.numel() for result in results), default=0)
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    # A broadcast dim is read once.
+    sides = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return prod(sides) * tensor.element_size()

@@ -1,0 +1,181 @@
+"""The fastest candidate that fits, and why: pure but for what follows a candidate, which is given.
+
+To follow a candidate takes about a second, so what cannot win is not followed. That it cannot is known by bounds that
+hold for every network, as large kernels are at least as efficient as small ones:
+
+- A recomputed step runs the kernels of the plain one, and more.
+- Of the kernels of one GPU each of N runs a share, in no less than an N-th of their time.
+- A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.parallel.candidates.listing import name_candidate
+
+__all__ = ["Found", "Skipped", "choose", "describe_seconds", "find_bound", "judge", "search"]
+
+GIB = 2**30
+
+Follow = Callable[[Candidate], Forecast]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A candidate that was not followed, as it cannot win."""
+
+    candidate: Candidate
+    least_seconds: float
+    """No step of it is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What became of all candidates."""
+
+    forecasts: tuple[Forecast, ...]
+    skipped: tuple[Skipped, ...] = ()
+    chosen: Forecast | None = None
+    """The fastest of those that run; None where none does."""
+    why: str = ""
+    """One sentence."""
+
+
+def judge(forecast: Forecast, capacity: int) -> Forecast:
+    """Return the forecast with a refusal where it needs more than the ``capacity`` bytes of a GPU."""
+    if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
+        return forecast
+    needed = forecast.memory.total
+    return replace(forecast, refused=f"needs {needed / GIB:.1f} GiB, and there are {capacity / GIB:.1f} GiB")
+
+
+def search(
+    candidates: Sequence[Candidate],
+    follow: Follow,
+    capacity: int,
+    batch_size: int,
+    relieve: Callable[[Candidate], Sequence[Candidate]] = lambda _: (),
+    *,
+    thorough: bool = False,
+) -> Found:
+    """Follow candidates until none that is left can be faster, and choose.
+
+    Parameters
+    ----------
+    candidates : sequence of Candidate
+        Those without recomputation, or with what was asked for.
+    follow : callable
+        Returns the forecast of one.
+    capacity : int
+        Bytes of a GPU that a step may take.
+    batch_size : int
+        Samples of a step.
+    relieve : callable
+        Returns what to take for one that does not fit, least recomputation first.
+    thorough : bool
+        Whether to follow those too that cannot win.
+
+    Returns
+    -------
+    Found
+        Forecasts in the order of the candidates, each before what relieves it.
+    """
+    groups: dict[Candidate, list[Forecast]] = {candidate: [] for candidate in candidates}
+    skipped: list[Skipped] = []
+    # One GPU first: it is quickly followed, and what it takes bounds all others. Then what promises most.
+    for first in sorted(candidates, key=lambda each: (each.num_gpus > 1, _order(each))):
+        least = find_bound(first, chain.from_iterable(groups.values()), batch_size)
+        for candidate in (first, *relieve(first)):
+            best = _find_fastest(chain.from_iterable(groups.values()))
+            if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
+                skipped.append(Skipped(candidate=candidate, least_seconds=least))
+                break  # those that recompute more take longer still
+            looked = judge(follow(candidate), capacity)
+            groups[first].append(looked)
+            if looked.memory is None or (looked.runs and not thorough):
+                break
+            least = looked.seconds or least
+    forecasts = tuple(chain.from_iterable(groups.values()))
+    chosen, why = choose(forecasts)
+    return Found(forecasts=forecasts, skipped=tuple(skipped), chosen=chosen, why=why)
+
+
+def _order(candidate: Candidate) -> tuple[int, int, int, int]:
+    # Replicas send least, and large micro-batches have few kernels: these are followed in less time.
+    return (candidate.pipeline, candidate.spatial, -candidate.data, -(candidate.split_size or 0))
+
+
+def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int) -> float:
+    """Return seconds that no step of the candidate is below, by forecasts of one GPU with the same kernels."""
+    for forecast in known:
+        one = forecast.candidate
+        alike = (one.kernels, one.recorded) == (candidate.kernels, candidate.recorded) and one.checkpoint is None
+        if one.num_gpus == 1 and alike and forecast.seconds is not None and candidate != one:
+            share = forecast.seconds / candidate.num_gpus
+            if candidate.pipeline > 1 and candidate.split_size is not None:
+                rounds = -(-batch_size // (candidate.data * candidate.split_size))
+                share *= (rounds + candidate.pipeline - 1) / rounds
+            return share
+    return 0.0
+
+
+def choose(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
+    """Return the fastest that runs, and why in one sentence; of equally fast ones that with fewest GPUs."""
+    best = _find_fastest(forecasts)
+    if best is None:
+        return None, _explain_refusals(forecasts)
+    assert best.seconds is not None
+    name, needs = name_candidate(best.candidate), _describe_need(best)
+    others = [each for each in forecasts if each.runs and each is not best and each.seconds is not None]
+    if not others:
+        return best, f"{name} is the only one that runs ({needs})"
+    next_best = min(others, key=_rank)
+    alone = min((each for each in others if each.candidate.num_gpus == 1), key=_rank, default=None)
+    assert next_best.seconds is not None
+    text = f"{name} is the fastest that fits: {describe_seconds(best.seconds)} per step"
+    if alone is not None and alone.seconds is not None and best.candidate.num_gpus > 1:
+        text += f", {alone.seconds / best.seconds:.1f} times one GPU"
+    if next_best is not alone or best.candidate.num_gpus == 1:
+        is_other_kernels = name_candidate(next_best.candidate) == name
+        other = name_candidate(next_best.candidate, kernels=is_other_kernels)
+        text += f"; {other} takes {describe_seconds(next_best.seconds)}"
+    return best, f"{text} ({needs})"
+
+
+def _rank(forecast: Forecast) -> tuple[float, int, int, int]:
+    """Order by time; of equally fast ones first those of fewer GPUs, of fewer stages, of fewer slabs."""
+    candidate = forecast.candidate
+    assert forecast.seconds is not None
+    return (forecast.seconds, candidate.num_gpus, candidate.pipeline, candidate.spatial)
+
+
+def _find_fastest(forecasts: Iterable[Forecast]) -> Forecast | None:
+    return min((each for each in forecasts if each.runs and each.seconds is not None), key=_rank, default=None)
+
+
+def _describe_need(forecast: Forecast) -> str:
+    return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
+
+
+def _explain_refusals(forecasts: Sequence[Forecast]) -> str:
+    measured = [each for each in forecasts if each.memory is not None]
+    if measured:
+        least = min(measured, key=lambda each: each.memory.total if each.memory else 0)
+        return f"nothing fits; the least is {name_candidate(least.candidate)}, which {least.refused}"
+    first = next((each for each in forecasts if each.refused), None)
+    return "nothing runs" + ("" if first is None else f": {name_candidate(first.candidate)}: {first.refused}")
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a time with three digits.
+
+    >>> describe_seconds(0.01234), describe_seconds(2.5), describe_seconds(90), describe_seconds(7300)
+    ('12.3 ms', '2.50 s', '1.5 min', '2.0 h')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,371 @@
+"""What fits on a machine, and what is fastest there: every candidate followed, and one chosen."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
+from volseg.forecast.allocator import find_memory_use
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.gpu_kinds import GpuKind
+from volseg.forecast.links import Links
+from volseg.forecast.memory_use import MemoryUse
+from volseg.forecast.timing import find_seconds
+from volseg.forecast.trace import StepTrace
+from volseg.parallel.candidates.choosing import GIB, Found, judge, search
+from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
+from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
+from volseg.parallel.candidates.running import follow_candidate
+from volseg.parallel.candidates.volumes import Largest, find_largest
+from volseg.parallel.candidates.work import Work
+
+__all__ = ["Machine", "Plan", "Resize", "forecast_work", "list_largest", "plan_work"]
+
+Sides = tuple[int, int, int]
+
+Resize = Callable[[Sides], Work]
+"""Makes the work on volumes of other sides."""
+
+MOST_GPUS = 64
+"""To which more GPUs are looked for where nothing fits."""
+
+CONTEXT_BYTES = 600 * 2**20
+"""Of a GPU that a process takes beside torch's allocator: CUDA's context and the kernels of cuDNN and cuBLAS."""
+
+GROUP_BYTES = 400 * 2**20
+"""Besides, in a process that exchanges with others: NCCL's buffers and channels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """GPUs of one kind."""
+
+    gpu: GpuKind
+    num_gpus: int
+    links: Links
+    """What connects them."""
+    gpu_bytes: int
+    """Memory of one of them."""
+    instance: str | None = None
+    """What it is called by who lets it."""
+    price_per_hour: float | None = None
+    """In US dollars."""
+    price_source: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times rest on measurements of this kind of GPU."""
+        return self.gpu.measured or self.gpu.rates is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was forecast for a machine."""
+
+    name: str
+    """Of the network."""
+    shape: tuple[int, ...]
+    """Of a step's images, (B, C, D, H, W)."""
+    precision: str
+    machine: Machine
+    reserve: int
+    """Bytes of each GPU that the step may not take."""
+    found: Found
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits, what would."""
+    notes: tuple[str, ...] = ()
+    steps_per_epoch: int | None = None
+
+    @property
+    def forecasts(self) -> tuple[Forecast, ...]:
+        """Of all candidates that were followed."""
+        return self.found.forecasts
+
+    @property
+    def chosen(self) -> Forecast | None:
+        """The fastest that fits; None where nothing does."""
+        return self.found.chosen
+
+    @property
+    def why(self) -> str:
+        """One sentence about the choice."""
+        return self.found.why
+
+    @property
+    def report(self) -> PlanReport:
+        """All of it, with a schema: ``PlanReport.model_json_schema()``."""
+        machine = self.machine
+        rows = [
+            build_row(
+                each,
+                chosen=each is self.chosen,
+                steps_per_epoch=self.steps_per_epoch,
+                price_per_hour=machine.price_per_hour,
+            )
+            for each in self.forecasts
+        ]
+        return PlanReport(
+            network=self.name,
+            shape=self.shape,
+            precision=self.precision,
+            gpu=machine.gpu.name,
+            num_gpus=machine.num_gpus,
+            gpu_bytes=machine.gpu_bytes,
+            reserve_bytes=self.reserve,
+            rates="measured" if machine.is_measured else "published",
+            instance=machine.instance,
+            price_per_hour=machine.price_per_hour,
+            price_source=machine.price_source,
+            steps_per_epoch=self.steps_per_epoch,
+            candidates=(*rows, *map(build_skipped_row, self.found.skipped)),
+            fits=self.chosen is not None,
+            why=self.why,
+            remedies=self.remedies,
+            notes=self.notes,
+        )
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return self.report.model_dump_json(indent=2)
+
+    def table(self) -> str:
+        """Return the report for people: plain text of 80 columns."""
+        return format_table(self.report.candidates)
+
+
+def forecast_work(
+    work: Work, candidate: Candidate, machine: Machine, *, reserve: int = 0, one_process: bool = False
+) -> Forecast:
+    """Follow a candidate, and return what it needs.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    candidate : Candidate
+        Who computes what.
+    machine : Machine
+        On which GPUs.
+    reserve : int
+        Bytes of each GPU that something else takes.
+    one_process : bool
+        Whether one process has all GPUs.
+
+    Returns
+    -------
+    Forecast
+        Refused, with the reason, where it cannot run or does not fit.
+    """
+    try:
+        traces = follow_candidate(
+            work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+        )
+    except VolsegError as fault:
+        return Forecast(candidate=candidate, refused=str(fault).partition("\n")[0])
+    outside = CONTEXT_BYTES + (0 if one_process or candidate.data * candidate.spatial == 1 else GROUP_BYTES)
+    capacity = machine.gpu_bytes - reserve
+    memory = max((_find_memory_use(trace, capacity, outside) for trace in traces), key=lambda use: use.total)
+    own = -(-work.batch_size // candidate.data)
+    seconds = find_seconds(
+        traces,
+        machine.gpu,
+        machine.links,
+        stages=candidate.pipeline > 1,
+        micro_batches=-(-own // (candidate.split_size or own)),
+    )
+    return judge(Forecast(candidate=candidate, memory=memory, seconds=seconds), capacity)
+
+
+def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:
+    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
+    free = find_memory_use(trace, outside=outside)
+    if free.total <= capacity:
+        return free
+    try:
+        return find_memory_use(trace, capacity=capacity, outside=outside)
+    except OutOfMemoryError:
+        return free
+
+
+def plan_work(
+    work: Work,
+    machine: Machine,
+    free: Freedom,
+    *,
+    reserve: int = 0,
+    notes: Sequence[str] = (),
+    steps_per_epoch: int | None = None,
+    resize: Resize | None = None,
+    divisors: Sequence[int] = (1, 1, 1),
+    times: float = 1.0,
+    only: Callable[[Candidate], bool] | None = None,
+    thorough: bool = False,
+) -> Plan:
+    """Follow what could win on a machine, and choose.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    machine : Machine
+        Where it is to run.
+    free : Freedom
+        What may be chosen.
+    reserve : int
+        Bytes of each GPU that something else takes.
+    notes : sequence of str
+        What the reader must know besides.
+    steps_per_epoch : int, optional
+        Optimizer steps.
+    resize : callable, optional
+        Where nothing fits, the largest volume that does is found by it.
+    divisors : sequence of int
+        What its sides must be multiples of.
+    times : float
+        Of the followed step's time, that of an optimizer step: where it gathers more batches than are followed.
+    only : callable, optional
+        Which candidates may be taken.
+    thorough : bool
+        Whether to follow those too that cannot win.
+
+    Raises
+    ------
+    ParallelError
+        If nothing can be followed at all: the first reason.
+    """
+    listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
+    candidates = [candidate for candidate in listed if only is None or only(candidate)]
+    if not candidates:
+        raise ParallelError(
+            f"{machine.num_gpus} GPU(s) cannot be shared as asked (data: {free.data}, spatial: {free.spatial}, "
+            f"pipeline: {free.pipeline}) on a batch of {work.batch_size}; leave one of these open, or name more GPUs"
+        )
+
+    def follow(candidate: Candidate) -> Forecast:
+        forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
+        return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
+
+    found = search(
+        candidates,
+        follow,
+        machine.gpu_bytes - reserve,
+        work.batch_size,
+        lambda each: relieve(each, free),
+        thorough=thorough,
+    )
+    if all(each.memory is None for each in found.forecasts):
+        first = found.forecasts[0]
+        raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
+    remedies: tuple[str, ...] = ()
+    if found.chosen is None:
+        remedies = tuple(_list_remedies(work, machine, found, reserve, resize, divisors))
+    return Plan(
+        name=work.name,
+        shape=work.shape,
+        precision=str(work.precision).removeprefix("torch."),
+        machine=machine,
+        reserve=reserve,
+        found=found,
+        remedies=remedies,
+        notes=tuple(notes),
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
+def _follow_best_kernels(work: Work, candidate: Candidate, machine: Machine, free: Freedom, reserve: int) -> Forecast:
+    """Forecast a candidate; where the kernels that it should take have no form for the network, with the others."""
+    forecast = forecast_work(work, candidate, machine, reserve=reserve, one_process=free.one_process)
+    uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
+    if forecast.memory is None and uncut:
+        for kernels in free.kernels[1:]:
+            return forecast_work(work, replace(candidate, kernels=kernels), machine, reserve=reserve)
+    return forecast
+
+
+def _list_remedies(
+    work: Work, machine: Machine, found: Found, reserve: int, resize: Resize | None, divisors: Sequence[int]
+) -> Iterator[str]:
+    """Say what would fit, with numbers."""
+    measured = [each for each in found.forecasts if each.memory is not None]
+    least = min(measured, key=_total)
+    yield f"GPUs of {(_total(least) + reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
+    enough = _find_number(work, machine, reserve)
+    if enough is not None:
+        name, gib = name_candidate(enough.candidate), _total(enough) / GIB
+        yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
+    if resize is not None:
+        largest = _find_largest(work, least.candidate, machine, reserve, resize, divisors)
+        if largest is not None:
+            sides = " x ".join(map(str, largest.sides))
+            yield f"volumes of {sides}: {name_candidate(least.candidate)} ({largest.needed / GIB:.1f} GiB)"
+        elif work.batch_size > 1:
+            yield "a smaller batch: with this one the smallest volume does not fit"
+
+
+def _total(forecast: Forecast) -> int:
+    assert forecast.memory is not None
+    return forecast.memory.total
+
+
+def _find_number(work: Work, machine: Machine, reserve: int) -> Forecast | None:
+    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices."""
+    count = machine.num_gpus * 2
+    while count <= min(MOST_GPUS, max(work.sides)):
+        forecast = forecast_work(work, Candidate(spatial=count, checkpoint="all"), machine, reserve=reserve)
+        if forecast.memory is None:
+            return None  # its operators have no form on slabs
+        if forecast.runs:
+            return forecast
+        count *= 2
+    return None
+
+
+def _find_largest(
+    work: Work,
+    candidate: Candidate,
+    machine: Machine,
+    reserve: int,
+    resize: Resize,
+    divisors: Sequence[int],
+    aspect: Sequence[int] | None = None,
+) -> Largest | None:
+    def need(sides: Sides) -> int | None:
+        forecast = forecast_work(resize(sides), candidate, machine, reserve=reserve)
+        return None if forecast.memory is None else forecast.memory.total
+
+    aspect = work.sides if aspect is None else aspect
+    longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
+    first = max(1, max(work.sides) // divisors[longest])
+    return find_largest(need, machine.gpu_bytes - reserve, aspect, divisors, first=first)
+
+
+def list_largest(
+    work: Work,
+    machine: Machine,
+    free: Freedom,
+    *,
+    reserve: int,
+    resize: Resize,
+    divisors: Sequence[int],
+) -> list[tuple[Candidate, Sides, Largest | None]]:
+    """Return the largest volume that each way of sharing the machine can train on, as a cube and with its own aspect.
+
+    Parameters
+    ----------
+    work, machine, free, reserve, resize, divisors
+        See `plan_work`.
+
+    Returns
+    -------
+    list of tuple
+        Candidate, the aspect that was kept, and the largest volume; None where none fits or runs.
+    """
+    listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
+    chosen = [each for each in listed if each.split_size in (None, 1, free.split_size)]
+    candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
+    d, h, w = work.sides
+    shapes = dict.fromkeys([(1, 1, 1), (d, h, w)] if len({d, h, w}) > 1 else [(d, h, w)])
+    return [
+        (candidate, aspect, _find_largest(work, candidate, machine, reserve, resize, divisors, aspect))
+        for candidate in candidates
+        for aspect in shapes
+    ]

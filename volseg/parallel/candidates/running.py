@@ -1,0 +1,242 @@
+"""Follow a candidate without a GPU, by the strategy that would run it.
+
+The strategies' own code runs: slabs and halos, stages and micro-batches, sums of gradients. Where several processes
+would work together, one is followed by itself (``lone_process``), the one that needs most; where one process has
+several GPUs, all of them are.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from volseg.device.pretended import GpuLike
+from volseg.errors import ParallelError
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.following import FollowedStep, following
+from volseg.forecast.trace import KernelRun, StepTrace
+from volseg.parallel.batches import from_slab, slab_shape
+from volseg.parallel.candidates.lone_process import Exchange, be_process
+from volseg.parallel.candidates.work import Batch, Work
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.fast_kernels import FastKernels
+from volseg.parallel.mesh import Mesh, join_mesh
+from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial import ShardedVolume, Spatial
+
+__all__ = ["follow_candidate"]
+
+NUM_STEPS = 2
+"""The first makes the optimizer's state and the mailboxes, the second finds them."""
+
+TimeKernel = Callable[[KernelRun], float]
+
+
+def follow_candidate(
+    work: Work,
+    candidate: Candidate,
+    gpu: GpuLike,
+    *,
+    time_kernel: TimeKernel | None = None,
+    one_process: bool = False,
+) -> tuple[StepTrace, ...]:
+    """Return what each GPU of a candidate is asked for, or each that differs from the others.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    candidate : Candidate
+        Who computes what of it.
+    gpu : GpuKind
+        The kind of GPU.
+    time_kernel : callable, optional
+        Says how many seconds a kernel takes: a pipeline is cut by it. By default what the memory's speed allows.
+    one_process : bool
+        Whether the slabs lie on GPUs of one process, and not each on that of its own.
+
+    Raises
+    ------
+    VolsegError
+        If the strategy refuses the network or the batch, in its own words.
+    """
+    _check(work, candidate)
+    if candidate.num_gpus == candidate.pipeline or one_process:
+        return _follow_in_one_process(work, candidate, gpu, time_kernel or _time_roughly)
+    ranks = _list_ranks(candidate, max(work.sides))
+    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel or _time_roughly) for rank in ranks)
+
+
+def _check(work: Work, candidate: Candidate) -> None:
+    if candidate.data > work.batch_size:
+        raise ParallelError(
+            f"{candidate.data} replicas share a batch of {work.batch_size}; take a batch of {candidate.data} samples "
+            "or more, or fewer replicas"
+        )
+    if candidate.spatial > 1 and candidate.pipeline > 1:
+        raise ParallelError(
+            f"volumes in {candidate.spatial} slabs and a network in {candidate.pipeline} stages: a model is cut in one "
+            "way; leave out one of them"
+        )
+    if candidate.pipeline > 1 and candidate.data > 1:
+        raise ParallelError(
+            "gradients of replicas of a pipeline are summed by DistributedDataParallel, which cannot be followed; "
+            "follow one of them with its share of the batch"
+        )
+
+
+EVEN = 16
+"""Planes of each slab that are a multiple of this stay alike down to a network's coarsest levels."""
+
+
+def _list_ranks(candidate: Candidate, side: int) -> list[int]:
+    """Return the processes to follow: one between two others, and the first, which has the planes that are left."""
+    if candidate.spatial < 3:
+        return [0]
+    return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]
+
+
+def _time_roughly(run: KernelRun) -> float:
+    """Return the seconds of a kernel by what an ordinary GPU of these years does at best; only their ratio counts."""
+    return max(run.flops / 200e12, run.bytes_moved / 2e12) + 5e-6
+
+
+def _follow_in_one_process(
+    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel
+) -> tuple[StepTrace, ...]:
+    with following(gpu, candidate.num_gpus, time_kernel) as followed:
+        net = followed.copy(work.build())
+        model = _place(net, candidate, followed.devices)
+        rows = work.batch_size
+        _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
+    return followed.traces()
+
+
+def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel) -> StepTrace:
+    """Follow one process of a mesh of replicas and shards."""
+    with following(gpu, 1, time_kernel) as followed:
+        (device,) = followed.devices
+        note = partial(_note_exchange, followed)
+        with be_process(rank, candidate.num_gpus, note, device):
+            mesh = join_mesh(candidate.data, candidate.spatial)
+            model = _place(followed.copy(work.build()), candidate, [device], mesh)
+            rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
+            _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
+    (trace,) = followed.traces()
+    return StepTrace(trace.events, rank)
+
+
+def _note_exchange(followed: FollowedStep, exchange: Exchange) -> None:
+    """Put down what this process sends: where the others do as it does, what it receives they send."""
+    kinds = {"send": "halo", "receive": None}
+    kind = kinds.get(exchange.kind, exchange.kind)
+    if kind is not None and exchange.device in followed.devices:
+        followed.note_sent_from(exchange.device, kind, exchange.num_bytes, exchange.processes)
+
+
+def _count_rows(work: Work, replicas: Replicas | None) -> int:
+    """Return the samples of this process."""
+    if replicas is None:
+        return work.batch_size
+    return sum(share.rows.stop - share.rows.start for share in replicas.shares(work.batch_size))
+
+
+def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], mesh: Mesh | None = None) -> nn.Module:
+    """Return the network where the candidate has it."""
+    model: nn.Module
+    if candidate.pipeline > 1:
+        options = Pipeline(split_size=candidate.split_size or "auto", record=candidate.recorded)
+        return ModelParallel(net.to(devices[0]), strategy=options, devices=devices)
+    cut = Spatial(checkpoint=candidate.checkpoint)
+    if candidate.spatial > 1 and mesh is not None:
+        model = ModelParallel(net, strategy=cut, mesh=mesh.spatial_group)
+    elif candidate.spatial > 1 or candidate.checkpoint is not None:
+        model = ModelParallel(net, strategy=cut, devices=devices)
+    else:
+        model = FastKernels(net, devices[0]) if candidate.kernels == "fast" else net.to(devices[0])
+    return model if mesh is None or candidate.data == 1 else DataParallel(model, mesh.replicas())
+
+
+def _make_batch(work: Work, model: nn.Module, rows: int, device: torch.device, candidate: Candidate) -> Batch:
+    """Return this process's part of a batch: its slabs, which another process has read and sent."""
+    if candidate.spatial == 1:
+        return work.make_batch(rows, device)
+    assert isinstance(model, ModelParallel)
+    read = work.make_batch(rows, torch.device("cpu"))
+    return {name: _take_slab(model, field, device) for name, field in read.items()}
+
+
+def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
+    if not isinstance(field, Tensor):
+        return field
+    if field.ndim not in (4, 5):
+        return field.to(device)
+    if model.strategy.volumes.dims_of(field.shape) is None:
+        raise ParallelError(
+            f"volumes of shape {tuple(field.shape)} are too thin to be cut into "
+            f"{model.strategy.volumes.communicator.num_shards} slabs; take fewer"
+        )
+    slab = torch.empty(slab_shape(model, field.shape), dtype=field.dtype, device=device)
+    return from_slab(model, slab, field.shape)
+
+
+def _run(work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep) -> None:
+    """Train on the same batch, as the training loop does."""
+    model.train()
+    batch = make_batch()
+    followed.mark("placed")
+    optimizer = work.build_optimizer(model)
+    step = work.build_step(model, optimizer)
+    handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
+    with _marked(model, followed):
+        for _ in range(NUM_STEPS):
+            followed.mark("step")
+            result = step(batch)
+            del result
+            followed.mark("end")
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def _marked(model: nn.Module, followed: FollowedStep) -> Iterator[None]:
+    """Say where forward, loss and backward begin."""
+    is_over = False
+
+    def begin(*_: Any) -> None:
+        nonlocal is_over
+        is_over = False
+        followed.mark("forward")
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
+        followed.mark("loss")
+        for tensor in _list_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(turn)
+
+    def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
+        nonlocal is_over
+        if not is_over:
+            followed.mark("backward")
+        is_over = True
+
+    handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _list_tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, ShardedVolume):
+        return list(output.slabs)
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in _list_tensors(value)]
