@@ -26,6 +26,7 @@ __all__ = [
     "PretendedEvent",
     "PretendedStream",
     "count_processors",
+    "empty_cache",
     "find_address",
     "find_capability",
     "find_current_stream",
@@ -43,6 +44,7 @@ __all__ = [
     "move_in_place",
     "name_pretended",
     "note_kernel",
+    "note_mark",
     "note_sent",
     "note_shared_memory",
     "note_use",
@@ -101,6 +103,7 @@ class _Pretence:
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
+    mark: Callable[[str], None] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -116,6 +119,7 @@ def pretending(
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
+    mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind.
 
@@ -133,6 +137,8 @@ def pretending(
         Is told of a tensor whose memory was given back, or taken again.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
+    mark
+        Is told when a recording begins, is run again, or the allocators' caches are emptied.
 
     Raises
     ------
@@ -142,7 +148,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -185,6 +191,12 @@ def resize_memory(tensor: Tensor, size: int) -> None:
     tensor.untyped_storage().resize_(size)
     if _pretence is not None and _pretence.note_resized is not None:
         _pretence.note_resized(tensor)
+
+
+def note_mark(name: str) -> None:
+    """Say that a part of the step begins: see ``volseg.forecast.trace.Mark``."""
+    if _pretence is not None and _pretence.mark is not None:
+        _pretence.mark(name)
 
 
 def note_kernel(kernel: NotedKernel) -> None:
@@ -299,6 +311,15 @@ def pretend_recording(pool: str) -> Iterator[None]:
         yield
     finally:
         _pretence.recording = before
+
+
+def empty_cache(device: torch.device) -> None:
+    """Wait for all GPUs, and give what their allocators keep back to them."""
+    if _pretence is not None and is_gpu(device):
+        note_mark("empty_cache")
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 # Streams and events.

@@ -22,6 +22,9 @@ __all__ = ["StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """By which a network on slabs is known: its norms are never torch's."""
 
+OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
+"""Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
+
 PARTS = ("forward", "loss", "backward", "optimizer")
 """Of a step, as marks name them."""
 
@@ -167,7 +170,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
     """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes."""
     host_rates = gpu.host_rates()
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
-    lengths = [_find_length(event, gpu, links, recorded) for event in events]
+    lengths = [_find_length(event, gpu, links) for event in events]
     parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
     host, ends, communication = 0.0, [0.0], 0.0
     ready: dict[int, float] = defaultdict(float)
@@ -200,19 +203,26 @@ def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
     return longest
 
 
-def _find_length(event: Event, gpu: GpuKind, links: Links, recorded: bool) -> float:
+def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
+    """Return how long the device is at it: a message recorded or not, for what Python takes is counted apart."""
     if isinstance(event, KernelRun):
         return gpu.seconds(event)
-    return links.seconds(event, recorded) if isinstance(event, Sent) else 0.0
+    return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
 def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
-    if isinstance(event, Sent) or part not in ("forward", "loss", "backward"):
+    if isinstance(event, Sent):
+        return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
+    if part not in ("forward", "loss", "backward"):
         return rates.operator
     if on_slabs:
         is_small = event.name.startswith("aten.") and "convolution" not in event.name
         return rates.operator if is_small else rates.slab
     if not event.name.startswith("aten."):
         return rates.triton
-    kind = "convolution" if "convolution" in event.name else "norm" if "norm" in event.name else "pointwise"
+    if event.name.startswith(OF_CLIPPING):
+        return rates.operator
+    norms = ("batch_norm", "group_norm", "layer_norm")
+    is_norm = any(name in event.name for name in norms)
+    kind = "convolution" if "convolution" in event.name else "norm" if is_norm else "pointwise"
     return (rates.backward if part == "backward" else rates.forward)[kind]

@@ -100,11 +100,13 @@ def search(
         if plain is None or plain.memory is None or (plain.runs and not thorough):
             continue
         *less, most = relieve(first) or (first,)
+        # Of other kernels the plain step says nothing.
+        least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
         # What recomputes most first: where that does not fit, nothing does.
-        last = None if most == first else look(most, plain.seconds or 0.0, group)
+        last = None if most == first else look(most, least, group)
         if last is not None and last.runs and not plain.runs:
             for candidate in less:
-                relieved = look(candidate, plain.seconds or 0.0, group)
+                relieved = look(candidate, least, group)
                 if relieved is None or relieved.runs:
                     break
     forecasts = tuple(chain.from_iterable(groups.values()))

@@ -170,6 +170,7 @@ def forecast_work(
         traces,
         machine.gpu,
         machine.links,
+        recorded=candidate.recorded,
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
