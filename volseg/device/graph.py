@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import PretendedStream, empty_cache, note_mark, on_stream, pretend_recording
 from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
@@ -26,6 +27,7 @@ __all__ = [
     "RecordedFunction",
     "describe_inputs",
     "describe_plain",
+    "make_graph",
     "read_modes",
     "undisturbed",
     "without_cached_casts",
@@ -215,6 +217,41 @@ class Graph:
         self._graph.reset()
 
 
+class _PretendedGraph:
+    """A recording on a GPU that is not there: its memory is noted as its own; a replay takes none."""
+
+    def __init__(self, stream: PretendedStream, pool: Any = None) -> None:
+        self._stream, self._pool = stream, pool or f"recording {id(self)}"
+        self._open = ExitStack()
+
+    @property
+    def pool(self) -> Any:
+        """The name of its memory."""
+        return self._pool
+
+    def begin(self) -> None:
+        """Note what runs as recorded, from now on."""
+        note_mark("record")
+        self._open.enter_context(on_stream(self._stream))
+        self._open.enter_context(pretend_recording(self._pool))
+
+    def end(self) -> None:
+        """Note what runs as itself again."""
+        self._open.close()
+
+    def replay(self) -> None:
+        """Note that it is run again."""
+        note_mark("replay")
+
+    def release(self) -> None:
+        """Do nothing: its memory goes with the tensors."""
+
+
+def make_graph(stream: Any, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> Graph | _PretendedGraph:
+    """Return a graph to record on a stream, of a GPU that is there or not; see ``Graph``."""
+    return _PretendedGraph(stream, pool) if isinstance(stream, PretendedStream) else Graph(stream, pool, generators)
+
+
 class RecordedFunction:
     """A function whose kernels were recorded.
 
@@ -251,11 +288,12 @@ class RecordedFunction:
         self._inputs = tree_map(_clone, dict(inputs))
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
-        self._graph: Graph = Graph(stream, None if shares is None else shares._graph.pool, generators)
+        self._graph: Graph | _PretendedGraph = make_graph(
+            stream, None if shares is None else shares._graph.pool, generators
+        )
         with undisturbed():
             # A recording has memory of its own; what calls before have left behind is wanted there.
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            empty_cache(stream.device)
             self._graph.begin()
             try:
                 self._outputs = function(**self._inputs)

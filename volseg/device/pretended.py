@@ -11,8 +11,8 @@ Outside of ``pretending`` all questions have torch's answers.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "PretendedEvent",
     "PretendedStream",
     "count_processors",
+    "empty_cache",
     "find_address",
     "find_capability",
     "find_current_stream",
@@ -37,11 +38,13 @@ __all__ = [
     "is_gpu",
     "is_pretended",
     "is_recording",
+    "keeping",
     "make_event",
     "make_stream",
     "move_in_place",
     "name_pretended",
     "note_kernel",
+    "note_mark",
     "note_sent",
     "note_shared_memory",
     "note_use",
@@ -50,7 +53,11 @@ __all__ = [
     "pretend_recording",
     "pretending",
     "read_clock",
+    "resize_memory",
 ]
+
+
+Kept = TypeVar("Kept")
 
 
 class GpuLike(Protocol):
@@ -91,10 +98,12 @@ class _Pretence:
     note: Callable[[NotedKernel], None] | None
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
+    note_resized: Callable[[Tensor], None] | None
     streams: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
+    mark: Callable[[str], None] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -108,7 +117,9 @@ def pretending(
     *,
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
+    resized: Callable[[Tensor], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
+    mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Take ``name_pretended(i)`` for GPU i of a kind.
 
@@ -122,8 +133,12 @@ def pretending(
         Is told how many bytes a GPU gives beside torch's allocator, for others to write to.
     sent
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
+    resized
+        Is told of a tensor whose memory was given back, or taken again.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
+    mark
+        Is told when a recording begins, is run again, or the allocators' caches are emptied.
 
     Raises
     ------
@@ -133,7 +148,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, clock=clock)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -171,6 +186,19 @@ def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> N
         _pretence.note_sent(device, kind, size, devices)
 
 
+def resize_memory(tensor: Tensor, size: int) -> None:
+    """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
+    tensor.untyped_storage().resize_(size)
+    if _pretence is not None and _pretence.note_resized is not None:
+        _pretence.note_resized(tensor)
+
+
+def note_mark(name: str) -> None:
+    """Say that a part of the step begins: see ``volseg.forecast.trace.Mark``."""
+    if _pretence is not None and _pretence.mark is not None:
+        _pretence.mark(name)
+
+
 def note_kernel(kernel: NotedKernel) -> None:
     """Put down that a kernel would run."""
     assert _pretence is not None
@@ -191,6 +219,27 @@ def on_gpu(tensor: Tensor) -> bool:
 def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
     """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
     return usual if _pretence is None else _pretence.kept
+
+
+def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
+    """Keep what a function makes on a device, by its arguments: ``functools.lru_cache``; a pretence keeps its own."""
+
+    def decorate(function: Callable[..., Kept]) -> Callable[..., Kept]:
+        usual = lru_cache(limit)(function)
+
+        @wraps(function)
+        def find(*arguments: Any) -> Kept:
+            if _pretence is None:
+                return usual(*arguments)
+            key = find, arguments
+            if key not in _pretence.kept:
+                _pretence.kept[key] = function(*arguments)
+            found: Kept = _pretence.kept[key]
+            return found
+
+        return find
+
+    return decorate
 
 
 def is_pretended(device: torch.device) -> bool:
@@ -262,6 +311,15 @@ def pretend_recording(pool: str) -> Iterator[None]:
         yield
     finally:
         _pretence.recording = before
+
+
+def empty_cache(device: torch.device) -> None:
+    """Wait for all GPUs, and give what their allocators keep back to them."""
+    if _pretence is not None and is_gpu(device):
+        note_mark("empty_cache")
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 # Streams and events.

@@ -47,7 +47,7 @@ class Gpus:
     name: str
     """As torch calls them."""
     memory: int
-    """Bytes of one."""
+    """Bytes that this process can take of one."""
     count: int = 1
 
     @classmethod
@@ -55,8 +55,10 @@ class Gpus:
         """Return what a device is; None where it is no GPU."""
         if device.type != "cuda":
             return None
-        known = torch.cuda.get_device_properties(device)
-        return cls(name=known.name, memory=known.total_memory, count=count)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+        own = torch.cuda.memory_reserved(device)
+        return cls(name=torch.cuda.get_device_name(device), memory=min(int(allowed), free + own), count=count)
 
 
 class AskedOfCandidate:

@@ -51,8 +51,8 @@ def find_machine(
     described = gpu_memory is not None or kind is not None
     if sum([described, instance is not None, here]) > 1:
         raise ConfigError(
-            "one machine is planned for, by --gpus N --gpu-memory SIZE (or --gpu KIND), by --instance NAME or by --here; "
-            "got several of these"
+            "one machine is planned for, by --gpus N --gpu-memory SIZE (or --gpu KIND), by --instance NAME or by "
+            "--here; got several of these"
         )
     if instance is not None:
         named = find_instance(instance)

@@ -239,9 +239,9 @@ class Replanning:
     def _explain(self, failure: Failure) -> str:
         """Return the failure with what would fit."""
         lines = list_lines(self.config, _list_ways(self.config, failure, more_gpus=True), count_processes())
-        lines.append(describe_remedies(self.config))
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
-        return "\n".join([f"{failure.said}, at {failure.at}.", *before, "What takes less, fastest first:", *lines])
+        ways = ["What takes less, fastest first:", *lines] if lines else []
+        return "\n".join([f"{failure.said}, at {failure.at}.", *before, *ways, describe_remedies(self.config)])
 
 
 def free_memory() -> None:

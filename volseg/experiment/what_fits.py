@@ -109,6 +109,8 @@ def plan_words(plan: Plan, config: Path) -> str:
         gpus = f" --gpus {plan.chosen.candidate.num_gpus}" if plan.chosen.candidate.num_gpus > 1 else ""
         lines += [f"  volseg train {shlex.quote(str(config))}{gpus}{settings}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    refused = [each for each in plan.forecasts if each.memory is None]
+    lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
     lines += [
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
@@ -128,8 +130,9 @@ def list_settings(candidate: Candidate) -> list[str]:
     if candidate.split_size is not None:
         settings.append(f"parallel.split_size={candidate.split_size}")
     if candidate.checkpoint is not None:
-        alone = candidate.num_gpus == 1
-        settings += ["parallel.strategy=spatial", "parallel.devices=1"] if alone else []
+        # Recomputation belongs to the strategy that cuts, where nothing is cut too.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        settings += ["parallel.devices=1"] if candidate.num_gpus == 1 else []
         settings.append(f"parallel.checkpoint={candidate.checkpoint}")
     return settings
 

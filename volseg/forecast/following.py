@@ -15,9 +15,9 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +45,17 @@ from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
+from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
+
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -82,6 +90,7 @@ def following(
     """
     followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
+        stack.enter_context(explaining_refusals())
         stack.enter_context(_without_collector())
         stack.enter_context(
             pretending(
@@ -89,25 +98,18 @@ def following(
                 followed.note_kernel,
                 shared=followed.note_shared,
                 sent=followed.note_sent_from,
+                resized=followed.note_resized,
+                mark=followed.mark,
                 clock=None if time_kernel is None else followed.read_clock,
             )
         )
         stack.enter_context(casting_like_gpus())
         stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
-        stack.enter_context(_noting_resizes(followed))
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
         stack.enter_context(_OnDevices())
         yield followed
-
-
-class _Held(NamedTuple):
-    """Memory that is held: the number of its device, its bytes, and the number of its block."""
-
-    device: int
-    size: int
-    block: int
 
 
 class FollowedStep:
@@ -123,9 +125,10 @@ class FollowedStep:
         self._time_kernel = time_kernel
         self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
-        self.mode = FakeTensorMode()
+        self.mode = FakeTensorMode(allow_fallback_kernels=False)
         self._events: list[list[Event]] = [[] for _ in self.devices]
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[int, int, int]] = {}
+        """By the memory's key: its device, its size and its block."""
         self._blocks = 0
 
     def traces(self) -> tuple[StepTrace, ...]:
@@ -147,13 +150,22 @@ class FollowedStep:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
 
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Remember nothing of the operators in here."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
+
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
         return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
 
     def count_held_bytes(self, device: int = 0) -> int:
         """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
-        return sum(held.size for held in self._held.values() if held.device == device)
+        return sum(size for number, size, _ in self._held.values() if number == device)
 
     def note_sent(self, device: torch.device, sent: Sent) -> None:
         """Put down data that a device sends."""
@@ -185,29 +197,29 @@ class FollowedStep:
         key = get_storage_key(storage)
         if key in self._held:
             return
-        self._held[key] = self._take(device, storage.nbytes())
+        self._take(key, self._number(device), storage.nbytes(), device)
         weakref.finalize(storage, self._give_back, key).atexit = False
 
-    def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Put down that memory was given back, or taken anew, beneath tensors that stay."""
+    def note_resized(self, tensor: Tensor) -> None:
+        """Put down that a tensor's memory was given back, or taken again."""
+        storage = tensor.untyped_storage()
         key = get_storage_key(storage)
         if key in self._held:
-            device = self.devices[self._held[key].device]
-            self._give_back(key)
-            self._held[key] = self._take(device, storage.nbytes())
+            number = self._give_back(key)
+            self._take(key, number, storage.nbytes(), tensor.device)
 
-    def _take(self, device: torch.device, size: int) -> "_Held":
-        held = _Held(self._number(device), size, self._blocks)
-        if size:  # an empty tensor takes no memory
-            self._blocks += 1
+    def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
+        self._blocks += 1
+        self._held[key] = number, size, self._blocks
+        if size:
             stream = find_current_stream(device).number
-            self._events[held.device].append(Allocate(held.block, size, stream, find_recording()))
-        return held
+            self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
 
-    def _give_back(self, key: int) -> None:
-        held = self._held.pop(key)
-        if held.size:
-            self._events[held.device].append(Free(held.block))
+    def _give_back(self, key: int) -> int:
+        number, size, block = self._held.pop(key)
+        if size:
+            self._events[number].append(Free(block))
+        return number
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
@@ -230,10 +242,6 @@ class FollowedStep:
         return device.index
 
 
-ON_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
-"""Operators that are given memory itself: who remembers their arguments holds it."""
-
-
 class _Noting(TorchDispatchMode):
     """Tell a ``FollowedStep`` of each operator and its results."""
 
@@ -246,7 +254,7 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        with self._remembering(func not in ON_STORAGES):
+        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
@@ -259,16 +267,6 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
-
-    @contextmanager
-    def _remembering(self, wanted: bool) -> Iterator[None]:
-        """Let the mode remember an operator's result for the same arguments, which it then holds."""
-        mode = self.followed.mode
-        before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and wanted
-        try:
-            yield
-        finally:
-            mode.cache_enabled = before
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
@@ -311,23 +309,6 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def _noting_resizes(followed: FollowedStep) -> Iterator[None]:
-    """Tell of memory that is resized: no operator does it, so no mode sees it."""
-    resize = torch.UntypedStorage.resize_
-
-    def note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        resize(storage, size)
-        followed.note_resize(storage)
-        return storage
-
-    torch.UntypedStorage.resize_ = note  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def _take_over(old: Tensor, new: Tensor) -> None:

@@ -30,6 +30,19 @@ BY_CUDA_CORES = 0.6
 measurement of ours."""
 
 
+OF_SLABS = 3.6
+"""Times what a kernel of our own alone takes Python. An eager step of a DynUNet on slabs, 185 kernels and convolutions,
+took 24 to 39 ms in four runs, 32 in the middle: 173 us each beside 48. A V-Net's, 212 of them and 1,150 small
+operators, took 36 to 59 ms, 42 in the middle (workflows/benchmarks/results/networks_h200_*.json)."""
+
+MESSAGE_S = 60e-6
+"""Of a sum of a few bytes, one eager call behind the other: of the H200's table of links."""
+
+EXCHANGE_S = 0.7e-3
+"""Of an eager exchange of halos: what it takes Python, and how long the one process waits for the other's Python. By
+the difference that is left of the eager steps of four networks on two H200."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
     """What Python and the launch of kernels take, in seconds."""
@@ -41,6 +54,12 @@ class HostRates:
     """Of one without autograd."""
     triton: float
     """Of a kernel of our own."""
+    slab: float
+    """Of a convolution, or a kernel of our own, in a network that runs on slabs: what leads to it included."""
+    exchange: float
+    """Of an exchange of halos between processes that both start their kernels one by one."""
+    message: float
+    """Of another message of a process group's."""
     replay: float
     """Of a recording, whatever it holds."""
 
@@ -116,6 +135,9 @@ def parse_table(stored: Mapping[str, Any], peaks: Peaks) -> Table:
         backward={name: host[f"{name} backward"] for name in parts},
         operator=host["operator"],
         triton=host["triton"],
+        slab=host.get("slab", OF_SLABS * host["triton"]),
+        exchange=host.get("exchange", EXCHANGE_S),
+        message=host.get("message", MESSAGE_S),
         replay=host["replay"],
     )
     return Table(machine, rates, told, tuple(stored["links"]))

@@ -25,7 +25,6 @@ References
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.first_order import first_order
-from volseg.device.pretended import on_gpu
+from volseg.device.pretended import keeping, on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice.reference import empty_gradient
 from volseg.losses.dice.terms import Terms
@@ -179,7 +178,7 @@ class _Tables:
     """The classes of each column that stands for several."""
 
 
-@cache
+@keeping()
 def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tables:
     """Return tensors that live as long as the process: recordings read them at their addresses.
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.device.graph import RecordedFunction
+from volseg.device.pretended import find_current_stream, is_gpu, make_stream, on_stream
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
@@ -68,7 +69,7 @@ class RecordedStep:
     ) -> None:
         self.device = _find_gpu(model)
         self.model, self.step, self.optimizer = model, step, optimizer
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = make_stream(self.device)
         self._first: RecordedFunction | None = None
         self._shares = shares
         network = model.module if isinstance(model, ModelParallel) else model
@@ -106,9 +107,9 @@ class RecordedStep:
         """Run the step on the recording's stream: autograd and NCCL remember the stream of what they first did."""
         # Each stream waits for the other, here and at the next call, so blocks that change hands need no
         # record_stream.
-        current = torch.cuda.current_stream(self.device)
+        current = find_current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             outputs = self.step(*inputs)
         current.wait_stream(self._stream)
         return outputs
@@ -136,7 +137,7 @@ class _RecordedStep:
         model: nn.Module,
         step: Callable[..., Any],
         inputs: tuple[Any, ...],
-        stream: torch.cuda.Stream,
+        stream: Any,
         shares: RecordedFunction | None,
     ) -> None:
         self._parameters = list(model.parameters())
@@ -187,7 +188,7 @@ def _find_gpu(model: nn.Module) -> torch.device:
         devices = set(model.strategy.step_devices)
     else:
         devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    if len(devices) != 1 or not is_gpu(next(iter(devices))):
         raise ParallelError(
             f"a step is recorded on one GPU per process, and this model is on {sorted(map(str, devices))}; start one "
             "process per GPU"

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from volseg.device.pretended import find_capability, is_gpu
 from volseg.errors import ConfigError
 
 __all__ = ["PRECISIONS", "Precision", "PrecisionName", "choose_dtype"]
@@ -51,7 +52,7 @@ class Precision:
         ConfigError
             For an unknown name, or float16 on a CPU.
         """
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        capability = find_capability(device) if is_gpu(device) else None
         if name == "fp16" and capability is None:
             raise ConfigError(f"precision fp16 needs a GPU, got device {device}; use fp32, bf16 or auto")
         return cls(device.type, choose_dtype(name, capability))

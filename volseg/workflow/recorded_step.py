@@ -3,6 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
+from volseg.device.pretended import on_gpu
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import find_replicas
 from volseg.parallel.devices import is_distributed
@@ -20,7 +21,7 @@ def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
         one = network.strategy.is_recordable
     else:
         one = len({parameter.device for parameter in network.parameters()}) == 1
-    on_gpus = all(parameter.is_cuda for parameter in network.parameters())
+    on_gpus = all(on_gpu(parameter) for parameter in network.parameters())
     fused = all(group.get("fused") for group in optimizer.param_groups)
     together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
     return one and on_gpus and fused and together

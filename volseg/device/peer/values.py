@@ -89,7 +89,7 @@ class ValueMailbox(Mailbox):
         self, boxes: Sequence[int], rank: int, device: torch.device, patience: int = PATIENCE, memory: Any = None
     ) -> None:
         super().__init__(boxes, rank, device, patience, memory)
-        self.boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
+        self.boxes = torch.tensor(boxes, dtype=torch.int64).to(device)
 
     @staticmethod
     def size(shards: int) -> int:

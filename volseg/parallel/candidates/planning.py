@@ -1,6 +1,8 @@
 """What fits on a machine, and what is fastest there: every candidate followed, and one chosen."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
@@ -156,11 +158,14 @@ def forecast_work(
         Refused, with the reason, where it cannot run or does not fit.
     """
     try:
-        traces = follow_candidate(
-            work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
-        )
+        with _quietly():
+            traces = follow_candidate(
+                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+            )
     except VolsegError as fault:
-        return Forecast(candidate=candidate, refused=str(fault).partition("\n")[0])
+        return Forecast(candidate=candidate, refused=_tell(fault))
+    except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
+        return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
     outside = CONTEXT_BYTES + (0 if one_process or candidate.data * candidate.spatial == 1 else GROUP_BYTES)
     capacity = machine.gpu_bytes - reserve
     memory = max((_find_memory_use(trace, capacity, outside) for trace in traces), key=lambda use: use.total)
@@ -169,10 +174,27 @@ def forecast_work(
         traces,
         machine.gpu,
         machine.links,
+        recorded=candidate.recorded,
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
     return judge(Forecast(candidate=candidate, memory=memory, seconds=seconds), capacity)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let the strategies say nothing about what is only followed."""
+    ours = logging.getLogger("volseg")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
+def _tell(fault: Exception) -> str:
+    return str(fault).strip().partition("\n")[0]
 
 
 def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:

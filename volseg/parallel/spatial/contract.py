@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import host_values
 from volseg.device.torch_internals import tree_leaves, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -80,7 +81,7 @@ def _on_meta(func: Callable, args: tuple, kwargs: dict[str, Any], autocast: bool
 
     named = {name: "meta" if name == "device" and value is not None else value for name, value in kwargs.items()}
     try:
-        with torch.no_grad():
+        with host_values(), torch.no_grad():
             result = func(*tree_map(outline, args), **tree_map(outline, named))
     except NotImplementedError:  # no kernel for the meta device, or a result that depends on values
         return None

@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm.activation import Activation
+from volseg.device.pretended import resize_memory
 from volseg.device.torch_internals import get_version
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import saved_tensors_hooks
@@ -228,10 +229,9 @@ class Written(Pending):
         """Give the memory back where the recipe holds."""
         if self.find_recipe(volume) is None:
             return
-        storages = [slab.untyped_storage() for slab in volume._slabs]
-        volume.pending = Released(self, [storage.nbytes() for storage in storages])
-        for storage in storages:
-            storage.resize_(0)
+        volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs])
+        for slab in volume._slabs:
+            resize_memory(slab, 0)
 
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
         """Return the recipe if it holds."""
@@ -283,11 +283,10 @@ class Released(Pending):
             )
         with torch.no_grad():
             for slab, size, row in zip(volume._slabs, self.bytes, recipe.rows, strict=True):
-                storage = slab.untyped_storage()
-                storage.resize_(size)
+                resize_memory(slab, size)
                 # Through another tensor, so that it does not count as a change in place.
                 out = torch.empty(0, dtype=slab.dtype, device=slab.device)
-                out.set_(storage, slab.storage_offset(), slab.shape, slab.stride())
+                out.set_(slab.untyped_storage(), slab.storage_offset(), slab.shape, slab.stride())
                 recipe.write(row, out, 0)
         volume.pending = self.written
 

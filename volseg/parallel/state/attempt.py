@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.device.pretended import on_gpu
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.module import remember
@@ -126,4 +127,4 @@ def _remember_optimizer(optimizer: Optimizer | None) -> Callable[[], None]:
 
 def _copy_on_host(value: Any) -> Tensor | None:
     """Return what a tensor on the CPU holds: those on the device are not changed while kernels are recorded."""
-    return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else None
+    return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from volseg.device.pretended import on_gpu
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
@@ -147,12 +148,12 @@ class RecordedState:
 
     def _find_host_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _name_tensors(self._net):
-            if tensor.device.type == "cpu" and not tensor.is_inference():
+            if not on_gpu(tensor) and not tensor.is_inference():
                 yield name, tensor
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and value.device.type == "cpu":
+                    if isinstance(value, Tensor) and not on_gpu(value):
                         yield f"the optimizer's {name}", value
 
 

@@ -18,13 +18,13 @@ References
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volseg.device.pretended import keeping
 from volseg.device.torch_internals import NormBase, lerp_each_, zero_each_
 
 __all__ = [
@@ -95,7 +95,7 @@ class _Gathered:
         self.counts = [0] * rows
 
 
-@lru_cache(maxsize=64)
+@keeping(64)
 def _compute_weights(
     columns: tuple[tuple[tuple[int, ...], int], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -104,10 +104,12 @@ def _compute_weights(
     ``columns`` are the counts of a norm call's parts, and its number of channels.
     """
     with torch.inference_mode(False):
-        widths = torch.tensor([width for _, width in columns], device=device)
-        counts = torch.tensor([counts for counts, _ in columns], dtype=dtype, device=device)
-        totals = torch.tensor([sum(counts) for counts, _ in columns], dtype=dtype, device=device)
-        return counts.repeat_interleave(widths, 0).T.contiguous(), totals.repeat_interleave(widths)
+        widths = torch.tensor([width for _, width in columns]).to(device)
+        counts = torch.tensor([counts for counts, _ in columns], dtype=dtype).to(device)
+        totals = torch.tensor([sum(counts) for counts, _ in columns], dtype=dtype).to(device)
+        size = sum(width for _, width in columns)  # told, so that nobody waits for it
+        spread = counts.repeat_interleave(widths, 0, output_size=size).T.contiguous()
+        return spread, totals.repeat_interleave(widths, output_size=size)
 
 
 def combine(

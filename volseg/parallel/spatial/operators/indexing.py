@@ -69,7 +69,7 @@ def _tensors(index: tuple, volume: ShardedVolume) -> tuple:
     found = []
     for entry in index:
         if isinstance(entry, Sequence) and not isinstance(entry, str):
-            entry = torch.tensor(entry, device=volume.context.communicator.home)
+            entry = torch.tensor(entry).to(volume.context.communicator.home)
             entry = entry.long() if not entry.numel() else entry
         if isinstance(entry, Tensor) and entry.dtype not in (*INTEGERS, torch.bool):
             refuse(f"an index of {entry.dtype} is not supported: use integers, or a mask of bools")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.pretended import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.operators.joins import cat
@@ -87,8 +88,9 @@ def _pad_cut(
     if mode == "constant":
         window: Window = Strided(-before)
     else:
-        numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
-        window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+        with host_values():
+            numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
+            window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
     plans = [
         AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)

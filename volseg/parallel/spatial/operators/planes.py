@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.pretended import keeping
 from volseg.parallel.spatial.plan.shards import Span, can_split, spans
 from volseg.parallel.spatial.plan.windows import Convolution, Window
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -154,8 +154,8 @@ def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     return slab.index_select(dim, constant(tuple(indices), torch.int64, slab.device))
 
 
-@cache  # without a limit: recorded steps read these tensors from where they lie
+@keeping()  # without a limit: recorded steps read these tensors from where they lie
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the plan on a device; cached, so that no step waits for their copy, or cannot be captured."""
+    """Return numbers of the plan on a device; kept, so that no step waits for their copy, or cannot be captured."""
     with torch.inference_mode(False):  # a later step may save it for its backward pass
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype).to(device)

@@ -92,7 +92,7 @@ def average_pool(
             i = dim - first
             planes = _counted(kernel[i], stride[i], padding[i], size, window, include)
             # The plain operator divided by the kernel; the volume's border counts fewer planes.
-            factor = torch.tensor([kernel[i] / n for n in planes], dtype=pooled.dtype, device=pooled.device)
+            factor = torch.tensor([kernel[i] / n for n in planes], dtype=pooled.dtype).to(pooled.device)
             pooled = pooled.narrow(dim, window.skip, len(planes)) * factor.reshape([-1] + [1] * (pooled.ndim - dim - 1))
         return pooled
 

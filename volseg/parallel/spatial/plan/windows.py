@@ -16,6 +16,7 @@ from math import ceil, floor
 import torch
 import torch.nn.functional as F
 
+from volseg.device.pretended import host_values
 from volseg.parallel.spatial.plan.shards import Span
 
 __all__ = [
@@ -195,6 +196,13 @@ def nearest_planes(
     dim, count
         Which of how many spatial dims.
     """
+    with host_values():
+        return _ask_nearest(size, outputs, mode, scale, dtype, dim, count)
+
+
+def _ask_nearest(
+    size: int, outputs: int, mode: str, scale: float | None, dtype: torch.dtype, dim: int, count: int
+) -> tuple[tuple[int, ...], bool]:
     ramp = torch.arange(size, dtype=dtype if dtype == torch.float64 else torch.float32)
     along = [1] * count
     along[dim] = size

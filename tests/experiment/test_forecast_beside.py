@@ -1,0 +1,90 @@
+"""A forecast of a running training, by a process beside it: its answer, its refusals, and its end."""
+
+import os
+import time
+
+import pytest
+
+from volseg.experiment import REGISTRIES, register
+from volseg.experiment.alternatives import find_candidate, find_forecast, list_lines, rank_smaller
+from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
+from volseg.models.vnet import VNet
+from volseg.parallel.supervision import is_running
+
+GIB = 2**30
+H200 = Gpus(name="NVIDIA H200", memory=139 * GIB)
+
+
+@pytest.fixture
+def ask():
+    """Return a function that begins a forecast, which does not outlive the test."""
+    begun = []
+
+    def beginning(config, gpus, **options):
+        begun.append(PlanBeside(config, gpus, **options))
+        return begun[-1]
+
+    yield beginning
+    for plan in begun:
+        plan.close()
+
+
+def test_a_training_is_forecast_beside_it(configured, ask, monkeypatch):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)  # it is none of the job's processes, nor waits for them
+    config = configured()
+    plan = ask(config, H200)
+    asked = AskedOfCandidate(plan, find_candidate(config, config.mesh(1), 1))
+    assert asked.poll() is None  # nobody waits
+    answer = plan.wait()
+    assert not answer.problem
+    assert asked.poll().memory.reserved >= asked.poll().memory.used > 0
+    assert answer.reserve > 0
+
+
+def test_what_would_fit_is_told_with_numbers(configured, ask):
+    config = configured("patch.size=[48,48,48]")
+    tried = find_candidate(config, config.mesh(1), 1)
+    forecasts = ask(config, H200, thorough=True).wait().forecasts
+    failed, smaller = find_forecast(tried, forecasts), rank_smaller(tried, forecasts)
+    assert smaller
+    for each in smaller:
+        assert each.candidate.checkpoint is not None
+        assert each.memory.total < failed.memory.total
+        assert each.seconds > 0
+    assert "GiB, " in list_lines(config, smaller, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["network={name: Unett}"], "no network is called 'Unett'"),
+        (["data.root=/nowhere"], "nowhere"),
+    ],
+)
+def test_one_that_refuses_says_why_and_raises_nothing(configured, ask, overrides, problem):
+    config = configured(*overrides)
+    plan = ask(config, H200)
+    assert problem in plan.wait().problem
+    told = AskedOfCandidate(plan, find_candidate(configured(), configured().mesh(1), 1)).poll()
+    assert told.memory is None
+    assert problem in told.problem
+
+
+def test_components_of_this_process_alone_are_no_matter_of_another(configured, ask):
+    register("network", "OfThisTest", VNet)
+    try:
+        assert "OfThisTest" in ask(configured("network={name: OfThisTest}"), H200).wait().problem
+    finally:
+        REGISTRIES["network"].forget("OfThisTest")
+
+
+def test_it_ends_with_the_training_and_leaves_nothing(configured, ask):
+    plan = ask(configured(), H200)
+    process, folder = plan._process, plan._folder.name
+    plan.close()
+    end = time.monotonic() + 30
+    while is_running(process.pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(process.pid)
+    assert not os.path.exists(folder)
