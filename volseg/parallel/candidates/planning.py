@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
@@ -14,6 +14,7 @@ from volseg.forecast.memory_use import MemoryUse
 from volseg.forecast.outside import find_outside
 from volseg.forecast.timing import find_seconds
 from volseg.forecast.trace import StepTrace
+from volseg.parallel.candidates.beside import following_beside
 from volseg.parallel.candidates.choosing import GIB, Found, judge, search
 from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
@@ -217,6 +218,7 @@ def plan_work(
     times: float = 1.0,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
+    beside: bool = False,
 ) -> Plan:
     """Follow what could win on a machine, and choose.
 
@@ -244,6 +246,8 @@ def plan_work(
         Which candidates may be taken.
     thorough : bool
         Whether to follow those too that cannot win.
+    beside : bool
+        Whether to follow several at a time; see `following_beside`.
 
     Raises
     ------
@@ -262,14 +266,15 @@ def plan_work(
         forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
         return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
 
-    found = search(
-        candidates,
-        follow,
-        machine.gpu_bytes - reserve,
-        work.batch_size,
-        lambda each: relieve(each, free),
-        thorough=thorough,
-    )
+    with following_beside(follow, candidates) if beside else nullcontext(follow) as ask:
+        found = search(
+            candidates,
+            ask,
+            machine.gpu_bytes - reserve,
+            work.batch_size,
+            lambda each: relieve(each, free),
+            thorough=thorough,
+        )
     if all(each.memory is None for each in found.forecasts):
         first = found.forecasts[0]
         raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
