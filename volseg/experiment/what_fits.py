@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from volseg.config.schema import ExperimentConfig
@@ -15,6 +16,7 @@ from volseg.parallel.candidates.choosing import GIB
 from volseg.parallel.candidates.listing import Freedom, name_candidate
 from volseg.parallel.candidates.planning import Machine, Plan, list_largest, plan_work
 from volseg.parallel.candidates.report import LargestRow, VolumesReport, format_volumes
+from volseg.parallel.candidates.work import Work
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.workflow.precision import choose_dtype
 
@@ -68,7 +70,7 @@ def plan_training(
         notes=notes,
         steps_per_epoch=math.ceil(config.training.iterations / accumulate),
         times=accumulate / described.batches,
-        resize=lambda sides: at_size(described, sides),
+        resize=partial(_resize, described, machine),
         divisors=described.rule.divisors,
         only=only,
         thorough=thorough,
@@ -92,6 +94,12 @@ def _describe(
     free = find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
     reserve, notes = find_reserve(described, machine.gpu_bytes)
     return described, free, reserve, [f"channels and classes by {facts.source}", *notes]
+
+
+def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
+    """Return the step on patches of other sides, and what of a GPU is taken besides then."""
+    resized = at_size(described, sides)
+    return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
 
 
 def plan_words(plan: Plan, config: Path) -> str:
@@ -179,8 +187,7 @@ def plan_volumes(
         work,
         machine,
         free,
-        reserve=reserve,
-        resize=lambda sides: at_size(described, sides),
+        resize=partial(_resize, described, machine),
         divisors=described.rule.divisors,
     )
     rows = tuple(
