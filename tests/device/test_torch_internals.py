@@ -467,3 +467,12 @@ def test_operators_are_overridden_for_a_while() -> None:
         with internals.overriding_operators("AutocastCPU", kernels):
             assert find_dtypes() == [torch.bfloat16, torch.float64]
     assert find_dtypes() == [torch.float32, torch.bfloat16]
+
+
+def test_tensors_without_values_say_what_they_cannot_do() -> None:
+    with internals.FakeTensorMode(allow_fallback_kernels=False):
+        x = torch.ones(3)
+        for ask in (x.sum().item, x.nonzero):
+            with pytest.raises(internals.UNFOLLOWABLE) as caught:
+                ask()
+            assert "aten." in str(caught.value.func)

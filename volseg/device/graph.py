@@ -288,7 +288,9 @@ class RecordedFunction:
         self._inputs = tree_map(_clone, dict(inputs))
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
-        self._graph = make_graph(stream, None if shares is None else shares._graph.pool, generators)
+        self._graph: Graph | _PretendedGraph = make_graph(
+            stream, None if shares is None else shares._graph.pool, generators
+        )
         with undisturbed():
             # A recording has memory of its own; what calls before have left behind is wanted there.
             empty_cache(stream.device)

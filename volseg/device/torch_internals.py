@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -40,6 +46,7 @@ __all__ = [
     "PARAMETERS",
     "POST_ACCUMULATE_GRAD_HOOKS",
     "SUPPORTED_NODES",
+    "UNFOLLOWABLE",
     "ConvNd",
     "DropoutNd",
     "FakeTensor",
@@ -108,6 +115,10 @@ get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
+
+UNFOLLOWABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a tensor without values raises where a value is asked for, a size that follows from values, or an operator that
+nobody has described; ``func`` is the operator."""
 
 get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return where a storage is, which is the same for all tensors in it."""

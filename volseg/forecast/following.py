@@ -45,9 +45,14 @@ from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted
+from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
+
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
@@ -85,6 +90,7 @@ def following(
     """
     followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
+        stack.enter_context(explaining_refusals())
         stack.enter_context(_without_collector())
         stack.enter_context(
             pretending(
@@ -119,7 +125,7 @@ class FollowedStep:
         self._time_kernel = time_kernel
         self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
-        self.mode = FakeTensorMode()
+        self.mode = FakeTensorMode(allow_fallback_kernels=False)
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""

@@ -11,6 +11,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
+from volseg.forecast.outside import find_outside
 from volseg.forecast.timing import find_seconds
 from volseg.forecast.trace import StepTrace
 from volseg.parallel.candidates.beside import following_beside
@@ -30,12 +31,6 @@ Resize = Callable[[Sides], tuple[Work, int]]
 
 MOST_GPUS = 64
 """To which more GPUs are looked for where nothing fits."""
-
-CONTEXT_BYTES = 600 * 2**20
-"""Of a GPU that a process takes beside torch's allocator: CUDA's context and the kernels of cuDNN and cuBLAS."""
-
-GROUP_BYTES = 400 * 2**20
-"""Besides, in a process that exchanges with others: NCCL's buffers and channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +162,16 @@ def forecast_work(
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
         return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
-    outside = CONTEXT_BYTES + (0 if one_process or candidate.data * candidate.spatial == 1 else GROUP_BYTES)
+    processes = 1 if one_process else candidate.data * candidate.spatial
     capacity = machine.gpu_bytes - reserve
-    memory = max((_find_memory_use(trace, capacity, outside) for trace in traces), key=lambda use: use.total)
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
+    memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)
     seconds = find_seconds(
         traces,
         machine.gpu,
         machine.links,
+        recorded=candidate.recorded,
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
