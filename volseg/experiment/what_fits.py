@@ -14,7 +14,7 @@ from volseg.experiment.forecasting import Described, at_size, describe_training,
 from volseg.forecast.candidate import Candidate
 from volseg.parallel.candidates.choosing import GIB
 from volseg.parallel.candidates.listing import Freedom, name_candidate
-from volseg.parallel.candidates.planning import Machine, Plan, list_largest, plan_work
+from volseg.parallel.candidates.planning import Machine, StepPlan, list_largest, plan_work
 from volseg.parallel.candidates.report import LargestRow, VolumesReport, format_volumes
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.fast_kernels import CAPABILITY
@@ -33,7 +33,7 @@ def plan_training(
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
     beside: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Forecast a config's training on a machine.
 
     Parameters
@@ -102,7 +102,7 @@ def _resize(described: Described, machine: Machine, sides: tuple[int, int, int])
     return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
 
 
-def plan_words(plan: Plan, config: Path) -> str:
+def plan_words(plan: StepPlan, config: Path) -> str:
     """Return a plan for people: the table, the choice and how to take it."""
     machine = plan.machine
     where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"

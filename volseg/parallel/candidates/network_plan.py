@@ -13,7 +13,7 @@ from volseg.forecast.gpu_kinds import GpuKind, find_kind
 from volseg.forecast.instances import find_instance, find_links
 from volseg.parallel.candidates.first_batch import describe_network
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.planning import Machine, Plan, forecast_work, plan_work
+from volseg.parallel.candidates.planning import Machine, StepPlan, forecast_work, plan_work
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.fast_kernels import CAPABILITY
@@ -38,7 +38,7 @@ def plan(
     optimizer: MakeOptimizer | None = None,
     divisors: Sequence[int] = (1, 1, 1),
     thorough: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Forecast a training step of a network on GPUs that need not be there, and choose how these share it.
 
     Parameters
@@ -66,7 +66,7 @@ def plan(
 
     Returns
     -------
-    Plan
+    StepPlan
         ``.chosen``, ``.why``, ``.forecasts``, ``.table()``, ``.to_json()``.
 
     Raises

@@ -22,7 +22,7 @@ from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.volumes import Largest, find_largest
 from volseg.parallel.candidates.work import Work
 
-__all__ = ["Machine", "Plan", "Resize", "forecast_work", "list_largest", "plan_work"]
+__all__ = ["Machine", "Resize", "StepPlan", "forecast_work", "list_largest", "plan_work"]
 
 Sides = tuple[int, int, int]
 
@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """What was forecast for a machine."""
 
     name: str
@@ -219,7 +219,7 @@ def plan_work(
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
     beside: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Follow what could win on a machine, and choose.
 
     Parameters
@@ -281,7 +281,7 @@ def plan_work(
     remedies: tuple[str, ...] = ()
     if found.chosen is None:
         remedies = tuple(_list_remedies(work, machine, found, reserve, resize, divisors))
-    return Plan(
+    return StepPlan(
         name=work.name,
         shape=work.shape,
         precision=str(work.precision).removeprefix("torch."),
