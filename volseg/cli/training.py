@@ -93,7 +93,7 @@ def train(
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
-        report = experiment.RunFolder(loaded.folder).finished_report(loaded)
+        report = experiment.find_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             typer.echo(report)
             return

@@ -30,6 +30,7 @@ def plan_training(
     facts: DataFacts | None = None,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
+    beside: bool = False,
 ) -> Plan:
     """Forecast a config's training on a machine.
 
@@ -47,6 +48,8 @@ def plan_training(
         Which candidates may be taken; by default all that the config leaves open.
     thorough : bool
         Whether to follow candidates too that cannot win.
+    beside : bool
+        Whether to follow several at a time, in copies of this process.
 
     Raises
     ------
@@ -69,6 +72,7 @@ def plan_training(
         divisors=described.rule.divisors,
         only=only,
         thorough=thorough,
+        beside=beside,
     )
 
 

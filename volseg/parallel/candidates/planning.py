@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
@@ -11,8 +11,10 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
+from volseg.forecast.outside import find_outside
 from volseg.forecast.timing import find_seconds
 from volseg.forecast.trace import StepTrace
+from volseg.parallel.candidates.beside import following_beside
 from volseg.parallel.candidates.choosing import GIB, Found, judge, search
 from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
@@ -29,12 +31,6 @@ Resize = Callable[[Sides], Work]
 
 MOST_GPUS = 64
 """To which more GPUs are looked for where nothing fits."""
-
-CONTEXT_BYTES = 600 * 2**20
-"""Of a GPU that a process takes beside torch's allocator: CUDA's context and the kernels of cuDNN and cuBLAS."""
-
-GROUP_BYTES = 400 * 2**20
-"""Besides, in a process that exchanges with others: NCCL's buffers and channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +162,10 @@ def forecast_work(
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
         return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
-    outside = CONTEXT_BYTES + (0 if one_process or candidate.data * candidate.spatial == 1 else GROUP_BYTES)
+    processes = 1 if one_process else candidate.data * candidate.spatial
     capacity = machine.gpu_bytes - reserve
-    memory = max((_find_memory_use(trace, capacity, outside) for trace in traces), key=lambda use: use.total)
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
+    memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)
     seconds = find_seconds(
         traces,
@@ -221,6 +218,7 @@ def plan_work(
     times: float = 1.0,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
+    beside: bool = False,
 ) -> Plan:
     """Follow what could win on a machine, and choose.
 
@@ -248,6 +246,8 @@ def plan_work(
         Which candidates may be taken.
     thorough : bool
         Whether to follow those too that cannot win.
+    beside : bool
+        Whether to follow several at a time; see `following_beside`.
 
     Raises
     ------
@@ -266,14 +266,15 @@ def plan_work(
         forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
         return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
 
-    found = search(
-        candidates,
-        follow,
-        machine.gpu_bytes - reserve,
-        work.batch_size,
-        lambda each: relieve(each, free),
-        thorough=thorough,
-    )
+    with following_beside(follow, candidates) if beside else nullcontext(follow) as ask:
+        found = search(
+            candidates,
+            ask,
+            machine.gpu_bytes - reserve,
+            work.batch_size,
+            lambda each: relieve(each, free),
+            thorough=thorough,
+        )
     if all(each.memory is None for each in found.forecasts):
         first = found.forecasts[0]
         raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
