@@ -15,7 +15,7 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,6 @@ from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
-
-OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
-"""Operators that are given memory itself, which a cache of operators would hold for good."""
-
-
-OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
-"""Operators that are given memory itself, which a cache of operators would hold for good."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -150,15 +143,6 @@ class FollowedStep:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
 
-    @contextmanager
-    def without_cache(self) -> Iterator[None]:
-        """Remember nothing of the operators in here."""
-        before, self.mode.cache_enabled = self.mode.cache_enabled, False
-        try:
-            yield
-        finally:
-            self.mode.cache_enabled = before
-
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
         return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
@@ -242,6 +226,10 @@ class FollowedStep:
         return device.index
 
 
+ON_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+"""Operators that are given memory itself: who remembers their arguments holds it."""
+
+
 class _Noting(TorchDispatchMode):
     """Tell a ``FollowedStep`` of each operator and its results."""
 
@@ -254,7 +242,7 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
+        with self._remembering(func not in ON_STORAGES):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
@@ -267,6 +255,16 @@ class _Noting(TorchDispatchMode):
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
+
+    @contextmanager
+    def _remembering(self, wanted: bool) -> Iterator[None]:
+        """Let the mode remember an operator's result for the same arguments, which it then holds."""
+        mode = self.followed.mode
+        before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and wanted
+        try:
+            yield
+        finally:
+            mode.cache_enabled = before
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
@@ -313,7 +311,7 @@ def _without_collector() -> Iterator[None]:
 
 def _take_over(old: Tensor, new: Tensor) -> None:
     """Give a parameter the memory and the device of another; ``torch.utils.swap_tensors`` refuses what is watched."""
-    assert isinstance(old, FakeTensor)
-    assert isinstance(new, FakeTensor)
     old.data = new.data
-    old.fake_device = new.fake_device
+    if isinstance(old, FakeTensor):  # not so where a network is built, with values
+        assert isinstance(new, FakeTensor)
+        old.fake_device = new.fake_device
