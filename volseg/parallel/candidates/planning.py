@@ -22,12 +22,12 @@ from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.volumes import Largest, find_largest
 from volseg.parallel.candidates.work import Work
 
-__all__ = ["Machine", "Plan", "Resize", "forecast_work", "list_largest", "plan_work"]
+__all__ = ["Machine", "Resize", "StepPlan", "forecast_work", "list_largest", "plan_work"]
 
 Sides = tuple[int, int, int]
 
-Resize = Callable[[Sides], Work]
-"""Makes the work on volumes of other sides."""
+Resize = Callable[[Sides], tuple[Work, int]]
+"""Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
 
 MOST_GPUS = 64
 """To which more GPUs are looked for where nothing fits."""
@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """What was forecast for a machine."""
 
     name: str
@@ -219,7 +219,7 @@ def plan_work(
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
     beside: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Follow what could win on a machine, and choose.
 
     Parameters
@@ -281,7 +281,7 @@ def plan_work(
     remedies: tuple[str, ...] = ()
     if found.chosen is None:
         remedies = tuple(_list_remedies(work, machine, found, reserve, resize, divisors))
-    return Plan(
+    return StepPlan(
         name=work.name,
         shape=work.shape,
         precision=str(work.precision).removeprefix("torch."),
@@ -316,7 +316,7 @@ def _list_remedies(
         name, gib = name_candidate(enough.candidate), _total(enough) / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
     if resize is not None:
-        largest = _find_largest(work, least.candidate, machine, reserve, resize, divisors)
+        largest = _find_largest(work, least.candidate, machine, resize, divisors)
         if largest is not None:
             sides = " x ".join(map(str, largest.sides))
             yield f"volumes of {sides}: {name_candidate(least.candidate)} ({largest.needed / GIB:.1f} GiB)"
@@ -346,19 +346,19 @@ def _find_largest(
     work: Work,
     candidate: Candidate,
     machine: Machine,
-    reserve: int,
     resize: Resize,
     divisors: Sequence[int],
     aspect: Sequence[int] | None = None,
 ) -> Largest | None:
     def need(sides: Sides) -> int | None:
-        forecast = forecast_work(resize(sides), candidate, machine, reserve=reserve)
-        return None if forecast.memory is None else forecast.memory.total
+        resized, reserve = resize(sides)
+        forecast = forecast_work(resized, candidate, machine, reserve=reserve)
+        return None if forecast.memory is None else forecast.memory.total + reserve
 
     aspect = work.sides if aspect is None else aspect
     longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
     first = max(1, max(work.sides) // divisors[longest])
-    return find_largest(need, machine.gpu_bytes - reserve, aspect, divisors, first=first)
+    return find_largest(need, machine.gpu_bytes, aspect, divisors, first=first)
 
 
 def list_largest(
@@ -366,7 +366,6 @@ def list_largest(
     machine: Machine,
     free: Freedom,
     *,
-    reserve: int,
     resize: Resize,
     divisors: Sequence[int],
 ) -> list[tuple[Candidate, Sides, Largest | None]]:
@@ -374,7 +373,7 @@ def list_largest(
 
     Parameters
     ----------
-    work, machine, free, reserve, resize, divisors
+    work, machine, free, resize, divisors
         See `plan_work`.
 
     Returns
@@ -388,7 +387,7 @@ def list_largest(
     d, h, w = work.sides
     shapes = dict.fromkeys([(1, 1, 1), (d, h, w)] if len({d, h, w}) > 1 else [(d, h, w)])
     return [
-        (candidate, aspect, _find_largest(work, candidate, machine, reserve, resize, divisors, aspect))
+        (candidate, aspect, _find_largest(work, candidate, machine, resize, divisors, aspect))
         for candidate in candidates
         for aspect in shapes
     ]
