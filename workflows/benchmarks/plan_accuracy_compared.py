@@ -36,10 +36,9 @@ def build_work(row: Row) -> Work:
     """Return the step of a configuration, as it is measured, for whoever follows it."""
     shape = (row["batch"], 1, *row["patch"])
 
-    def build() -> nn.Module:
-        net = build_network(NETWORKS[row["net"]], in_channels=1, out_channels=CLASSES, patch_size=row["patch"])
-        layout = torch.channels_last_3d if row["layout"] == "channels_last" else torch.contiguous_format
-        return net.to(memory_format=layout).train()  # type: ignore[call-overload]
+    net = build_network(NETWORKS[row["net"]], in_channels=1, out_channels=CLASSES, patch_size=row["patch"])
+    if row["layout"] == "channels_last":
+        net.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def make_batch(rows: int, device: torch.device) -> Batch:
         size = (rows, 1, *row["patch"])
@@ -65,7 +64,7 @@ def build_work(row: Row) -> Work:
         return run
 
     return Work(
-        build=build,
+        build=net.train,
         shape=shape,
         make_batch=make_batch,
         build_optimizer=make_optimizer,
