@@ -9,7 +9,9 @@ import torch
 
 from volseg import Checkpoints, Hook
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.experiment import RunFolder, train
+from volseg.experiment import RunFolder, replanning, train
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import ModelParallel
 from volseg.workflow import load_checkpoint
 
@@ -35,6 +37,8 @@ class TooMuch(Hook):
 
     def on_batch_end(self, training, fields):
         next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+
+    on_epoch_end = on_batch_end  # and after the best one has been written
 
 
 def latest(config):
@@ -93,6 +97,32 @@ def test_before_the_first_checkpoint_it_begins_again(configured):
     train(config, hooks=[hook])
     assert hook.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
     assert latest(config).progress == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("gib", "taken"),
+    [
+        ({1: 12, 2: 10, 3: 9, "all": 8}, 1),  # the fastest of those that fit
+        ({1: 20, 2: 18, 3: 17, "all": 16.5}, "all"),  # none fits: the least
+        ({}, "all"),  # nobody knows: what is known to be least of any network
+    ],
+)
+def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, taken):
+    """As on a GPU of 16 GiB; the forecasts are given, where a GPU's would be asked for."""
+
+    def forecast(checkpoint, needed):
+        memory = MemoryUse(used=0, reserved=int(needed * 2**30), outside=0, peak_in="backward")
+        refused = None if needed <= 16 else "needs more than 16.0 GiB"
+        seconds = 1 + (4 if checkpoint == "all" else checkpoint or 0)
+        return Forecast(candidate=Candidate(checkpoint=checkpoint), memory=memory, seconds=seconds, refused=refused)
+
+    known = [forecast(None, 21), *(forecast(*each) for each in gib.items())] if gib else []
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: known)
+    config = configured(REPLAN, "training.epochs=1")
+    train(config, hooks=[TooMuch(0, 1)])
+    record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert record["parallel"]["checkpoint"] == taken
+    assert ("GiB, " in record["why"]) == bool(gib)
 
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):

@@ -203,3 +203,14 @@ def test_the_table_of_the_package_says_what_it_measured() -> None:
 def test_float32_without_matrix_units_is_no_slower_than_its_cores() -> None:
     kind, run = KINDS["v100-16"], convolve(128, 32, torch.float32)
     assert kind.seconds(run) <= 1.1 * kind.peaks.bound(classify(run)[0]) / 0.6
+
+
+def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_gpu() -> None:
+    def norm(channels: int) -> KernelRun:
+        volume = (1, channels, 64, 64, 64)
+        size = 2 * channels * 64**3 * 2
+        return KernelRun("aten.native_batch_norm", torch.bfloat16, 0, size, (volume, volume))
+
+    few, many = ([KINDS[name].seconds(norm(channels)) for name in ("h200", "t4")] for channels in (4, 4096))
+    assert few[1] < 2 * few[0]
+    assert many[1] >= norm(4096).bytes_moved / KINDS["t4"].peaks.bandwidth

@@ -140,13 +140,14 @@ def test_a_pipeline_fills_and_empties() -> None:
 
 def test_one_process_starts_the_kernels_of_all_stages() -> None:
     traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
-    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * 25 * US, rel=0.01)
+    # It looks at each function of forward besides.
+    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * (2.4 * 10 + 15) * US, rel=0.01)
 
 
 def test_a_network_on_slabs_takes_python_longer() -> None:
     norm, convolution = run(0, "norm.passes._affine_kernel"), run(0, "aten.convolution")
     eager = find_times([step([norm, convolution, run(0)] * 10, [])], GPU, LINKS)
-    assert eager.host == pytest.approx(10 * (90 + 90 + 5) * US)
+    assert eager.host == pytest.approx(10 * (90 + 90 + 10) * US)
     loss = run(0, "losses.dice.passes._sums_kernel")
     assert find_times([step([loss, convolution] * 10, [])], GPU, LINKS).host == pytest.approx(10 * (30 + 40) * US)
 

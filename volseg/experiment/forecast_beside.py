@@ -27,6 +27,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
 from volseg.monitoring.memory import MemoryForecast
+from volseg.parallel.progress import report_progress
 
 __all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside"]
 
@@ -145,6 +146,7 @@ class PlanBeside:
             if time.monotonic() > end:
                 self.close()
                 return Answer(problem=f"it was not there after {seconds:.0f} s")
+            report_progress("forecast")  # others may wait for this process meanwhile
             time.sleep(0.05)
         return answer
 

@@ -146,8 +146,11 @@ class WaitingCases:
         return FoundInCases(remarks=tuple(self._remarks), digests=tuple(digests))
 
     def _tell(self, digests: Sequence[tuple[Case, str]]) -> None:
-        """Say what is to be looked at."""
-        for line in summarise_remarks([*self._remarks, *remark_on_same_images(digests)]):
+        """Say what is to be looked at, in the order of the cases: processes end them in any."""
+        number = {name: number for number, name in enumerate(self._cases)}
+        remarks = sorted(self._remarks, key=lambda remark: number[remark.case])
+        same = remark_on_same_images(sorted(digests, key=lambda pair: number[pair[0]["case"]]))
+        for line in summarise_remarks([*remarks, *same]):
             logger.warning("look at %s", line)
 
     def run_in_processes(

@@ -7,7 +7,7 @@ them as the measured one came to its own: its times are marked ``published``, an
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -29,6 +29,9 @@ BY_CUDA_CORES = 0.6
 """Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
 measurement of ours."""
 
+
+MOST_KNOWN = 50_000
+"""Kernels whose seconds a kind keeps: some megabytes."""
 
 OF_SLABS = 3.6
 """Times what a kernel of our own alone takes Python. An eager step of a DynUNet on slabs, 185 kernels and convolutions,
@@ -87,6 +90,8 @@ class GpuKind:
     rates: RateTable | None = None
     """Where this machine was measured: its table, in place of the one that comes with the package."""
     host: HostRates | None = None
+    _known: dict[KernelRun, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of kernels that were asked for: a plan asks for the same thousands many times over."""
 
     @property
     def memory_gib(self) -> float:
@@ -99,7 +104,11 @@ class GpuKind:
 
     def seconds(self, run: KernelRun) -> float:
         """Return how long a kernel runs."""
-        return sum(self._time(kernel) for kernel in classify(run))
+        if run not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[run] = sum(self._time(kernel) for kernel in classify(run))
+        return self._known[run]
 
     def _time(self, kernel: KernelClass) -> float:
         table = self.rates or read_table(self.table).rates

@@ -17,6 +17,7 @@ References
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def _differentiate_convolution(
         layout = _choose_layout(slopes, weight)
         found[0] = _empty(input.shape, slopes, layout)
         copies = weight.contiguous(memory_format=layout), slopes.contiguous(memory_format=layout)
-        _take_scratch(find_workspace, input, slopes, weight, layout)
+        _take_scratch(partial(find_workspace, backward=True), input, slopes, weight, layout)
     copies = ()
     if mask[1]:
         layout = _choose_layout(given, slopes)

@@ -55,6 +55,9 @@ class KernelClass(NamedTuple):
     flops: int
     bytes_moved: int
     dtype: str
+    least_bytes: int = 0
+    """Of a kernel that few multiprocessors work at: what is really moved. ``bytes_moved`` is then what the memory could
+    have moved meanwhile."""
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -76,7 +79,7 @@ def classify(run: KernelRun) -> list[KernelClass]:
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
         moved = run.bytes_moved * PROCESSORS // _count_busy(run)
-        return [KernelClass(family, (), 0, moved, dtype)]
+        return [KernelClass(family, (), 0, moved, dtype, run.bytes_moved)]
     return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
 
 

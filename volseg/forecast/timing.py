@@ -22,6 +22,9 @@ __all__ = ["StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """By which a network on slabs is known: its norms are never torch's."""
 
+OF_STAGES = 2.4
+"""Times what a forward pass alone takes Python, which a pipeline's takes: 10.4 ms beside 4.3 (docs/measurements.md)."""
+
 OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
 """Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
 
@@ -107,7 +110,9 @@ def find_times(
     """
     if recorded is None:
         recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
-    times = [_time_device(select_step(trace.events), gpu, links, recorded) for trace in traces]
+    times = [
+        _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
+    ]
     slowest = max(times, key=lambda device: device.seconds)
     seconds, host = slowest.seconds, slowest.host
     if stages and len(times) > 1:
@@ -166,8 +171,11 @@ def select_step(events: Sequence[Event]) -> list[Event]:
     return list(events[start : next(ends, len(events))])
 
 
-def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool) -> _DeviceTimes:
-    """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes."""
+def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool, forward: float) -> _DeviceTimes:
+    """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes.
+
+    Python takes ``forward`` times as long over a forward pass as it does over the network alone.
+    """
     host_rates = gpu.host_rates()
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
     lengths = [_find_length(event, gpu, links) for event in events]
@@ -184,7 +192,8 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 parts[part] += _close(busy, ready)
                 part = event.name if event.name in PARTS else part
             elif isinstance(event, KernelRun | Sent):
-                host += 0.0 if recorded else _find_host_seconds(event, part, host_rates, on_slabs)
+                share = 0.0 if recorded else _find_host_seconds(event, part, host_rates, on_slabs)
+                host += share * forward if part == "forward" else share
                 ready[event.stream] = max(ready[event.stream], host) + length
                 busy[event.stream] += length
                 communication += length if isinstance(event, Sent) else 0.0
@@ -215,13 +224,10 @@ def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_
         return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
     if part not in ("forward", "loss", "backward"):
         return rates.operator
-    if on_slabs:
-        is_small = event.name.startswith("aten.") and "convolution" not in event.name
-        return rates.operator if is_small else rates.slab
-    if not event.name.startswith("aten."):
-        return rates.triton
     if event.name.startswith(OF_CLIPPING):
         return rates.operator
+    if not event.name.startswith("aten.") or (on_slabs and "convolution" in event.name):
+        return rates.slab if on_slabs else rates.triton
     norms = ("batch_norm", "group_norm", "layer_norm")
     is_norm = any(name in event.name for name in norms)
     kind = "convolution" if "convolution" in event.name else "norm" if is_norm else "pointwise"

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from volseg.forecast.calibration.cases import Prepared, RateCase, bind, count_run
-from volseg.forecast.calibration.kernels import describe_machine, measure_cases, measure_host
+from volseg.forecast.calibration.cases import LAYOUTS, Prepared, RateCase, bind, count_run
+from volseg.forecast.calibration.convolutions import TimedConvolution
+from volseg.forecast.calibration.kernels import describe_machine, measure_cases, measure_host, record, time_once
 from volseg.forecast.calibration.links import measure_copies, measure_group
 from volseg.forecast.calibration.listing import list_cases
 from volseg.losses.dice import passes as dice
@@ -57,6 +58,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": parts[0]["machine"],
         "host": parts[0]["host"],
+        "sustained": parts[0]["sustained"],
         # Copies last, when no other process has a kernel that waits on the other GPU.
         "links": [*parts[0]["links"], *measure_copies()],
         "rows": [row for part in parts for row in part["rows"]],
@@ -82,6 +84,7 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
     rows, left_out = measure_cases(cases, device, time.monotonic() + seconds)
     found: dict[str, Any] = {
         "machine": machine,
+        "sustained": measure_sustained(device) if rank == 0 else {},
         "host": host,
         "rows": rows,
         "left_out": left_out,
@@ -119,6 +122,27 @@ def measure_slabs(device: torch.device, steps: int = 20) -> float:
         out.float().sum().backward()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[5:]) / (BLOCKS * KERNELS_OF_A_BLOCK)
+
+
+def measure_sustained(device: torch.device, seconds: float = 0.6) -> dict[str, float]:
+    """Return how much longer a convolution takes after many others than after a pause: clocks fall."""
+    found = {}
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for name, layout in (("half", LAYOUTS[0]), ("float32", LAYOUTS[2])):
+            (_, call), *_ = TimedConvolution((64, 64), 3, 64, 1, False, layout, ours=False).prepare(device)
+            call()
+            graph = record(call, 20, stream)
+            rested = []
+            for _ in range(5):
+                time.sleep(0.1)
+                rested.append(time_once(graph.replay))
+            tired, until = [], time.monotonic() + seconds
+            while time.monotonic() < until:
+                tired.append(time_once(graph.replay))
+            found[name] = statistics.median(tired[-20:]) / statistics.median(rested)
+            graph.release()
+    return found
 
 
 LOGITS = ((2, 64), (3, 128), (14, 96), (3, 160))

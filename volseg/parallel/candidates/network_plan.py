@@ -1,7 +1,6 @@
 """``volseg.plan``: what fits, and what is fastest, for a network in a loop of one's own."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from volseg.forecast.gpu_kinds import GpuKind, find_kind
 from volseg.forecast.instances import find_instance, find_links
 from volseg.parallel.candidates.first_batch import describe_network
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.planning import Machine, Plan, forecast_work, plan_work
+from volseg.parallel.candidates.planning import Machine, StepPlan, forecast_work, plan_work
+from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.fast_kernels import CAPABILITY
 
@@ -38,7 +38,7 @@ def plan(
     optimizer: MakeOptimizer | None = None,
     divisors: Sequence[int] = (1, 1, 1),
     thorough: bool = False,
-) -> Plan:
+) -> StepPlan:
     """Forecast a training step of a network on GPUs that need not be there, and choose how these share it.
 
     Parameters
@@ -66,7 +66,7 @@ def plan(
 
     Returns
     -------
-    Plan
+    StepPlan
         ``.chosen``, ``.why``, ``.forecasts``, ``.table()``, ``.to_json()``.
 
     Raises
@@ -87,9 +87,9 @@ def plan(
         net, _check(shape), dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer
     )
 
-    def resize(sides: Sequence[int]) -> Any:
-        made = describe_network(net, (*shape[:2], *sides), dtype=work.precision, loss=loss, optimizer=optimizer)
-        return replace(made, name=work.name)
+    def resize(sides: Sequence[int]) -> tuple[Work, int]:
+        larger = (*shape[:2], *sides)
+        return describe_network(net, larger, dtype=work.precision, loss=loss, optimizer=optimizer), 0
 
     has_fast = machine.gpu.capability >= CAPABILITY and work.precision is torch.bfloat16
     free = Freedom(kernels=("fast", "torch") if has_fast else ("torch",), records=work.precision is not torch.float16)
