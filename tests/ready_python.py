@@ -301,6 +301,7 @@ def _let_go(request: dict[str, Any]) -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     """Do what ``python`` does with these arguments."""
+    sys.orig_argv[1:] = arguments  # by which a process that begins anew starts a new interpreter
     import numpy  # imported already
 
     # Python's own generator is seeded in every fork, and torch's begins alike in all processes.

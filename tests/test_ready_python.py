@@ -16,6 +16,7 @@ DESCRIBE = """
 import json, os, signal, sys
 print(json.dumps({
     "arguments": sys.argv,
+    "command": [part for part in sys.orig_argv if part != "-u"],
     "paths": [path for path in sys.path if "zip" not in path],
     "name": __name__,
     "main": sys.modules["__main__"].__dict__ is globals(),
