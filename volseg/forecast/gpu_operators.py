@@ -202,10 +202,14 @@ def composing_like_gpus() -> Iterator[None]:
 
 
 def _drop(input: Tensor, probability: float, training: bool) -> Tensor:
-    if on_gpu(input) and training and 0 < probability < 1:
+    if not training or probability == 0 or input.numel() == 0:
+        return input
+    if on_gpu(input) and probability < 1:
         out: Tensor = aten.native_dropout(input, probability, training)[0]  # with a mask of bytes
         return out
-    return aten.dropout.default.decompose(input, probability, training)
+    if probability == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    return input * torch.empty_like(input).bernoulli_(1 - probability).div_(1 - probability)
 
 
 def _normalize_groups(
