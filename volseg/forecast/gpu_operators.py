@@ -40,7 +40,7 @@ is the result as of a CPU: of the right shape.
 """
 
 WITHOUT_RESULT: set[Any] = set()
-"""Those for whom a CPU's result is not asked: torch has none without values."""
+"""Those for whom a CPU's result is not asked: torch has none without values, or not from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -191,7 +191,11 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
 
 
-WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler is _step_fused}
+WITHOUT_RESULT |= {
+    operator
+    for operator, handler in GPU_OPERATORS.items()
+    if handler in (_softmax, _differentiate_softmax, _step_fused)
+}
 
 
 @contextmanager
