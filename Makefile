@@ -19,6 +19,9 @@ PYTEST := $(BIN)/python -m pytest -q
 # One arithmetic thread each: two processes with as many threads as cores wait for each other most of the time.
 # And bytecode, even where the environment wants none written: else each process of the tests compiles volseg anew.
 ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# A file's tests share fixtures and processes. In the order of their names: else files of few tests come last, which are
+# those of whole trainings, and one worker waits for the other.
+SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What is quick: a folder per part of volseg, without the comparison with torch's database, which takes half a minute.
 UNIT := $(filter-out tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
@@ -29,13 +32,13 @@ quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
 
 check: lint
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile $(UNIT)
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) $(UNIT)
 
 test: lint
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
 
 test-all: lint
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not multi_gpu"
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu"
 
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'

@@ -42,6 +42,7 @@ NAME = "ready_python"
 """What a process that waits to be forked is called in ``/proc/PID/comm``."""
 
 MODULES = (
+    "torch._dynamo",  # by the first step of an optimizer
     "torch.utils.tensorboard",
     "torch.distributed.launcher.api",
     "volseg.cli",
@@ -122,7 +123,8 @@ def _describe(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 def _settled_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Python, the C library or torch read while they start."""
     starts = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "TRITON_INTERPRET", "TORCH_LOGS", "MKL_", "KMP_")
-    return {name: value for name, value in environment.items() if name.startswith(starts) and name != "PYTHONPATH"}
+    later = ("PYTHONPATH", "PYTHONUNBUFFERED")  # as `_take_place` heeds them
+    return {name: value for name, value in environment.items() if name.startswith(starts) and name not in later}
 
 
 def _fork(request: dict[str, Any], descriptors: Sequence[int]) -> int:
@@ -263,14 +265,13 @@ def _take_place(request: dict[str, Any]) -> None:
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw, before = io.FileIO(number, "w" if number else "r", closefd=False), getattr(sys, f"__{name}__")
-        plain = unbuffered and number > 0
         kind = io.BufferedWriter if number else io.BufferedReader
         stream = io.TextIOWrapper(
-            raw if plain else kind(raw),
+            raw if unbuffered and number > 0 else kind(raw),
             encoding=before.encoding,
             errors=before.errors,
-            line_buffering=not plain and (number == 2 or raw.isatty()),
-            write_through=plain,
+            line_buffering=not unbuffered and (number == 2 or raw.isatty()),
+            write_through=unbuffered,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -26,7 +26,7 @@ print(json.dumps({
     "leads": os.getsid(0) == os.getpid(),
     "parent": os.getppid(),
     "open": [os.path.exists(f"/proc/self/fd/{number}") for number in map(int, sys.argv[1:])],
-    "streams": [[s.encoding, s.errors, s.line_buffering] for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through] for s in (sys.stdin, sys.stdout, sys.stderr)],
     "threads": len(os.listdir("/proc/self/task")),
     "imported": "torch" in sys.modules,
 }))
@@ -49,14 +49,17 @@ def describe(kind: type[subprocess.Popen], command: list[str], **options) -> dic
     return json.loads(out)
 
 
-@pytest.mark.parametrize("how", ["script", "-c", "-m"])
-def test_it_is_what_a_new_one_is(script, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "unbuffered"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-u")], ids=str
+)
+def test_it_is_what_a_new_one_is(script, how: str, unbuffered: str, tmp_path: Path) -> None:
     """In all that a process can see of itself, but for what is imported."""
     read, write = os.pipe()
     command = {"script": [str(script)], "-c": ["-c", DESCRIBE], "-m": ["-m", "describe"]}[how]
+    command = ["-u", *command] if unbuffered == "-u" else command
     options = {
         "cwd": tmp_path,
-        "env": {**os.environ, "A_VARIABLE": "a value"},
+        "env": {**os.environ, "A_VARIABLE": "a value", "PYTHONUNBUFFERED": unbuffered.removeprefix("-u")},
         "pass_fds": [read],
         "start_new_session": True,
     }

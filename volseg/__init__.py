@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from volseg.experiment.own_components import load_components, register
     from volseg.inference.predictor import Predictor
     from volseg.parallel import FastKernels, ModelParallel
+    from volseg.parallel.candidates import plan
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Validation",
     "__version__",
     "load_components",
+    "plan",
     "register",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "ModelParallel": "volseg.parallel",
     "Predictor": "volseg.inference.predictor",
     "load_components": "volseg.experiment.own_components",
+    "plan": "volseg.parallel.candidates",
     "register": "volseg.experiment.own_components",
 }
 

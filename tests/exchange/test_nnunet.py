@@ -87,6 +87,13 @@ def test_probabilities_are_those_of_the_mean_logits(tmp_path):
     assert uncertain[labels == 0].mean() < uncertain[labels > 0].mean()
 
 
+def test_its_measured_postprocessing_is_not_run_and_told(model, caplog):
+    (model / "crossval_results_folds_0").mkdir()
+    (model / "crossval_results_folds_0" / "postprocessing.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    assert load_trained(model).postprocessing is None
+    assert "postprocessing.pkl is not applied: it is a pickle" in caplog.text
+
+
 def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
     assert is_nnunet_model(model)
     assert not is_nnunet_model(model / "fold_0")

@@ -86,7 +86,7 @@ def test_gathered_batches_are_followed_as_two(describe):
 
 
 def test_another_size_is_the_same_network(describe):
-    larger = at_size(describe(), (64, 64, 48))
+    larger = at_size(describe(), (64, 64, 48)).work
     assert larger.shape == (8, 1, 64, 64, 48)
     assert larger.make_batch(3, torch.device("cpu"))["image"].shape == (3, 1, 64, 64, 48)
 

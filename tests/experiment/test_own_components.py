@@ -461,5 +461,9 @@ def test_an_installed_package_offers_components_which_are_loaded_when_they_are_a
 )
 def test_a_transform_that_loses_the_place_of_a_volume_is_refused(own, registered, change, message):
     volseg.register("transform", "Wrong", lambda fields: change)
+    settings = ["preprocessing=[{name: Orientation}, {name: Wrong}]"]
+    settings += [
+        "data.cache=none"
+    ]  # whose names follow from all that this file imports: seconds, and nothing is stored
     with pytest.raises(GridError, match=message):
-        train(load_config(own[0], ["preprocessing=[{name: Orientation}, {name: Wrong}]"]))
+        train(load_config(own[0], settings))

@@ -47,6 +47,18 @@ def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplo
         assert together.label_maps[name].read_bytes() == path.read_bytes()
 
 
+def test_a_case_is_cut_over_gpus_of_which_there_are_more(configured, images, tmp_path, caplog):
+    source = train(configured()).folder
+    chosen, windows = [images / "scan_0.nii.gz", images / "scan_broken.nii.gz"], ["inference.window=[16,16,16]"]
+    alone = predict(source, chosen, tmp_path / "alone", overrides=windows)
+    with caplog.at_level("INFO"):
+        together = predict(source, chosen, tmp_path / "together", overrides=windows, gpus=3, uncertainty=True)
+    assert "2 case(s) on 3 GPUs: each is cut over all of them" in caplog.text
+    assert [case.state for case in together.cases] == [case.state for case in alone.cases] == ["predicted", "failed"]
+    assert together.label_maps["scan_0"].read_bytes() == alone.label_maps["scan_0"].read_bytes()
+    assert (tmp_path / "together" / "uncertainty" / "scan_0.nii.gz").is_file()
+
+
 def test_what_would_keep_every_case_from_being_written_ends_all(configured, images, tmp_path):
     """Each process failed with each of its cases in turn, as with a full disk."""
     source = train(configured()).folder

@@ -52,6 +52,33 @@ def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_fil
     assert [record.epoch for record in history] == list(range(8))
 
 
+KILLED = """
+import os, signal
+import volseg
+from volseg.parallel.devices import count_restarts
+
+@volseg.register("hook", "Killed")
+class Killed(volseg.Hook):
+    def on_batch_end(self, training, fields):
+        if training.epoch == 1 and count_restarts() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
+    """The option was passed over where there was one process."""
+    (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
+    settings = ["--set", "hooks=[{name: Killed}]", "--set", "training.checkpoint_minutes=0.0001"]
+    command = volseg("train", str(config_file), *settings, "--components", str(tmp_path / "killed.py"))
+    job = start([*command, "--max-restarts", "1"], **TOLD)
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert "was killed by SIGKILL" in errors
+    assert "all processes are started again, 1 of 1 times" in errors
+    history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
+    assert [record.epoch for record in history] == [0, 1]
+
+
 def test_an_error_is_told_once_and_without_gloo(start, config_file):
     settings = ["--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30"]
     job = start(volseg("train", str(config_file), "--gpus", "2", *settings), **TOLD)

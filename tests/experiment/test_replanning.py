@@ -1,13 +1,17 @@
 """A training step that is out of memory: what is said, and how the run goes on in another way, once."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from volseg import Checkpoints, Hook
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.experiment import RunFolder, train
+from volseg.experiment import RunFolder, replanning, train
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import ModelParallel
 from volseg.workflow import load_checkpoint
 
@@ -33,6 +37,8 @@ class TooMuch(Hook):
 
     def on_batch_end(self, training, fields):
         next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+
+    on_epoch_end = on_batch_end  # and after the best one has been written
 
 
 def latest(config):
@@ -91,6 +97,32 @@ def test_before_the_first_checkpoint_it_begins_again(configured):
     train(config, hooks=[hook])
     assert hook.seen[:4] == [(0, 0, False), (0, 1, False), (0, 0, True), (0, 1, True)]
     assert latest(config).progress == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("gib", "taken"),
+    [
+        ({1: 12, 2: 10, 3: 9, "all": 8}, 1),  # the fastest of those that fit
+        ({1: 20, 2: 18, 3: 17, "all": 16.5}, "all"),  # none fits: the least
+        ({}, "all"),  # nobody knows: what is known to be least of any network
+    ],
+)
+def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, taken):
+    """As on a GPU of 16 GiB; the forecasts are given, where a GPU's would be asked for."""
+
+    def forecast(checkpoint, needed):
+        memory = MemoryUse(used=0, reserved=int(needed * 2**30), outside=0, peak_in="backward")
+        refused = None if needed <= 16 else "needs more than 16.0 GiB"
+        seconds = 1 + (4 if checkpoint == "all" else checkpoint or 0)
+        return Forecast(candidate=Candidate(checkpoint=checkpoint), memory=memory, seconds=seconds, refused=refused)
+
+    known = [forecast(None, 21), *(forecast(*each) for each in gib.items())] if gib else []
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: known)
+    config = configured(REPLAN, "training.epochs=1")
+    train(config, hooks=[TooMuch(0, 1)])
+    record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert record["parallel"]["checkpoint"] == taken
+    assert ("GiB, " in record["why"]) == bool(gib)
 
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
@@ -156,3 +188,138 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
 def test_the_same_bits_and_another_way_exclude_each_other(configured):
     with pytest.raises(ConfigError, match="promises the same bits from begin to end; leave out one of them"):
         configured(REPLAN, "training.deterministic=true")
+
+
+HOOK = """
+import os
+import torch
+import volseg
+from volseg.parallel.devices import count_restarts
+
+@volseg.register("hook", "TooMuch")
+class TooMuch(volseg.Hook):
+    def __init__(self, ranks, always=False):
+        self.ranks, self.always = map(str, ranks), always
+
+    def on_batch_begin(self, training, batch):
+        line = f"at {os.environ['RANK']} {count_restarts()} {training.epoch} {training.position}\\n"
+        os.write(1, line.encode())  # whole, though both processes write
+        if (training.epoch, training.position) == (1, 1) and os.environ["RANK"] in self.ranks:
+            if (self.always or count_restarts() == 0) and training.device.type == "cuda":
+                torch.cuda.empty_cache()
+                total = torch.cuda.get_device_properties(training.device).total_memory
+                torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+            elif self.always or count_restarts() == 0:
+                torch.empty(1 << 50, dtype=torch.uint8)
+"""
+"""Leaves no memory to some processes, at first or in every attempt: on a GPU the step itself then fails."""
+
+
+def run_together(start, tmp_path, launcher, config_file, hook, *more):
+    """Train in two processes with the hook; return the status, what was printed batch by batch, and the errors."""
+    (tmp_path / "hook.py").write_text(HOOK, encoding="utf-8")
+    settings = [REPLAN, "training.checkpoint_minutes=0", f"hooks=[{{name: TooMuch, {hook}}}]", *more]
+    arguments = [part for each in settings for part in ("--set", each)]
+    command = [*launcher, "-m", "volseg", "train", str(config_file), "--components", str(tmp_path / "hook.py")]
+    job = start([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    printed, errors = job.communicate(timeout=300)
+    batches = [tuple(map(int, line.split()[1:])) for line in printed.splitlines() if line.startswith("at ")]
+    return job.returncode, sorted(batches), errors
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config_file, tmp_path):
+    """Under a launcher that would not have started them again."""
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [1]")
+    assert status == 0, errors
+    # Process 1 failed at the fifth batch, of which process 0 had its own replica's part under way.
+    first = [(epoch, batch) for rank, attempt, epoch, batch in batches if (rank, attempt) == (1, 0)]
+    assert first == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    again = {
+        rank: [(epoch, batch) for r, attempt, epoch, batch in batches if (r, attempt) == (rank, 1)] for rank in (0, 1)
+    }
+    assert again[0] == again[1]
+    assert again[0][-1] == (1, 2)
+    assert "process 1 of 2" in errors
+    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert "every volume cut into 2 slabs" in errors
+    assert "Traceback" not in errors
+    history = latest(configured()).history
+    assert [record.epoch for record in history] == [0, 1]
+    assert json.loads((configured().folder / "replanned.json").read_text(encoding="utf-8"))["processes"] == 2
+
+
+@pytest.mark.slow
+def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file, tmp_path):
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [0, 1], always: true")
+    assert status != 0
+    assert {attempt for _, attempt, _, _ in batches} == {0, 1}
+    assert "A second time ends the run." in errors
+    assert errors.count("how much is not known\n") == 1  # as it was chosen; later it is told as what was before
+
+
+def measure_peak(config):
+    """Return the bytes that a training takes from its GPU."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(config)
+    return torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_path):
+    """The limit lies between what the step takes as it is and what it takes recomputed; both are measured before."""
+    # A recording allocates nothing when it is replayed: what is to fail is the step.
+    step = ["device=cuda", "training.record=false", "network={name: VNet}", "patch.size=[96,96,96]"]
+    recomputed = "parallel={strategy: spatial, devices: 1, checkpoint: all}"
+    most = measure_peak(configured(*step, f"output={tmp_path / 'plain'}"))
+    least = measure_peak(configured(*step, f"output={tmp_path / 'recomputed'}", recomputed))
+    assert least < 0.9 * most
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((0.4 * most + 0.6 * least) / total)
+    try:
+        with pytest.raises(OutOfMemoryError) as caught:
+            train(configured(*step, f"output={tmp_path / 'raised'}"))
+        assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=" in str(
+            caught.value
+        )
+        del caught  # its traceback holds the model
+        config = configured(*step, REPLAN)
+        train(config)
+        assert torch.cuda.max_memory_reserved() < most
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert latest(config).progress == (2, 0)
+    taken = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert taken["parallel"]["checkpoint"] is not None
+    measured = json.loads((config.folder / "memory.json").read_text(encoding="utf-8"))["measured"]
+    assert measured[-1]["devices"][0]["reserved"] < most
+
+
+@pytest.mark.gpu
+def test_the_first_steps_on_a_gpu_are_measured_beside_a_forecast(configured, caplog):
+    config = configured("device=cuda", "training.epochs=30", "training.iterations=20", "training.validate_every=30")
+    with caplog.at_level("INFO"):
+        train(config)
+    written = json.loads((config.folder / "memory.json").read_text(encoding="utf-8"))
+    assert [reading["steps"] for reading in written["measured"]] == [2, 8]
+    assert all(reading["devices"][0]["used"] > 0 for reading in written["measured"])
+    # The forecast may come after so short a training, and then is given up.
+    assert written["forecast"] is None or "forecast of a step: " in caplog.text
+    assert "Memory after 8 steps: " in (config.folder / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.multi_gpu
+def test_one_of_two_gpus_is_out_of_memory_and_both_go_on_cut(start, configured, config_file, tmp_path):
+    more = ["device=cuda", "training.record=false"]
+    status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [1]", *more)
+    assert status == 0, errors
+    assert {attempt for _, attempt, _, _ in batches} == {0, 1}
+    assert "CUDA out of memory" in errors
+    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert [record.epoch for record in latest(configured()).history] == [0, 1]
+    devices = json.loads((configured().folder / "memory.json").read_text(encoding="utf-8"))["measured"][0]["devices"]
+    assert [(each["process"], each["device"]) for each in devices] == [(0, "cuda:0"), (1, "cuda:1")]

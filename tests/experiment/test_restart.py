@@ -17,6 +17,7 @@ from volseg.cli import app
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder, predict, train, validate
 from volseg.experiment.folder_lock import LOCK
+from volseg.experiment.same_run import find_finished_report
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
 
@@ -48,7 +49,7 @@ def damage(path):
 
 
 def finished_report(config):
-    return RunFolder(config.folder).finished_report(config)
+    return find_finished_report(RunFolder(config.folder), config)
 
 
 def run(config_file, *more):

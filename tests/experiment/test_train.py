@@ -16,7 +16,7 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
-from volseg import Hook
+from volseg import Checkpoints, Hook
 from volseg.data.layouts import load_task
 from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
@@ -201,6 +201,8 @@ def test_a_summary_made_on_the_way_is_never_taken_for_that_of_the_end(configured
     class LooksIn(Hook):
         def on_epoch_end(self, training, record):
             if record.epoch == 0:
+                # Its thread may not have written it yet.
+                next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()
                 validate(RunFolder(configured().folder))
             else:
                 training.network.register_forward_hook(lost)

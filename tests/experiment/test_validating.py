@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import read_summary
-from volseg.experiment import RunFolder, validate
+from volseg.experiment import RunFolder, train, validate
 from volseg.workflow.validation import Validation
 
 
@@ -71,6 +71,16 @@ def test_a_validation_that_is_interrupted_leaves_the_one_before(crossed, monkeyp
         case["prediction_file"] for case in read_summary(run.validation / "summary.json")["metric_per_case"]
     ]
     assert all(Path(file).parent == run.validation and Path(file).is_file() for file in files)
+
+
+@pytest.mark.parametrize("settings", [(), ("parallel={strategy: spatial, devices: [cpu, cpu]}",)], ids=["one", "slabs"])
+def test_the_training_validates_with_the_weights_that_are_kept(configured, settings):
+    """Averaged ones, gathered from slabs: a validation afterwards gives the same label maps, voxel by voxel."""
+    run = train(configured("training.epochs=2", "training.ema=0.7", *settings)).folder
+    ended = {path.name: path.read_bytes() for path in run.validation.glob("*.nii.gz")}
+    assert len(ended) == len(run.split().validation)
+    validate(run, overwrite=True)
+    assert {path.name: path.read_bytes() for path in run.validation.glob("*.nii.gz")} == ended
 
 
 def test_every_fold_is_validated_on_its_own_cases(crossed):

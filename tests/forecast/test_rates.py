@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.errors import ConfigError
-from volseg.forecast.gpu_kinds import KINDS
-from volseg.forecast.kernel_class import classify
+from volseg.forecast.gpu_kinds import KINDS, read_table
+from volseg.forecast.kernel_class import LAID_OUT_ANEW, classify
 from volseg.forecast.rates import Curve, Peaks, RateTable
 from volseg.forecast.trace import KernelRun
 
@@ -147,3 +147,70 @@ def test_every_kind_can_be_told_from_the_others() -> None:
         assert kind.peaks.full < kind.peaks.half, name
         assert kind.takes_bfloat16() == (kind.capability >= (8, 0)) == kind.has_tf32, name
     assert [name for name, kind in KINDS.items() if kind.measured] == ["h200"]
+
+
+def test_kernels_of_taps_are_known_by_what_a_trace_and_what_a_row_tells() -> None:
+    slab, out = (1, 4, 64, 64, 64), (1, 16, 64, 64, 64)
+    name = "convolution.few_taps._forward_kernel"
+    noted, row = (
+        KernelRun(name, torch.bfloat16, 1, 1, (slab, weight, out), True) for weight in ((16, 108), (16, 4, 3, 3, 3))
+    )
+    assert classify(noted) == classify(row)
+    (kernel,) = classify(noted)
+    assert kernel.flops == 2 * 64**3 * 16 * 4 * 27
+    parts = (9, 16, 3, 3, 3, 4)
+    wide = KernelRun("convolution.many_taps._weight_kernel", torch.bfloat16, 1, 1, (slab, out, parts), True)
+    assert classify(wide)[0].flops == kernel.flops
+
+
+def test_norms_of_torch_are_timed_by_the_multiprocessors_that_they_keep_busy() -> None:
+    def norm(samples: int, channels: int, name: str = "aten.native_batch_norm") -> float:
+        volume = (samples, channels, 64, 64, 64)
+        size = 2 * samples * channels * 64**3 * 2
+        (kernel,) = classify(KernelRun(name, torch.bfloat16, 0, size, (volume, volume)))
+        return PEAKS.bound(kernel)
+
+    assert norm(1, 2) == pytest.approx(norm(1, 132), rel=0.01)
+    assert norm(1, 264) == pytest.approx(2 * norm(1, 132), rel=0.01)
+    # A channel of all samples is one work of a norm over batches, and one for each sample of a norm over groups.
+    assert norm(4, 2) == pytest.approx(4 * norm(1, 2), rel=0.01)
+    backward = "aten.native_group_norm_backward"
+    assert norm(4, 2, backward) == pytest.approx(norm(1, 2, backward), rel=0.01)
+
+
+def test_a_copy_into_another_layout_is_no_ordinary_copy() -> None:
+    volume = (1, 8, 4, 4, 4)
+    plain, turned = (
+        classify(KernelRun(name, torch.float32, 0, 4096, (volume, volume)))[0].family
+        for name in ("aten.clone", f"aten.clone{LAID_OUT_ANEW}")
+    )
+    assert plain != turned
+    assert turned == "layout, float32, contiguous"
+
+
+def test_the_table_of_the_package_says_what_it_measured() -> None:
+    kind = KINDS["h200"]
+    table = read_table("h200")
+    assert table.machine["gpu"] == kind.name
+    assert table.machine["total_memory"] == kind.memory
+    assert table.machine["processors"] == kind.processors
+    # Nothing beats the roofline by more than caches that are faster than memory explain.
+    run = convolve(32, 128)
+    assert kind.peaks.bound(classify(run)[0]) < kind.seconds(run) < 20 * kind.peaks.bound(classify(run)[0])
+    assert KINDS["v100-16"].seconds(replace(run, dtype=torch.float16)) > 4 * kind.seconds(run)
+
+
+def test_float32_without_matrix_units_is_no_slower_than_its_cores() -> None:
+    kind, run = KINDS["v100-16"], convolve(128, 32, torch.float32)
+    assert kind.seconds(run) <= 1.1 * kind.peaks.bound(classify(run)[0]) / 0.6
+
+
+def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_gpu() -> None:
+    def norm(channels: int) -> KernelRun:
+        volume = (1, channels, 64, 64, 64)
+        size = 2 * channels * 64**3 * 2
+        return KernelRun("aten.native_batch_norm", torch.bfloat16, 0, size, (volume, volume))
+
+    few, many = ([KINDS[name].seconds(norm(channels)) for name in ("h200", "t4")] for channels in (4, 4096))
+    assert few[1] < 2 * few[0]
+    assert many[1] >= norm(4096).bytes_moved / KINDS["t4"].peaks.bandwidth

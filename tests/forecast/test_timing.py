@@ -19,6 +19,9 @@ HOST = HostRates(
     backward={"convolution": 50 * US, "norm": 70 * US, "pointwise": 15 * US},
     operator=5 * US,
     triton=30 * US,
+    slab=90 * US,
+    exchange=500 * US,
+    message=50 * US,
     replay=100 * US,
 )
 
@@ -92,6 +95,12 @@ def test_a_recording_does_without_python() -> None:
     assert times.host == pytest.approx(100 * US)
 
 
+def test_a_step_that_is_recorded_later_is_said_to_be() -> None:
+    trace = step([run(0)] * 100, [run(0)] * 100)
+    assert find_seconds([trace], GPU, LINKS, recorded=True) == pytest.approx(200 * 2 * US)
+    assert find_seconds([trace], GPU, LINKS) > 2e-3
+
+
 def test_only_the_last_step_counts() -> None:
     twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
     assert find_seconds([twice], GPU, LINKS) == pytest.approx(3 * MS)
@@ -131,7 +140,16 @@ def test_a_pipeline_fills_and_empties() -> None:
 
 def test_one_process_starts_the_kernels_of_all_stages() -> None:
     traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
-    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * 25 * US, rel=0.01)
+    # It looks at each function of forward besides.
+    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * (2.4 * 10 + 15) * US, rel=0.01)
+
+
+def test_a_network_on_slabs_takes_python_longer() -> None:
+    norm, convolution = run(0, "norm.passes._affine_kernel"), run(0, "aten.convolution")
+    eager = find_times([step([norm, convolution, run(0)] * 10, [])], GPU, LINKS)
+    assert eager.host == pytest.approx(10 * (90 + 90 + 10) * US)
+    loss = run(0, "losses.dice.passes._sums_kernel")
+    assert find_times([step([loss, convolution] * 10, [])], GPU, LINKS).host == pytest.approx(10 * (30 + 40) * US)
 
 
 def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:
@@ -151,13 +169,13 @@ ROWS = [
         ("copy", "peer", 2**12, 10 * US),
         ("copy", "peer", 2**28, 1 * MS),
         ("copy", "host to device", 2**12, 99 * MS),
-        ("halo", "nccl", 2**12, 40 * US),
-        ("halo", "nccl", 2**22, 60 * US),
+        ("halo", "nccl", 2**12, 99 * MS),
         ("halo", "nccl recorded", 2**12, 20 * US),
+        ("halo", "nccl recorded", 2**24, 90 * US),
         ("halo", "peer recorded", 2**12, 5 * US),
-        ("halo", "peer", 2**22, 9 * MS),
-        ("all_reduce", "nccl", 2**12, 30 * US),
-        ("all_reduce", "nccl", 2**28, 2 * MS),
+        ("halo", "peer recorded", 2**20, 15 * US),
+        ("all_reduce", "nccl recorded", 2**12, 30 * US),
+        ("all_reduce", "nccl recorded", 2**28, 2 * MS),
     )
 ]
 
@@ -168,10 +186,10 @@ def test_measured_links_go_through_their_points() -> None:
     assert links.seconds(Sent("copy", 2**12, 2)) == pytest.approx(10 * US)
     assert links.seconds(Sent("copy", 1, 2)) == pytest.approx(10 * US)
     assert links.seconds(Sent("copy", 2**29, 2)) == pytest.approx(2 * MS)
-    assert links.seconds(Sent("halo", 2**12, 2)) == pytest.approx(40 * US)
-    assert links.seconds(Sent("halo", 2**12, 2), recorded=True) == pytest.approx(5 * US)
-    # Eagerly only small planes travel through peer memory.
-    assert links.seconds(Sent("halo", 2**22, 2)) == pytest.approx(60 * US)
+    # Small planes travel through peer memory, large ones by NCCL; what Python takes is no part of it.
+    assert links.seconds(Sent("halo", 2**12, 2)) == pytest.approx(5 * US)
+    assert 15 * US < links.seconds(Sent("halo", 2**22, 2)) < 90 * US
+    assert links.seconds(Sent("halo", 2**24, 2)) == pytest.approx(90 * US)
     assert links.seconds(Sent("broadcast", 10**6, 2)) == LINKS.seconds(Sent("broadcast", 10**6, 2))
 
 
@@ -180,3 +198,12 @@ def test_a_sum_over_more_gpus_sends_up_to_twice_as_much() -> None:
     two, eight = (links.seconds(Sent("all_reduce", 2**28, number)) for number in (2, 8))
     assert eight == pytest.approx(two * 1.75)
     assert links.seconds(Sent("all_reduce", 2**28, 1)) == 0
+
+
+def test_python_takes_long_over_an_eager_exchange() -> None:
+    sends = [Sent("halo", 2**12, 2)] * 10
+    eager, recorded = (find_times([step(sends, [])], GPU, LINKS, recorded=recorded) for recorded in (False, True))
+    assert eager.host == pytest.approx(10 * HOST.exchange)
+    assert recorded.host == HOST.replay
+    assert eager.communication == recorded.communication
+    assert find_times([step([Sent("all_reduce", 8, 2)] * 10, [])], GPU, LINKS).host == pytest.approx(10 * HOST.message)

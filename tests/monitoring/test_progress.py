@@ -45,6 +45,7 @@ print("done")
     ],
     ids=["full", "closed", "closed descriptor", "none", "nobody reads"],
 )
+@pytest.mark.usefixtures("ready_python")
 def test_a_bar_never_ends_a_training(before, stream):
     """The log on a full disk ended one at 16 %, unsaved."""
     command = [sys.executable, "-c", BARS.format(before=before)]

@@ -302,6 +302,7 @@ def attack(kind, first, last, folder):
     return said
 
 
+@pytest.mark.usefixtures("ready_python")
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_headers_are_read_or_refused(kind, tmp_path):
     said = attack(kind, 0, 300, tmp_path)

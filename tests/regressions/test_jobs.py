@@ -56,7 +56,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, config_file):
+def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, config_file, request):
+    if launcher == "torchrun":  # the other one, as a user does: interpreters that have imported nothing
+        request.getfixturevalue("ready_python")
     command = [str(config_file) if part == "CONFIG" else part for part in LAUNCHERS[launcher]]
     ended = subprocess.run([sys.executable, *command], capture_output=True, encoding="utf-8", timeout=200)
     assert ended.returncode == 1, ended.stderr

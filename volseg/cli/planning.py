@@ -62,7 +62,9 @@ def plan(
         typer.echo(volumes.to_json() if as_json else volumes.words())
         fits = volumes.fits
     else:
-        planned = experiment.plan_training(loaded, machine, channels=channels, classes=classes, thorough=thorough)
+        planned = experiment.plan_training(
+            loaded, machine, channels=channels, classes=classes, thorough=thorough, beside=True
+        )
         typer.echo(planned.to_json() if as_json else experiment.plan_words(planned, config))
         fits = planned.chosen is not None
     sys.stdout.flush()

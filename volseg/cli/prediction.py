@@ -91,7 +91,11 @@ def predict(
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Predict in N processes, each on a GPU of its own, by cases."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Predict on N GPUs: a process for each, or, of fewer cases than GPUs, each case cut over all.",
+        ),
     ] = None,
     postprocessing: Annotated[
         bool, typer.Option(help="Apply what `volseg postprocess SOURCE` measured to help, where it did.")

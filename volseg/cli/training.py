@@ -62,7 +62,7 @@ def train(
         typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="With --gpus: start all processes again, so often, after one has failed.")
+        int, typer.Option(min=0, help="Start all processes again, so often, after one has failed.")
     ] = 0,
     no_cache: NoCache = False,
     components: Components = None,
@@ -93,12 +93,14 @@ def train(
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
-        report = experiment.RunFolder(loaded.folder).finished_report(loaded)
+        report = experiment.find_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             typer.echo(report)
             return
     resume = resume or restart
-    if (gpus or 1) > 1 or (not is_launched() and experiment.count_workers(loaded, gpus) > 1):
+    starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
+    if (gpus or 1) > 1 or (not is_launched() and starts):
+        overrides += ["parallel.devices=1"] if gpus == 1 else []
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:

@@ -5,7 +5,7 @@ GPUs. Hence the same run may go on elsewhere.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,7 +59,8 @@ class ParallelConfig(ConfigModel):
     pipeline: Count | None = None
     """Stages of the network, each on a GPU."""
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
-    """How a model is laid over devices where the numbers above do not say it: ``spatial`` cuts over all processes."""
+    """How a model is laid over devices where the numbers above do not say it: ``spatial`` cuts over all processes;
+    ``auto`` (or ``parallel: auto``) takes what is forecast to be fastest on the GPUs, replicas among it."""
     devices: Count | tuple[str, ...] | None = None
     """GPUs of one process, or their names (``cpu`` may be named several times); null takes every visible one."""
     split_size: Count | Literal["auto"] | None = None
@@ -96,6 +97,12 @@ class ParallelConfig(ConfigModel):
     def num_gpus(self) -> int:
         """GPUs that the mesh asks for; 1 where it asks for none."""
         return (self.data or 1) * (self.spatial or 1) * (self.pipeline or 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_auto_for_its_strategy(cls, values: Any) -> Any:
+        """Take ``parallel: auto`` for a section that leaves all else open."""
+        return {"strategy": "auto"} if values == "auto" else values
 
     @model_validator(mode="after")
     def _split_size_belongs_to_a_pipeline(self) -> "ParallelConfig":

@@ -16,14 +16,24 @@ from torch import Tensor
 from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, Remark, read_case, refuse_held_out, remark_on_same_images, require_sound
+from volseg.data.checks import Problem, Remark, read_case, remark_on_same_images, require_sound
 from volseg.data.preprocessed import Preprocessing, preprocess
 from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.stored_case import StoredCase
 from volseg.data.threads import map_in_threads
-from volseg.parallel.together import Rounds, describe_error, exchange, run_together, told_error
+from volseg.data.told_cases import (
+    ReadCase,
+    ToldCase,
+    add_held_out,
+    describe_found,
+    describe_read,
+    list_digests,
+    recall_remark,
+    take_told,
+)
+from volseg.parallel.together import Rounds, exchange, run_together, told_error
 
 __all__ = ["PreparedCases", "prepare_sound", "prepare_together"]
 
@@ -119,8 +129,8 @@ def prepare_together(
         reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
         heard = None if progress is None else _count_heard(progress, readers)
         told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
-        cases = _take_told(told)
-        _add_held_out(cases, sides)
+        cases = take_told(told)
+        add_held_out(cases, sides)
         problems = [problem for _, case in sorted(cases.items()) for problem in case.problems]
         if not skip_bad:
             require_sound(problems)
@@ -140,37 +150,9 @@ def prepare_together(
         },
         remarks=[
             *(remark for _, case in sorted(cases.items()) for remark in case.remarks),
-            *remark_on_same_images(_list_digests(cases, sides)),
+            *remark_on_same_images(list_digests(cases, sides)),
         ],
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Attempt:
-    """What became of one case."""
-
-    problems: Sequence[Problem] = ()
-    remarks: Sequence[Remark] = ()
-    digest: str | None = None
-    fingerprint: str = ""
-    prepared: Case | None = None
-    stored: Mapping[str, Any] | None = None
-    """Where the other processes of the machine find the case: ``places`` in shared memory, field by field, or a
-    ``file`` of the cache."""
-    fault: Exception | None = None
-    """Why a case without problems could not be preprocessed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ToldCase:
-    """What a process told of one case."""
-
-    teller: int
-    problems: Sequence[Problem]
-    remarks: Sequence[Remark]
-    digest: str | None
-    fingerprint: str
-    fault: Sequence[str] | None
 
 
 class _Reading:
@@ -186,7 +168,7 @@ class _Reading:
         store: SharedTensors | None,
         cache: CaseCache | None,
     ) -> None:
-        self.attempts: dict[int, _Attempt] = {}
+        self.attempts: dict[int, ReadCase] = {}
         self._sides, self._own, self._task = sides, own, task
         self._preprocessing = preprocessing
         self._skip_bad = skip_bad
@@ -206,10 +188,10 @@ class _Reading:
                 rounds.check()
         return {
             "address": None if self._store is None else self._store.address,
-            "cases": [[index, *_describe(attempt)] for index, attempt in self.attempts.items()],
+            "cases": [[index, *describe_read(attempt)] for index, attempt in self.attempts.items()],
         }
 
-    def _attempt(self, index: int) -> _Attempt:
+    def _attempt(self, index: int) -> ReadCase:
         case, validates = self._sides[index]
         key = None if self._cache is None else self._cache.key_of(case)
         if self._cache is None or key is None:
@@ -218,23 +200,23 @@ class _Reading:
             if stored is None:
                 attempt = self._prepare(index)
                 if attempt.prepared is not None:
-                    stored = self._cache.store(key, case, attempt.prepared, _describe_found(attempt, case))
+                    stored = self._cache.store(key, case, attempt.prepared, describe_found(attempt, case))
                 if stored is None:
                     return self._keep(index, attempt)
         found = stored.about["found"]
-        return _Attempt(
-            remarks=[_recall_remark(told, case) for told in found["remarks"]],
+        return ReadCase(
+            remarks=[recall_remark(told, case) for told in found["remarks"]],
             digest=found["digest"],
             fingerprint=found["fingerprint"],
             prepared=take_case(stored, case, keep_reference=validates),
             stored=None if validates or self._store is None else {"file": str(stored.path)},
         )
 
-    def _prepare(self, index: int) -> _Attempt:
+    def _prepare(self, index: int) -> ReadCase:
         """Read, check and preprocess a case."""
         case, _ = self._sides[index]
         checked = read_case(case, self._task)
-        found = _Attempt(
+        found = ReadCase(
             problems=checked.problems,
             remarks=checked.remarks,
             digest=checked.digest,
@@ -250,7 +232,7 @@ class _Reading:
         except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
             return replace(found, fault=fault)
 
-    def _keep(self, index: int, attempt: _Attempt) -> _Attempt:
+    def _keep(self, index: int, attempt: ReadCase) -> ReadCase:
         """Return what was prepared as it is held in memory."""
         _, validates = self._sides[index]
         if attempt.prepared is None or validates:
@@ -265,7 +247,7 @@ class _Reading:
         except Exception as fault:  # told as those of the steps are
             return replace(attempt, prepared=None, fault=fault)
 
-    def require_prepared(self, cases: Mapping[int, _ToldCase], readers: Readers) -> None:
+    def require_prepared(self, cases: Mapping[int, ToldCase], readers: Readers) -> None:
         """Raise what kept the first case from being preprocessed, if one was, whoever met it."""
         for index, told in sorted(cases.items()):
             if told.fault is not None and not told.problems:
@@ -314,63 +296,6 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
         heard = total
 
     return hear
-
-
-def _describe_found(attempt: _Attempt, case: Case) -> dict[str, Any]:
-    """Return what the check found in a sound case; of a file its place, for it may lie elsewhere next time."""
-    files = _list_all_files(case)
-    remarks = [[files.index(one.file) if one.file in files else None, one.message, one.kind] for one in attempt.remarks]
-    return {"remarks": remarks, "digest": attempt.digest, "fingerprint": attempt.fingerprint}
-
-
-def _recall_remark(told: Sequence[Any], case: Case) -> Remark:
-    place, message, kind = told
-    return Remark(case["case"], None if place is None else _list_all_files(case)[place], message, kind)
-
-
-def _list_all_files(case: Case) -> list[Path]:
-    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
-
-
-def _describe(attempt: _Attempt) -> list[Any]:
-    """Return what became of a case as JSON can say it."""
-    problems = [problem.as_list() for problem in attempt.problems]
-    remarks = [remark.as_list() for remark in attempt.remarks]
-    found = [problems, remarks, attempt.digest, attempt.fingerprint]
-    return [*found, attempt.fault and describe_error(attempt.fault), attempt.stored]
-
-
-def _take_told(told: Sequence[Mapping[str, Any]]) -> dict[int, _ToldCase]:
-    """Return what is known of every case; where several machines read it, what the first told that found a fault."""
-    cases: dict[int, _ToldCase] = {}
-    for teller, message in enumerate(told):
-        for index, problems, remarks, digest, fingerprint, fault, _ in message["cases"]:
-            known = cases.get(index)
-            if known is None or not (known.problems or known.fault):
-                cases[index] = _ToldCase(
-                    teller=teller,
-                    problems=[Problem.from_list(problem) for problem in problems],
-                    remarks=[Remark.from_list(remark) for remark in remarks],
-                    digest=digest,
-                    fingerprint=fingerprint,
-                    fault=fault,
-                )
-    return cases
-
-
-def _list_digests(cases: Mapping[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
-    """Return the cases that can be used, with their paths, and the digest of each one's voxels."""
-    return [(sides[i][0], told.digest) for i, told in sorted(cases.items()) if told.digest and not told.problems]
-
-
-def _add_held_out(cases: dict[int, _ToldCase], sides: Sequence[tuple[Case, bool]]) -> None:
-    """Add a problem to each training case whose image validates as well."""
-    validation = {case["case"] for case, validates in sides if validates}
-    learnt = refuse_held_out(_list_digests(cases, sides), validation)
-    for index, told in cases.items():
-        name = sides[index][0]["case"]
-        if name in learnt and not sides[index][1]:
-            cases[index] = replace(told, problems=[*told.problems, *learnt[name]])
 
 
 def _put(case: Case, store: SharedTensors) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from volseg.experiment.predicting import predict, serve_predictions
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.same_run import find_finished_report
 from volseg.experiment.training import train
 from volseg.experiment.validating import validate, validate_words
 from volseg.experiment.verifying import verify
@@ -36,6 +37,7 @@ __all__ = [
     "determine_postprocessing",
     "dice_table",
     "export",
+    "find_finished_report",
     "find_machine",
     "is_data_set",
     "is_main_process",

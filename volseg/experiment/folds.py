@@ -16,6 +16,7 @@ from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split, list_given_splits
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.same_run import require_same_config, require_same_split
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 from volseg.workflow.hooks import Patience
 from volseg.workflow.records import EpochRecord
@@ -71,8 +72,8 @@ class Fold:
         """
         if not self.folder.exists:
             return
-        self.folder.require_same(self.config, of="cross-validation")
-        self.folder.require_same_split(self.split)
+        require_same_config(self.folder, self.config, of="cross-validation")
+        require_same_split(self.folder, self.split)
 
     @property
     def has_checkpoint(self) -> bool:

@@ -27,6 +27,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
 from volseg.monitoring.memory import MemoryForecast
+from volseg.parallel.progress import report_progress
 
 __all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside"]
 
@@ -47,7 +48,7 @@ class Gpus:
     name: str
     """As torch calls them."""
     memory: int
-    """Bytes of one."""
+    """Bytes that this process can take of one."""
     count: int = 1
 
     @classmethod
@@ -55,8 +56,10 @@ class Gpus:
         """Return what a device is; None where it is no GPU."""
         if device.type != "cuda":
             return None
-        known = torch.cuda.get_device_properties(device)
-        return cls(name=known.name, memory=known.total_memory, count=count)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+        own = torch.cuda.memory_reserved(device)
+        return cls(name=torch.cuda.get_device_name(device), memory=min(int(allowed), free + own), count=count)
 
 
 class AskedOfCandidate:
@@ -143,6 +146,7 @@ class PlanBeside:
             if time.monotonic() > end:
                 self.close()
                 return Answer(problem=f"it was not there after {seconds:.0f} s")
+            report_progress("forecast")  # others may wait for this process meanwhile
             time.sleep(0.05)
         return answer
 

@@ -221,15 +221,13 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     return ahead + bank, notes
 
 
-def at_size(described: Described, size: tuple[int, int, int]) -> Work:
-    """Return the step on patches of another size; the network stays as it was planned."""
+def at_size(described: Described, size: tuple[int, int, int]) -> Described:
+    """Return the training on patches of another size; the network stays as it was planned."""
     facts, work, config = described.facts, described.work, described.config
     config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
-    return replace(
+    resized = replace(
         work,
         shape=(config.patch.batch, facts.task.num_channels, *size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
-        build_step=lambda model, optimizer: _build_step(
-            config, facts, work.precision, described.batches, model, optimizer
-        ),
     )
+    return replace(described, config=config, work=resized)

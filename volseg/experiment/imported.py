@@ -1,6 +1,7 @@
 """Trained networks that no training here made: their files become the same objects as a run's."""
 
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,12 @@ from volseg.models import build_network
 __all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
 
 WEIGHTS = "weights.safetensors"
+logger = logging.getLogger(__name__)
+
 POSTPROCESSING = "postprocessing.json"
+
+MEASURED_BY_NNUNET = "crossval_results*/postprocessing.pkl"
+"""Where nnU-Net writes what it measured to help."""
 MEMBERS = ("task.json", "network.json", "components.json")
 """Files of a run folder that an archive holds of each network as they are, where there are any."""
 
@@ -86,6 +92,12 @@ def load_nnunet(
         model = build_model(config, read.task, device, trains=False)
         model.load_state_dict(renamed)
         models.append(model.eval())
+    if found := sorted(read.folder.glob(MEASURED_BY_NNUNET)):
+        logger.warning(
+            "%s is not applied: it is a pickle, which runs code, so it is not read, and nnU-Net's predict leaves it to "
+            "nnUNetv2_apply_postprocessing as well, which takes these label maps",
+            found[0],
+        )
     # What the plans say of an image's preparation is in no config, unlike a run's.
     digests = [digest_file(file) for file in (*read.checkpoints, *(read.folder / name for name in FILES))]
     return Trained(

@@ -1,5 +1,8 @@
 """Train in several processes, started by torch's own elastic launcher."""
 
+import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +13,15 @@ from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
 from volseg.experiment.component_record import require_components
 from volseg.experiment.own_components import components_arguments
+from volseg.experiment.what_fits import list_settings
+from volseg.parallel.candidates.report import PlanReport
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
 __all__ = ["count_workers", "train_on"]
+
+logger = logging.getLogger(__name__)
 
 
 def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
@@ -70,6 +77,10 @@ def train_on(
     if resume:
         require_components(loaded.folder, resumes=True)
     check_components(loaded)
+    if not resume and loaded.parallel.strategy == "auto" and loaded.parallel.num_gpus == 1 and (num_gpus or 1) > 1:
+        settings, num_gpus = _choose_settings(loaded, config, overrides, num_gpus or 1)
+        overrides = [*overrides, *settings]
+        loaded = load_config(config, overrides)
     count = count_workers(loaded, num_gpus)
     arguments = [part for assignment in overrides for part in ("--set", assignment)]
     arguments += [*components_arguments(), *(["--resume"] if resume else [])]
@@ -80,3 +91,28 @@ def train_on(
         interruption = Interruption()
         interruption.take(stopped.sigval)
         interruption.raise_as_signal()
+
+
+def _choose_settings(
+    loaded: ExperimentConfig, config: Path, overrides: Sequence[str], num_gpus: int
+) -> tuple[list[str], int]:
+    """Return the settings that are forecast to be fastest on GPUs of this machine, and how many of these they take.
+
+    A process of its own forecasts, for it asks CUDA what the GPUs are: here that would hold memory of one of them as
+    long as the training lasts. Without GPUs, and where nothing can be forecast, nothing is set.
+    """
+    if loaded.device == "cpu" or not count_gpus():
+        return [], num_gpus
+    arguments = [part for assignment in overrides for part in ("--set", assignment)]
+    command = [sys.executable, "-m", "volseg", "plan", str(config), "--here", "--gpus", str(num_gpus), "--json"]
+    told = subprocess.run(  # noqa: S603 (our own verb)
+        [*command, *arguments, *components_arguments()], capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    if told.returncode:
+        last = (told.stderr.strip().splitlines() or ["nothing fits"])[-1]
+        logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", last)
+        return [], num_gpus
+    report = PlanReport.model_validate_json(told.stdout)
+    row = next(each for each in report.candidates if each.state == "chosen")
+    logger.info("parallel: auto takes %s: %s", row.name, report.why)
+    return ["parallel.strategy=none", *list_settings(row.candidate)], row.num_gpus

@@ -9,6 +9,7 @@ from volseg.data.names import find_doubled
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.same_run import require_same_task
 from volseg.files import require_new
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing
@@ -41,7 +42,7 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
         raise DataError(f"{doubled[0]} validates in two folds of {source}; it would count twice")
     task = runs[0].task()
     for run in runs[1:]:
-        run.require_same_task(task)
+        require_same_task(run, task)
     measured = measure_postprocessing(judged, task, show=partial(progress, title="trying steps"))
     measured.save(RunFolder(Path(source)).postprocessing_file)
     return measured
@@ -112,7 +113,7 @@ def _list_judged(run: RunFolder) -> list[Judged]:
     if not wanted:
         raise DataError(f"{run.path} was trained on every case (split.validation: none), and nothing can be measured")
     task = load_task(config.data.root, require_files=False)
-    run.require_same_task(task)
+    require_same_task(run, task)
     cases = {case["case"]: case for case in task.training}
     judged = []
     for name in wanted:

@@ -1,11 +1,14 @@
 """Label maps for new images: what is to be made, by whom, and what became of it."""
 
 import errno
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
@@ -19,11 +22,14 @@ from volseg.experiment.prediction_processes import FoundInCases, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import Source, load_trained
+from volseg.experiment.trained import Trained
 from volseg.experiment.waiting_cases import WaitingCases
 from volseg.files import replacing
 from volseg.monitoring.progress import count_up
 
 __all__ = ["predict", "serve_predictions"]
+
+logger = logging.getLogger(__name__)
 
 PREDICTING = ("predicts each case", "predict one case after another")
 """What processes do and what is done without them, for messages."""
@@ -74,7 +80,8 @@ def predict(
     strict : bool
         Read every image before the first is predicted, and raise for what cannot be used; then for the first failure.
     gpus : int, optional
-        Predict in so many processes, each on a GPU of its own, or sharing the CPU where there is none.
+        Predict on so many GPUs, or as if, on the CPU where there is none: in a process for each, or, of fewer cases
+        than GPUs, each case cut over all of them.
     postprocessing : bool
         Apply what `determine_postprocessing` measured to help, where it did.
     probabilities, uncertainty : bool
@@ -110,7 +117,8 @@ def predict(
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
     devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
-    job = WaitingCases(trained, files, record, waiting, strict=strict)
+    cut_over = _choose_devices(devices, waiting, trained)
+    job = WaitingCases(trained, files, record, waiting, strict=strict, devices=cut_over)
     if strict:
         job.require_sound()
     record.begin()
@@ -126,8 +134,18 @@ def predict(
         "postprocessing": postprocessing,
     }
     with count_up(len(cases), "predicting", done=len(done)) as count:
-        results |= job.run_in_processes(devices, order, count) if devices else job.run(count)
+        in_processes = devices and not cut_over
+        results |= job.run_in_processes(devices, order, count) if in_processes else job.run(count)
     return Predicted(folder=folder, cases=tuple(results[case["case"]] for case in cases))
+
+
+def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained: Trained) -> tuple[torch.device, ...]:
+    """Return the devices over which each case is cut: of fewer cases than GPUs all, otherwise none."""
+    if not 1 <= len(waiting) < len(gpus) or trained.config.inference.window is None:
+        return ()
+    logger.info("%d case(s) on %d GPUs: each is cut over all of them", len(waiting), len(gpus))
+    on_gpus = gpus[0] is not None
+    return tuple(torch.device("cuda", number) if on_gpus else torch.device("cpu") for number in range(len(gpus)))
 
 
 def serve_predictions() -> None:

@@ -16,6 +16,7 @@ seeds, the learning rate, and the number of steps.
 import gc
 import json
 import logging
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.experiment.alternatives import (
     describe_forecast,
+    find_forecast,
     list_lines,
     list_overrides,
     list_smaller,
@@ -239,9 +241,9 @@ class Replanning:
     def _explain(self, failure: Failure) -> str:
         """Return the failure with what would fit."""
         lines = list_lines(self.config, _list_ways(self.config, failure, more_gpus=True), count_processes())
-        lines.append(describe_remedies(self.config))
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
-        return "\n".join([f"{failure.said}, at {failure.at}.", *before, "What takes less, fastest first:", *lines])
+        ways = ["What takes less, fastest first:", *lines] if lines else []
+        return "\n".join([f"{failure.said}, at {failure.at}.", *before, *ways, describe_remedies(self.config)])
 
 
 def free_memory() -> None:
@@ -276,8 +278,10 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
     ways = [
         way for way in _list_ways(config, failure, more_gpus=False) if way.candidate.num_gpus == failure.tried.num_gpus
     ]
-    # Without a forecast the most thorough comes first: this is done once.
-    for way in ways if any(way.memory for way in ways) else reversed(ways):
+    if not any(way.runs for way in ways):  # what takes least comes first then: this is done once
+        ways.reverse()  # the most thorough first, where nobody knows how much it needs
+        ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
+    for way in ways:
         try:
             changed = take_candidate(config, way.candidate, processes)
         except ConfigError:  # kernels that were asked for, say
@@ -299,11 +303,13 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
 
 def _list_ways(config: ExperimentConfig, failure: Failure, *, more_gpus: bool) -> list[Forecast]:
     """Return what takes less memory, fastest first, with its numbers where they can be told."""
-    known = rank_smaller(failure.tried, _forecast(config, failure.tried, more_gpus=more_gpus))
-    if known:
-        return known
-    smaller = list_smaller(failure.tried, config.patch.batch)
-    return [Forecast(candidate=each, refused="less memory; how much is not known") for each in smaller]
+    forecasts = _forecast(config, failure.tried, more_gpus=more_gpus)
+    if fitting := rank_smaller(failure.tried, forecasts):
+        return fitting
+    return [
+        find_forecast(each, forecasts) or Forecast(candidate=each, refused="less memory; how much is not known")
+        for each in list_smaller(failure.tried, config.patch.batch)
+    ]
 
 
 def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Sequence[Forecast]:

@@ -21,6 +21,7 @@ from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.same_run import require_same_config
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.workflow.processes import gather_over_processes, largest_over_processes
@@ -69,7 +70,7 @@ class Member:
         goes_on = bool(largest_over_processes(int(self._goes_on(resume)), choose_device(self.config)))
         if goes_on:
             self._require_shared_folder()
-            self.folder.require_same(self.config)
+            require_same_config(self.folder, self.config)
         return goes_on
 
     def _goes_on(self, resume: bool) -> bool:

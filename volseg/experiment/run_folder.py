@@ -30,12 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from volseg.config.loading import differences, dump_config, load_config
+from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import read_modalities, read_regions
-from volseg.data.names import list_some
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
@@ -43,19 +42,9 @@ from volseg.files import remove_partials, replacing
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
 
-__all__ = ["MEMORY", "RunFolder"]
+__all__ = ["CASES", "MEMORY", "RunFolder", "list_labelled"]
 
 logger = logging.getLogger(__name__)
-
-PLACES = (
-    *("output", "data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file"),
-    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot"),
-)
-"""What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
-trained; not what. A name that ends with a dot stands for a whole section. The cases are compared by id."""
-
-LENGTH = ("training.epochs", "training.patience")
-"""What may differ besides when a run goes on by itself; a longer fold would be another experiment."""
 
 CASES = "cases.json"
 """Ids of the cases of the split that were bad when the run was begun."""
@@ -130,7 +119,7 @@ class RunFolder:
             "labels": task.labels,
             "regions": {name: list(values) for name, values in task.regions.items()},
             "ignore": task.ignore,
-            "labelled": _list_labelled(task),
+            "labelled": list_labelled(task),
         }
         self.write_json("task.json", described)
         if plan is not None:
@@ -196,145 +185,6 @@ class RunFolder:
         """Remove what a killed training was writing; only with the folder's lock."""
         for folder in (self.path, self.checkpoints):
             remove_partials(folder)
-
-    def finished_report(self, config: ExperimentConfig) -> str | None:
-        """Return the report of the run if it has been trained as far as ``config`` says, and validated; else None.
-
-        Raises
-        ------
-        ConfigError
-            If a run with ``config`` may not go on here.
-        """
-        if not (self.exists and self.report_file.exists()):
-            return None
-        self.require_same(config)
-        if any(_is_among(line.partition(":")[0], LENGTH) for line in differences(self.config(), config.located())):
-            return None
-        return self.report_file.read_text(encoding="utf-8")
-
-    def require_same_task(self, task: Task) -> None:
-        """Raise unless channels and labels mean what they meant when the run was begun, if that is known still.
-
-        Raises
-        ------
-        DataError
-            Says what they were, and are.
-        """
-        if not (self.path / "task.json").exists():
-            return
-        begun = self.task()
-        pairs: dict[str, tuple[Any, Any]] = {
-            "channels": (begun.modalities, task.modalities),
-            "labels": (begun.labels, task.labels),
-            "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
-            "value to ignore": (begun.ignore, task.ignore),
-            "labels looked for": (read_json(self.path / "task.json").get("labelled", {}), _list_labelled(task)),
-        }
-        if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
-            raise DataError(
-                f"the data set no longer is what {self.path / 'task.json'} says: {'; '.join(changed)}. Restore its "
-                "dataset.json, or start a new run with another --output"
-            )
-
-    def require_same_split(self, split: Split) -> None:
-        """Raise unless ``split`` is the one with which the run was begun.
-
-        Raises
-        ------
-        DataError
-            Names a case that came, went or changed sides.
-        """
-        begun = self.split()
-        sides = ((begun.training, split.training), (begun.validation, split.validation))
-        if moved := sorted({name for before, now in sides for name in set(before) ^ set(now)}):
-            raise DataError(
-                f"the cases are no longer those of {self.path / 'split.json'}: {len(moved)} came, went or changed "
-                f"between training and validation, first {moved[0]!r}. Restore the data set, or start a new run with "
-                "another --output: what was trained on must not validate"
-            )
-
-    def require_same_cases(self, fingerprints: Mapping[str, str | None]) -> None:
-        """Raise unless the cases are, voxel by voxel, those with which the run was begun, and the bad ones as well.
-
-        A run of an older volseg did not write them down; it goes on with what there is.
-
-        Raises
-        ------
-        DataError
-            Names the cases that changed, turned bad, or were mended.
-        """
-        file = self.path / CASES
-        if not file.exists():
-            return
-        begun = read_json(file)
-        if not isinstance(begun, dict) or not all(isinstance(value, str | None) for value in begun.values()):
-            raise DataError(f"{file} should hold a fingerprint of each case; restore it from a copy")
-        both = begun.keys() & fingerprints.keys()  # who came or went is the split's matter
-        bad, was_bad = ({name for name in both if of[name] is None} for of in (fingerprints, begun))
-        changed = {name for name in both - bad - was_bad if begun[name] != fingerprints[name]}
-        changes = {
-            "turned bad": bad - was_bad,
-            "were bad and are sound now": was_bad - bad,
-            "hold other voxels": changed,
-        }
-        if said := [f"{list_some(sorted(names))} {what}" for what, names in changes.items() if names]:
-            raise DataError(
-                f"{self.path} would go on with other cases than it was begun with: {'; '.join(said)}. Restore these "
-                "files as they were, or start a new run with another --output"
-            )
-
-    def require_same(self, config: ExperimentConfig, *, of: str = "run") -> None:
-        """Raise unless a run with ``config`` may go on here, or stand here beside the other folds.
-
-        Parameters
-        ----------
-        config : ExperimentConfig
-            Of now; the one of the folder is that with which the run was begun.
-        of : str
-            What would be started anew: ``run``, which may be longer than it was begun, or ``cross-validation``.
-
-        Raises
-        ------
-        ConfigError
-            Names every key that differs and must not.
-        """
-        free = (*PLACES, *LENGTH) if of == "run" else PLACES
-        lines = differences(self.config(), config.located())
-        if changed := [line for line in lines if not _is_among(line.partition(":")[0], free)]:
-            raise ConfigError(
-                f"{self.path} was begun with another config: {'; '.join(changed)}. "
-                f"Restore these values, or start a new {of} with another --output"
-            )
-
-    def require_same_mesh(self, config: ExperimentConfig) -> None:
-        """Raise if sums were to be taken in another order than before, where the run is to be the same bits anywhere.
-
-        Raises
-        ------
-        ConfigError
-            Says what the run was begun with.
-        """
-        before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (self.config(), config))
-        if config.training.deterministic and before != now:
-            raise ConfigError(
-                f"{self.path} was begun with parallel.data: {before[0]}, parallel.spatial: {before[1]} and "
-                f"training.deterministic: true, which gives the same bits with these numbers only, got {now[0]} and "
-                f"{now[1]}; set both to what they were (fewer processes may compute them), or begin another run"
-            )
-
-    def require_epochs(self, state: TrainingState, epochs: int) -> None:
-        """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
-
-        Raises
-        ------
-        ConfigError
-            Says how far the run is.
-        """
-        if state.progress > (epochs, 0):
-            raise ConfigError(
-                f"{self.path} has trained {state.epoch} epochs and {state.position} batches, training.epochs is "
-                f"{epochs}; to go on set training.epochs to more, to validate as it is use volseg validate"
-            )
 
     def go_on(self, config: ExperimentConfig) -> None:
         """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
@@ -418,11 +268,7 @@ class RunFolder:
         return found[newest]
 
 
-def _list_labelled(task: Task) -> dict[str, list[int]]:
+def list_labelled(task: Task) -> dict[str, list[int]]:
     """Return what was looked for in the partially labelled training cases."""
     found = {case["case"]: task.labelled(case) for case in task.training}
     return {name: list(values) for name, values in found.items() if values is not None}
-
-
-def _is_among(key: str, free: Sequence[str]) -> bool:
-    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)

@@ -19,6 +19,7 @@ from volseg.data.reading_group import meet_readers
 from volseg.experiment.alternatives import find_candidate, find_forecast
 from volseg.experiment.building import build_objective
 from volseg.experiment.forecast_beside import Gpus, PlanBeside
+from volseg.experiment.forecast_mesh import choose_by_forecast
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
@@ -72,7 +73,12 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     """
     count = count_processes()
     plan, reason = config.mesh(count), None
-    if plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
+    open_strategy = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
+    chosen = choose_by_forecast(config, device) if count > 1 and (plan.is_open or open_strategy) else None
+    if chosen is not None:
+        config, reason = chosen
+        plan = config.mesh(count)
+    elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
         reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
         fits, roomy = _can_train(config, plan, task, device)
         if fits:

@@ -1,9 +1,11 @@
 """Trained networks: with their weights, and with what a prediction may still set differently."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from volseg.config.nearest import did_you_mean
@@ -18,6 +20,8 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
+from volseg.inference.shared_predictor import SharedPredictor
+from volseg.parallel import FastKernels
 from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
@@ -60,8 +64,22 @@ class Trained:
 
     def build_predictor(self) -> Predictor:
         """Return how the networks are applied to whole volumes."""
+        return self._build_predictor(self.models)
+
+    def build_shared_predictor(self, devices: Sequence[torch.device]) -> SharedPredictor:
+        """Return how copies of the networks are applied, on each device, to a part of every volume."""
+        others = [tuple(_copy_to(model, device) for model in self.models) for device in devices[1:]]
+        return SharedPredictor([self._build_predictor(models) for models in (self.models, *others)])
+
+    def _build_predictor(self, models: Sequence[nn.Module]) -> Predictor:
         axes = self.mirror_axes if self.config.inference.mirror else ()
-        return build_predictor(self.config, self.task, self.models, mirror=axes, alone=True, kind=self.kind)
+        return build_predictor(self.config, self.task, models, mirror=axes, alone=True, kind=self.kind)
+
+
+def _copy_to(model: nn.Module, device: torch.device) -> nn.Module:
+    if isinstance(model, FastKernels):
+        return FastKernels(copy.deepcopy(model.module), device).eval()
+    return copy.deepcopy(model).to(device).eval()
 
 
 def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Trained:

@@ -24,6 +24,13 @@ from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome
 from volseg.experiment.roles import Member, choose_role
 from volseg.experiment.run_folder import MEMORY
+from volseg.experiment.same_run import (
+    require_epochs,
+    require_same_cases,
+    require_same_mesh,
+    require_same_split,
+    require_same_task,
+)
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
@@ -122,9 +129,9 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
     asked = _ask_for_forecast(config, replanning.tried, device, held)  # beside the preparation of cases
     seed_everything(config.seed)
     if resume:
-        folder.require_same_task(chosen.task)
-        folder.require_same_split(chosen.split)
-        folder.require_same_mesh(config)
+        require_same_task(folder, chosen.task)
+        require_same_split(folder, chosen.split)
+        require_same_mesh(folder, config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     reading = choose_reading(config, mesh, plan.spacing)
@@ -136,7 +143,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
     memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY))
     held_out = replace(prepared, training=())
     if resume:
-        folder.require_same_cases(prepared.fingerprints)
+        require_same_cases(folder, prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
     training = build_training(
@@ -149,7 +156,7 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
     )
     if resume:
         state = folder.newest_checkpoint()
-        folder.require_epochs(state, config.training.epochs)
+        require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
         role.go_on(finished=training.finished, more=replanning.files())
     else:

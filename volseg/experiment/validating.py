@@ -28,6 +28,7 @@ from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
 from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.same_run import require_same_task
 from volseg.experiment.scoring import build_scoring
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
@@ -201,7 +202,7 @@ def _choose(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
             f"--set data.root=FOLDER, or for good as data.root into {folder.config_file}"
         )
     task = load_task(root, require_files=False)
-    folder.require_same_task(task)
+    require_same_task(folder, task)
     by_id = {case["case"]: case for case in task.training}
     if gone := sorted(set(split.validation) - by_id.keys()):
         raise DataError(f"{root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")

@@ -32,7 +32,9 @@ from volseg.experiment.prediction_record import PredictionRecord, identify
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction
+from volseg.inference.predictor import Predictor
 from volseg.inference.preparing_on_device import prepare_on, suits
+from volseg.inference.shared_predictor import SharedPredictor
 from volseg.monitoring.progress import count_up
 from volseg.workflow.interrupts import StopRequested
 
@@ -59,11 +61,21 @@ class WaitingCases:
         With paths.
     strict : bool
         Whether the first failure ends everything.
+    devices : sequence of torch.device
+        Over which every case is cut; none, or one: each is predicted whole where the networks lie.
     """
 
     def __init__(
-        self, trained: Trained, files: PredictionFiles, record: PredictionRecord, cases: Sequence[Case], *, strict: bool
+        self,
+        trained: Trained,
+        files: PredictionFiles,
+        record: PredictionRecord,
+        cases: Sequence[Case],
+        *,
+        strict: bool,
+        devices: Sequence[torch.device] = (),
     ) -> None:
+        self._devices = devices
         self._trained = trained
         self._files = files
         self._record = record
@@ -113,7 +125,11 @@ class WaitingCases:
     def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
         """Predict and write cases as they come; yield what became of each."""
         config = self._trained.config
-        predictor = self._trained.build_predictor()
+        predictor: Predictor | SharedPredictor = (
+            self._trained.build_shared_predictor(self._devices)
+            if len(self._devices) > 1
+            else self._trained.build_predictor()
+        )
         stream = partial(predictor.stream, batch_size=config.inference.batch, also=self._files.also)
         device = torch.device(predictor.device or "cpu")
         on_device = suits(self._trained.preprocessing, device)
@@ -130,8 +146,11 @@ class WaitingCases:
         return FoundInCases(remarks=tuple(self._remarks), digests=tuple(digests))
 
     def _tell(self, digests: Sequence[tuple[Case, str]]) -> None:
-        """Say what is to be looked at."""
-        for line in summarise_remarks([*self._remarks, *remark_on_same_images(digests)]):
+        """Say what is to be looked at, in the order of the cases: processes end them in any."""
+        number = {name: number for number, name in enumerate(self._cases)}
+        remarks = sorted(self._remarks, key=lambda remark: number[remark.case])
+        same = remark_on_same_images(sorted(digests, key=lambda pair: number[pair[0]["case"]]))
+        for line in summarise_remarks([*remarks, *same]):
             logger.warning("look at %s", line)
 
     def run_in_processes(

@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from volseg.config.schema import ExperimentConfig
@@ -13,8 +14,9 @@ from volseg.experiment.forecasting import Described, at_size, describe_training,
 from volseg.forecast.candidate import Candidate
 from volseg.parallel.candidates.choosing import GIB
 from volseg.parallel.candidates.listing import Freedom, name_candidate
-from volseg.parallel.candidates.planning import Machine, Plan, list_largest, plan_work
+from volseg.parallel.candidates.planning import Machine, StepPlan, list_largest, plan_work
 from volseg.parallel.candidates.report import LargestRow, VolumesReport, format_volumes
+from volseg.parallel.candidates.work import Work
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.workflow.precision import choose_dtype
 
@@ -30,7 +32,8 @@ def plan_training(
     facts: DataFacts | None = None,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
-) -> Plan:
+    beside: bool = False,
+) -> StepPlan:
     """Forecast a config's training on a machine.
 
     Parameters
@@ -47,6 +50,8 @@ def plan_training(
         Which candidates may be taken; by default all that the config leaves open.
     thorough : bool
         Whether to follow candidates too that cannot win.
+    beside : bool
+        Whether to follow several at a time, in copies of this process.
 
     Raises
     ------
@@ -65,10 +70,11 @@ def plan_training(
         notes=notes,
         steps_per_epoch=math.ceil(config.training.iterations / accumulate),
         times=accumulate / described.batches,
-        resize=lambda sides: at_size(described, sides),
+        resize=partial(_resize, described, machine),
         divisors=described.rule.divisors,
         only=only,
         thorough=thorough,
+        beside=beside,
     )
 
 
@@ -90,7 +96,13 @@ def _describe(
     return described, free, reserve, [f"channels and classes by {facts.source}", *notes]
 
 
-def plan_words(plan: Plan, config: Path) -> str:
+def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
+    """Return the step on patches of other sides, and what of a GPU is taken besides then."""
+    resized = at_size(described, sides)
+    return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
+
+
+def plan_words(plan: StepPlan, config: Path) -> str:
     """Return a plan for people: the table, the choice and how to take it."""
     machine = plan.machine
     where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
@@ -109,6 +121,8 @@ def plan_words(plan: Plan, config: Path) -> str:
         gpus = f" --gpus {plan.chosen.candidate.num_gpus}" if plan.chosen.candidate.num_gpus > 1 else ""
         lines += [f"  volseg train {shlex.quote(str(config))}{gpus}{settings}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    refused = [each for each in plan.forecasts if each.memory is None]
+    lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
     lines += [
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
@@ -128,8 +142,9 @@ def list_settings(candidate: Candidate) -> list[str]:
     if candidate.split_size is not None:
         settings.append(f"parallel.split_size={candidate.split_size}")
     if candidate.checkpoint is not None:
-        alone = candidate.num_gpus == 1
-        settings += ["parallel.strategy=spatial", "parallel.devices=1"] if alone else []
+        # Recomputation belongs to the strategy that cuts, where nothing is cut too.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        settings += ["parallel.devices=1"] if candidate.num_gpus == 1 else []
         settings.append(f"parallel.checkpoint={candidate.checkpoint}")
     return settings
 
@@ -172,8 +187,7 @@ def plan_volumes(
         work,
         machine,
         free,
-        reserve=reserve,
-        resize=lambda sides: at_size(described, sides),
+        resize=partial(_resize, described, machine),
         divisors=described.rule.divisors,
     )
     rows = tuple(

@@ -51,7 +51,6 @@ from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outsid
 
 __all__ = ["FollowedStep", "follow", "following"]
 
-
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
 

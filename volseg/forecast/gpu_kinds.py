@@ -7,7 +7,7 @@ them as the measured one came to its own: its times are marked ``published``, an
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -30,6 +30,22 @@ BY_CUDA_CORES = 0.6
 measurement of ours."""
 
 
+MOST_KNOWN = 50_000
+"""Kernels whose seconds a kind keeps: some megabytes."""
+
+OF_SLABS = 3.6
+"""Times what a kernel of our own alone takes Python. An eager step of a DynUNet on slabs, 185 kernels and convolutions,
+took 24 to 39 ms in four runs, 32 in the middle: 173 us each beside 48. A V-Net's, 212 of them and 1,150 small
+operators, took 36 to 59 ms, 42 in the middle (workflows/benchmarks/results/networks_h200_*.json)."""
+
+MESSAGE_S = 60e-6
+"""Of a sum of a few bytes, one eager call behind the other: of the H200's table of links."""
+
+EXCHANGE_S = 0.7e-3
+"""Of an eager exchange of halos: what it takes Python, and how long the one process waits for the other's Python. By
+the difference that is left of the eager steps of four networks on two H200."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
     """What Python and the launch of kernels take, in seconds."""
@@ -41,6 +57,12 @@ class HostRates:
     """Of one without autograd."""
     triton: float
     """Of a kernel of our own."""
+    slab: float
+    """Of a convolution, or a kernel of our own, in a network that runs on slabs: what leads to it included."""
+    exchange: float
+    """Of an exchange of halos between processes that both start their kernels one by one."""
+    message: float
+    """Of another message of a process group's."""
     replay: float
     """Of a recording, whatever it holds."""
 
@@ -68,6 +90,8 @@ class GpuKind:
     rates: RateTable | None = None
     """Where this machine was measured: its table, in place of the one that comes with the package."""
     host: HostRates | None = None
+    _known: dict[KernelRun, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of kernels that were asked for: a plan asks for the same thousands many times over."""
 
     @property
     def memory_gib(self) -> float:
@@ -80,7 +104,11 @@ class GpuKind:
 
     def seconds(self, run: KernelRun) -> float:
         """Return how long a kernel runs."""
-        return sum(self._time(kernel) for kernel in classify(run))
+        if run not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[run] = sum(self._time(kernel) for kernel in classify(run))
+        return self._known[run]
 
     def _time(self, kernel: KernelClass) -> float:
         table = self.rates or read_table(self.table).rates
@@ -116,6 +144,9 @@ def parse_table(stored: Mapping[str, Any], peaks: Peaks) -> Table:
         backward={name: host[f"{name} backward"] for name in parts},
         operator=host["operator"],
         triton=host["triton"],
+        slab=host.get("slab", OF_SLABS * host["triton"]),
+        exchange=host.get("exchange", EXCHANGE_S),
+        message=host.get("message", MESSAGE_S),
         replay=host["replay"],
     )
     return Table(machine, rates, told, tuple(stored["links"]))

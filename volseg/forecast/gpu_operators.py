@@ -5,7 +5,7 @@ A followed step runs on tensors of the CPU. Their sizes and dtypes are those of 
 output, copies of tensors that lie otherwise than a kernel wants, and the mask of a dropout are not. Each function here
 does with memory what torch's CUDA implementation of the operator does, step by step [1]_.
 
-Not modelled: workspaces of libraries (the allocator's model adds them), partial sums of reductions (kilobytes), and
+Not modelled: partial sums of reductions (kilobytes), and
 convolutions of tensors above 2**31 elements where cuDNN is older than 9.3.
 
 References
@@ -17,6 +17,7 @@ References
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from volseg.device.pretended import on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
+from volseg.forecast.workspaces import find_workspace, find_workspace_of_weights
 
 __all__ = ["GPU_OPERATORS", "WITHOUT_RESULT", "composing_like_gpus"]
 
@@ -69,6 +71,11 @@ def _is_depthwise(slab: Tensor, weight: Tensor, transposed: bool, groups: int) -
     return not transposed and groups > 1 and slab.shape[1] == groups and weight.shape[0] % slab.shape[1] == 0
 
 
+def _take_scratch(find: Callable[..., int], first: Tensor, second: Tensor, weight: Tensor, layout: Any) -> Tensor:
+    size = find(first.shape, second.shape, weight.shape, first.dtype, channels_last=layout is not CONTIGUOUS)
+    return torch.empty(size, dtype=torch.uint8, device=first.device)
+
+
 @_replaces(aten.convolution.default)
 def _convolve(note: Note, plain: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     layout = _choose_layout(input, weight)
@@ -77,8 +84,9 @@ def _convolve(note: Note, plain: Tensor, input: Tensor, weight: Tensor, bias: Te
     given = input.contiguous(memory_format=layout)
     out = _empty(plain.shape, input, layout)
     copies = given, weight.contiguous(memory_format=layout)
+    scratch = _take_scratch(find_workspace, input, out, weight, layout)
     note(out)
-    del copies
+    del scratch, copies
     if bias is not None:
         out.add_(bias.reshape(1, -1, *(1,) * (input.ndim - 2)))
     return out
@@ -100,12 +108,14 @@ def _differentiate_convolution(
         layout = _choose_layout(slopes, weight)
         found[0] = _empty(input.shape, slopes, layout)
         copies = weight.contiguous(memory_format=layout), slopes.contiguous(memory_format=layout)
+        _take_scratch(partial(find_workspace, backward=True), input, slopes, weight, layout)
     copies = ()
     if mask[1]:
         layout = _choose_layout(given, slopes)
         dense = slopes.contiguous(memory_format=layout)
         found[1] = _empty(weight.shape, slopes, layout)
         copies = dense, given.contiguous(memory_format=layout)
+        _take_scratch(find_workspace_of_weights, input, slopes, weight, layout)
     note(tuple(found))
     del copies
     if mask[2]:

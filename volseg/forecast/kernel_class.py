@@ -55,6 +55,9 @@ class KernelClass(NamedTuple):
     flops: int
     bytes_moved: int
     dtype: str
+    least_bytes: int = 0
+    """Of a kernel that few multiprocessors work at: what is really moved. ``bytes_moved`` is then what the memory could
+    have moved meanwhile."""
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -76,7 +79,7 @@ def classify(run: KernelRun) -> list[KernelClass]:
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
         moved = run.bytes_moved * PROCESSORS // _count_busy(run)
-        return [KernelClass(family, (), 0, moved, dtype)]
+        return [KernelClass(family, (), 0, moved, dtype, run.bytes_moved)]
     return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
 
 
@@ -140,10 +143,11 @@ def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
 
 def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
     """Return the class of a kernel of ours that multiplies channels, or taps of few channels, by channels."""
-    volumes = [shape for shape in run.shapes if len(shape) == 5]
-    channels = sorted(max(1, shape[1]) for shape in volumes[:2])
-    voxels = max((shape[0] * prod(shape[2:]) for shape in volumes[:2]), default=1)
-    taps = _count_taps(run.shapes, channels[0])
+    # Slab and output, or its gradient, have more voxels than a weight has taps.
+    volumes = sorted((shape for shape in run.shapes if len(shape) == 5), key=lambda shape: -prod(shape[2:]))[:2]
+    channels = sorted(max(1, shape[1]) for shape in volumes)
+    voxels = max(shape[0] * prod(shape[2:]) for shape in volumes)
+    taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels[0])
     flops = 2 * voxels * channels[0] * channels[-1] * taps
     shape = log2(channels[0]), log2(channels[-1]), log2(taps)
     return KernelClass(f"{run.name}, {dtype}", shape, flops, run.bytes_moved, dtype)
@@ -151,7 +155,7 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
 
 def _count_taps(shapes: Sequence[Sequence[int]], fewest: int) -> int:
     """Return the taps that the kernel's weight, or the parts of its gradient, have."""
-    weight = shapes[1] if len(shapes[1]) == 2 else shapes[-1]
+    weight = shapes[0]
     if len(weight) == 6:  # parts, channels out, three sides, channels in
         return prod(weight[2:5])
     if len(weight) == 5:

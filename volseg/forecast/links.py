@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from math import exp, log
 from typing import Any
 
-from volseg.device.peer.planes import EAGER_LIMIT
 from volseg.forecast.trace import Sent
 
 __all__ = ["Links", "read_links"]
@@ -31,17 +30,16 @@ class Links:
     """Of a message."""
     source: str
     measured: bool = False
-    points: Mapping[tuple[str, bool], Points] = field(default_factory=dict)
-    """By kind of message and whether it is recorded: of two GPUs."""
+    points: Mapping[str, Points] = field(default_factory=dict)
+    """By kind of message, between two GPUs."""
 
-    def seconds(self, sent: Sent, recorded: bool = False) -> float:
+    def seconds(self, sent: Sent) -> float:
         """Return how long a message takes; one that nobody else takes part in takes none."""
         if sent.devices < 2 or sent.size <= 0:
             return 0.0
         # A sum over a ring sends each byte twice, less what the device itself holds.
         share = 2 * (sent.devices - 1) / sent.devices if sent.kind == "all_reduce" else 1.0
-        points = self.points.get((sent.kind, recorded)) or self.points.get((sent.kind, not recorded))
-        if points:
+        if points := self.points.get(sent.kind):
             return read_curve(points, sent.size * share)
         return (
             self.latency_s * (sent.devices - 1 if sent.kind == "all_reduce" else 1) + sent.size * share / self.bandwidth
@@ -64,18 +62,15 @@ def read_curve(points: Points, size: float) -> float:
 def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
     """Return the links of rows as ``calibration.links`` measures them between two GPUs; the rest as ``otherwise``.
 
-    Planes of a halo travel through peer memory where they may, which the rows of that way end at, and by NCCL else.
+    Those of recorded messages: without what Python takes to send them. Planes of a halo travel through peer memory up
+    to the size at which the rows of that way end, and by NCCL above.
     """
-    found: dict[tuple[str, bool], dict[int, float]] = {}
+    found: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["way"].startswith("peer")):
-        eager_planes = row["kind"] == "halo" and row["way"] == "peer"
-        if row["devices"] != 2 or row["way"].endswith(("host", "device")):
-            continue
-        if eager_planes and row["size"] > EAGER_LIMIT:
-            continue
-        found.setdefault((row["kind"], row["way"].endswith("recorded")), {})[int(row["size"])] = float(row["seconds"])
-    points = {key: _rise(values) for key, values in found.items()}
-    return replace(otherwise, measured=True, points=points)
+        is_copy = row["kind"] == "copy" and row["way"] == "peer"
+        if row["devices"] == 2 and (is_copy or row["way"].endswith("recorded")):
+            found.setdefault(row["kind"], {})[int(row["size"])] = float(row["seconds"])
+    return replace(otherwise, measured=True, points={kind: _rise(values) for kind, values in found.items()})
 
 
 def _rise(values: Mapping[int, float]) -> Points:

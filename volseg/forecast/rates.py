@@ -196,6 +196,10 @@ class RateTable:
         bound = max(self.peaks.bound(kernel), NOTHING)
         if peaks is None or processors is None:
             return max(self.gap, family.seconds(kernel.shape, bound))
+        if kernel.least_bytes:
+            # A multiprocessor of another GPU is about as fast where it is alone: none has the memory to itself.
+            own = kernel.least_bytes / peaks.bandwidth
+            return max(self.gap + own, family.seconds(kernel.shape, bound))
         alike = bound * self.processors / processors
         beyond = max(0.0, family.seconds(kernel.shape, alike) - self.gap)
         return self.gap + beyond * peaks.bound(kernel) / alike

@@ -19,6 +19,15 @@ from volseg.forecast.trace import Event, KernelRun, Mark, Sent, StepTrace
 
 __all__ = ["StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
 
+SLAB_KERNELS = ("norm.passes", "norm.statistics")
+"""By which a network on slabs is known: its norms are never torch's."""
+
+OF_STAGES = 2.4
+"""Times what a forward pass alone takes Python, which a pipeline's takes: 10.4 ms beside 4.3 (docs/measurements.md)."""
+
+OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
+"""Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
+
 PARTS = ("forward", "loss", "backward", "optimizer")
 """Of a step, as marks name them."""
 
@@ -59,6 +68,7 @@ def find_seconds(
     gpu: GpuKind,
     links: Links,
     *,
+    recorded: bool | None = None,
     stages: bool = False,
     micro_batches: int = 1,
 ) -> float:
@@ -66,10 +76,10 @@ def find_seconds(
 
     Parameters
     ----------
-    traces, gpu, links, stages, micro_batches
+    traces, gpu, links, recorded, stages, micro_batches
         See ``find_times``.
     """
-    return find_times(traces, gpu, links, stages=stages, micro_batches=micro_batches).seconds
+    return find_times(traces, gpu, links, recorded=recorded, stages=stages, micro_batches=micro_batches).seconds
 
 
 def find_times(
@@ -77,6 +87,7 @@ def find_times(
     gpu: GpuKind,
     links: Links,
     *,
+    recorded: bool | None = None,
     stages: bool = False,
     micro_batches: int = 1,
 ) -> StepTimes:
@@ -90,13 +101,18 @@ def find_times(
         What these are.
     links
         What connects them.
+    recorded
+        Whether the step is replayed from a recording; by default where a trace has the mark of one.
     stages
         Whether the devices are a pipeline's stages, in order, that one process drives; else each has its own.
     micro_batches
         Pieces of a batch that go through the stages one behind the other.
     """
-    recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
-    times = [_time_device(select_step(trace.events), gpu, links, recorded) for trace in traces]
+    if recorded is None:
+        recorded = any(isinstance(event, Mark) and event.name == "record" for trace in traces for event in trace.events)
+    times = [
+        _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
+    ]
     slowest = max(times, key=lambda device: device.seconds)
     seconds, host = slowest.seconds, slowest.host
     if stages and len(times) > 1:
@@ -155,10 +171,14 @@ def select_step(events: Sequence[Event]) -> list[Event]:
     return list(events[start : next(ends, len(events))])
 
 
-def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool) -> _DeviceTimes:
-    """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes."""
+def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool, forward: float) -> _DeviceTimes:
+    """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes.
+
+    Python takes ``forward`` times as long over a forward pass as it does over the network alone.
+    """
     host_rates = gpu.host_rates()
-    lengths = [_find_length(event, gpu, links, recorded) for event in events]
+    on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
+    lengths = [_find_length(event, gpu, links) for event in events]
     parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
     host, ends, communication = 0.0, [0.0], 0.0
     ready: dict[int, float] = defaultdict(float)
@@ -172,7 +192,8 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 parts[part] += _close(busy, ready)
                 part = event.name if event.name in PARTS else part
             elif isinstance(event, KernelRun | Sent):
-                host += 0.0 if recorded else _find_host_seconds(event, part, host_rates)
+                share = 0.0 if recorded else _find_host_seconds(event, part, host_rates, on_slabs)
+                host += share * forward if part == "forward" else share
                 ready[event.stream] = max(ready[event.stream], host) + length
                 busy[event.stream] += length
                 communication += length if isinstance(event, Sent) else 0.0
@@ -191,16 +212,23 @@ def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
     return longest
 
 
-def _find_length(event: Event, gpu: GpuKind, links: Links, recorded: bool) -> float:
+def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
+    """Return how long the device is at it: a message recorded or not, for what Python takes is counted apart."""
     if isinstance(event, KernelRun):
         return gpu.seconds(event)
-    return links.seconds(event, recorded) if isinstance(event, Sent) else 0.0
+    return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
-def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates) -> float:
-    if isinstance(event, Sent) or part not in ("forward", "loss", "backward"):
+def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
+    if isinstance(event, Sent):
+        return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
+    if part not in ("forward", "loss", "backward"):
         return rates.operator
-    if not event.name.startswith("aten."):
-        return rates.triton
-    kind = "convolution" if "convolution" in event.name else "norm" if "norm" in event.name else "pointwise"
+    if event.name.startswith(OF_CLIPPING):
+        return rates.operator
+    if not event.name.startswith("aten.") or (on_slabs and "convolution" in event.name):
+        return rates.slab if on_slabs else rates.triton
+    norms = ("batch_norm", "group_norm", "layer_norm")
+    is_norm = any(name in event.name for name in norms)
+    kind = "convolution" if "convolution" in event.name else "norm" if is_norm else "pointwise"
     return (rates.backward if part == "backward" else rates.forward)[kind]

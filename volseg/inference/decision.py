@@ -4,6 +4,7 @@ Probabilities are interpolated where a label is decided and nowhere else, so tho
 image's grid, which for a CT with many labels is more than a GPU holds.
 """
 
+import copy
 import math
 from collections import deque
 from collections.abc import Collection
@@ -136,6 +137,12 @@ class Decision:
         if self.probabilities is not None and not rule.regions:
             self.probabilities[0] = 1  # what was cropped away is the background for sure
         self._underway: deque[tuple[torch.cuda.Event, Tensor, Place, Tensor]] = deque()
+
+    def join(self) -> "Decision":
+        """Return one that fills the same volumes, for a thread that decides other cells of them."""
+        other = copy.copy(self)
+        other._underway = deque()
+        return other
 
     def take(self, held: Held, cells: Box) -> None:
         """Decide every voxel whose cell lies in a box; the planes after the box must be held too."""

@@ -11,7 +11,15 @@ from itertools import pairwise, product
 
 from volseg.errors import OutOfMemoryError
 from volseg.inference.sampling import Box
-from volseg.inference.windows import MONAI, Layer, Windowing, choose_axis, list_layers, merge_layers
+from volseg.inference.windows import (
+    MONAI,
+    Layer,
+    Windowing,
+    choose_axis,
+    list_layers,
+    merge_layers,
+    restrict_layers,
+)
 
 __all__ = ["HELD_WHOLE_BYTES", "BlendPlan", "Region", "plan_blend"]
 
@@ -46,6 +54,8 @@ class BlendPlan:
     strips: tuple[int, int, int]
     """Into how many strips each axis is cut; the streamed one into 1."""
     windowing: Windowing = MONAI
+    share: tuple[int, int] = (0, 1)
+    """Which of how many parts of the volume, along the streamed axis, is decided; of more than one, not ``whole``."""
 
     @property
     def depth(self) -> int:
@@ -56,8 +66,12 @@ class BlendPlan:
     @property
     def layers(self) -> list[Layer]:
         """Of windows along the streamed axis."""
-        starts, side = self.starts[self.axis], self.shape[self.axis]
-        return merge_layers(starts, side) if self.whole else list_layers(starts, self.window[self.axis], side)
+        starts, side, window = self.starts[self.axis], self.shape[self.axis], self.window[self.axis]
+        number, count = self.share
+        if self.whole:
+            return merge_layers(starts, side)
+        layers = list_layers(starts, window, side)
+        return layers if count == 1 else restrict_layers(layers, window, _cut(side, count)[number])
 
     def regions(self) -> Iterator[Region]:
         """Yield the strips; their cells cover the volume once."""
@@ -103,6 +117,7 @@ def plan_blend(
     *,
     most_whole: int = HELD_WHOLE_BYTES,
     windowing: Windowing = MONAI,
+    share: tuple[int, int] = (0, 1),
 ) -> BlendPlan:
     """Return how to blend a volume within a budget of bytes, with the fewest windows.
 
@@ -120,6 +135,8 @@ def plan_blend(
         Bytes up to which the volume is held whole.
     windowing : Windowing
         Where windows lie, and how much their voxels count.
+    share : (int, int)
+        Which part of the volume is to be decided, of how many.
 
     Raises
     ------
@@ -130,9 +147,9 @@ def plan_blend(
     sides, axis = (shape[0], shape[1], shape[2]), choose_axis(shape, window)
 
     def plan(whole: bool, strips: tuple[int, int, int]) -> BlendPlan:
-        return BlendPlan(sides, (window[0], window[1], window[2]), (d, h, w), axis, whole, strips, windowing)
+        return BlendPlan(sides, (window[0], window[1], window[2]), (d, h, w), axis, whole, strips, windowing, share)
 
-    for whole in (True, False):
+    for whole in (True, False) if share[1] == 1 else (False,):
         candidate = plan(whole, (1, 1, 1))
         if candidate.held_bytes(num_classes) <= (min(budget, most_whole) if whole else budget):
             return candidate

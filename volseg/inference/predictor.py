@@ -11,7 +11,7 @@ All but the last is done slab by slab: see `streaming`.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,18 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from volseg.errors import ConfigError, NonFinitePredictionError
-from volseg.inference.decision import Also, LabelRule
+from volseg.inference.decision import Also, Decision, LabelRule
+from volseg.inference.original_grid import WayBack
 from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 from volseg.inference.windows import MONAI, Windowing
 
-__all__ = ["Model", "Predictor", "full_logits", "predict_case"]
+__all__ = ["Model", "Predictor", "explain_not_finite", "full_logits", "predict_case"]
+
+
+PASSES_UNTIL_RECORDED = 3
+"""Of a `RecordedModel`: two as they are, and the one that is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -161,7 +166,7 @@ class Predictor:
                 predictions = streamer.predict(images, also)
             for case, image, prediction in zip(group, images, predictions, strict=True):
                 if prediction is None:
-                    raise NonFinitePredictionError(_explain_not_finite(case, image, self.autocast))
+                    raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
                 yield case, prediction
             del group, images, predictions, case, image, prediction  # or they live on while the next ones are read
 
@@ -173,17 +178,40 @@ class Predictor:
         with self._applied(images) as streamer:
             return streamer.probabilities(images)
 
+    def predict_share(
+        self, image: MetaTensor, share: tuple[int, int], also: Collection[Also], into: Decision
+    ) -> Prediction | None:
+        """Predict a part of a volume, of so many along one axis, into volumes that are there; see `SharedPredictor`."""
+        with self._applied(image) as streamer:
+            (prediction,) = replace(streamer, share=share).predict([image], also, into)
+        return prediction
+
+    def warm_up(self, image: MetaTensor) -> None:
+        """Run batches of empty windows, so that libraries have chosen kernels and a recorded network is recorded."""
+        assert self.window is not None
+        with self._applied(image) as streamer:
+            windows = torch.zeros(self.windows_per_step, len(image), *self.window, device=streamer.device)
+            for _ in range(PASSES_UNTIL_RECORDED):
+                streamer.step(windows)
+
+    def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
+        """Return the empty volumes of a prediction."""
+        return WayBack.of(image).begin(self._rule, also=also)
+
+    @property
+    def _rule(self) -> LabelRule:
+        of_logits = not self.window_step.link
+        return LabelRule.of(self.num_classes, self.values, self.regions, of_logits=of_logits)
+
     @contextmanager
     def _applied(self, images: Tensor) -> Iterator[Streamer]:
         """Let the models evaluate, without gradients."""
         device = self._choose_device(images)
-        step = self.window_step
-        rule = LabelRule.of(self.num_classes, self.values, self.regions, of_logits=not step.link)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
             yield Streamer(
-                step=step,
-                rule=rule,
+                step=self.window_step,
+                rule=self._rule,
                 window=self.window,
                 overlap=self.overlap,
                 windows_per_step=self.windows_per_step,
@@ -239,7 +267,8 @@ def _group_equal_sizes(
     yield from waiting.values()
 
 
-def _explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
+def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
+    """Return what a prediction that is not finite may come from, and what helps."""
     if not image.isfinite().all():
         remedy = "the preprocessed image is not finite either: check the file"
     elif autocast is torch.float16:

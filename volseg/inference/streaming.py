@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from volseg.errors import OutOfMemoryError
 from volseg.inference.blending import Slab, blend_slabs, locate_planes
-from volseg.inference.decision import Also, LabelRule
+from volseg.inference.decision import Also, Decision, LabelRule
 from volseg.inference.memory_plan import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.inference.original_grid import WayBack
 from volseg.inference.prediction import Prediction
@@ -58,6 +58,8 @@ class Streamer:
         Where windows lie, and how much their voxels count.
     skip_background : bool
         As for `Predictor`.
+    share : (int, int)
+        Which part of each volume is predicted here, of how many; of more than one `predict` is told into what.
     """
 
     step: WindowStep
@@ -70,11 +72,15 @@ class Streamer:
     memory: int | None = None
     windowing: Windowing = MONAI
     skip_background: bool = False
+    share: tuple[int, int] = (0, 1)
 
-    def predict(self, images: Sequence[MetaTensor], also: Collection[Also] = ()) -> list[Prediction | None]:
+    def predict(
+        self, images: Sequence[MetaTensor], also: Collection[Also] = (), into: Decision | None = None
+    ) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None where a probability is not finite.
 
-        Images have one shape, or all of them are padded to it by their windows.
+        Images have one shape, or all of them are padded to it by their windows. A single one may be filled ``into``
+        volumes that are there.
 
         Raises
         ------
@@ -91,7 +97,7 @@ class Streamer:
             most = max(1, min(HELD_WHOLE_BYTES, budget) // taken) if plan.whole else 1
             together = images[len(predictions) : len(predictions) + most]
             try:
-                predictions += self._predict_by(plan, together, also)
+                predictions += self._predict_by(plan, together, also, into)
                 continue
             except torch.OutOfMemoryError as fault:
                 if not self._may_start_again():
@@ -134,12 +140,12 @@ class Streamer:
         return predictions
 
     def _predict_by(
-        self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also]
+        self, plan: BlendPlan, images: Sequence[MetaTensor], also: Collection[Also], into: Decision | None
     ) -> list[Prediction | None]:
         fillings = []
         for image in images:
             w, _, h, _, d, _ = _compute_margins(image.shape[-3:], plan.shape)
-            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link))
+            fillings.append(_Filling(image, (d, h, w), self.rule, also, self.step.link, into))
         for slab, finished, ready in self._blend(plan, _stack(images, plan.shape)):
             for filling, of_image in zip(fillings, slab.blend, strict=True):
                 filling.take(Held(of_image, slab.origin), finished, ready)
@@ -185,7 +191,7 @@ class Streamer:
     def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
         assert self.window is not None
         classes = self.step.num_classes
-        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing)
+        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing, share=self.share)
 
     def _find_budget(self, image: Tensor) -> int:
         """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
@@ -225,10 +231,16 @@ class _Filling:
     """The prediction of one image, while it is being filled, and whether it is finite so far."""
 
     def __init__(
-        self, image: MetaTensor, margin: tuple[int, int, int], rule: LabelRule, also: Collection[Also], link: str
+        self,
+        image: MetaTensor,
+        margin: tuple[int, int, int],
+        rule: LabelRule,
+        also: Collection[Also],
+        link: str,
+        into: Decision | None = None,
     ) -> None:
         self.back, self.margin = WayBack.of(image), margin
-        self.decision = self.back.begin(rule, also=also)
+        self.decision = self.back.begin(rule, also=also) if into is None else into.join()
         self.classes = slice(1) if link == "softmax" else slice(None)  # a softmax is finite for all classes or none
         self.finite: Tensor | None = None
 

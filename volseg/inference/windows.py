@@ -23,6 +23,7 @@ __all__ = [
     "find_starts",
     "list_layers",
     "merge_layers",
+    "restrict_layers",
 ]
 
 
@@ -98,6 +99,29 @@ def list_layers(starts: Sequence[int], window: int, side: int) -> list[Layer]:
             starts, pairwise(stops), pairwise(finished), pairwise(ready), strict=True
         )
     ]
+
+
+def restrict_layers(layers: Sequence[Layer], window: int, cells: range) -> list[Layer]:
+    """Return the layers, of one window each, that some cells need; of their planes only those that belong to these.
+
+    A cell needs its plane and the next one, thus each window that touches either; sums are those of all layers.
+
+    Examples
+    --------
+    >>> for layer in restrict_layers(list_layers([0, 4, 6], 8, 14), 8, range(9, 14)):
+    ...     print(layer.starts, layer.fresh, layer.finished, layer.ready)
+    (4,) range(4, 12) range(9, 6) range(9, 5)
+    (6,) range(12, 14) range(9, 14) range(9, 14)
+    """
+    needed = [layer for layer in layers if layer.starts[0] <= cells.stop and layer.starts[0] + window > cells.start]
+    kept = []
+    for number, layer in enumerate(needed):
+        (start,) = layer.starts
+        fresh = layer.fresh if number else range(start, start + window)  # none before it has touched these here
+        finished = range(max(layer.finished.start, cells.start), min(layer.finished.stop, cells.stop + 1))
+        ready = range(max(layer.ready.start, cells.start), min(layer.ready.stop, cells.stop))
+        kept.append(Layer(layer.starts, fresh, finished, ready))
+    return kept
 
 
 def merge_layers(starts: Sequence[int], side: int) -> list[Layer]:

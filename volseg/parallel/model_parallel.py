@@ -4,12 +4,12 @@ The wrapper is a thin dispatcher. A *strategy* object places the network and run
 volume into slabs, that of ``Pipeline`` cuts the network into stages. Everything that a training loop does to
 a module (parameters, state, modes) reaches the plain network under the plain network's names.
 
-``strategy="auto"`` chooses at the first batch, as only that says how large volumes are. On several GPUs the ways to run
-it are forecast there (``volseg.parallel.candidates``), and the fastest that fits is taken. Elsewhere, and where a
-network cannot be followed, it is the spatial split; and in any case the layers where the first volume meets an operator
-without a sharded form: only the run itself tells what a network calls, and a rehearsal on other shapes or devices could
-take another branch. That first attempt leaves no trace: neither in buffers and attributes, nor in random numbers, nor
-in the input.
+``strategy="auto"`` chooses at the first batch, as only that says how large volumes are. On several GPUs of one
+process the ways to run it are forecast there (``volseg.parallel.candidates``), and the fastest that fits is taken.
+Elsewhere, and where a network cannot be followed, that is the spatial split; and in any case the layers where the first
+volume meets an operator without a sharded form: only the run itself tells what a network calls, and a rehearsal on
+other shapes or devices could take another branch. That first attempt leaves no trace: neither in buffers and
+attributes, nor in random numbers, nor in the input.
 
 It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement apart, and raise.
 """

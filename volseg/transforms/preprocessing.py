@@ -155,9 +155,9 @@ class Preprocessing(Compose):
         VolsegError
             As a call does.
         """
-        case = dict(read)
+        handed = [dict(read)]
         read.clear()
-        return self._apply(case, self.transforms)
+        return self._apply(handed.pop(), self.transforms)  # a name here would hold on to what was read
 
     @property
     def suits_devices(self) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -20,13 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from volseg.forecast.calibration.cases import Prepared, RateCase, bind, count_run
-from volseg.forecast.calibration.kernels import describe_machine, measure_cases, measure_host
+from volseg.forecast.calibration.cases import LAYOUTS, Prepared, RateCase, bind, count_run
+from volseg.forecast.calibration.convolutions import TimedConvolution
+from volseg.forecast.calibration.kernels import describe_machine, measure_cases, measure_host, record, time_once
 from volseg.forecast.calibration.links import measure_copies, measure_group
 from volseg.forecast.calibration.listing import list_cases
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.terms import Terms
+from volseg.parallel import FastKernels
 
 
 def main() -> None:
@@ -54,6 +58,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": parts[0]["machine"],
         "host": parts[0]["host"],
+        "sustained": parts[0]["sustained"],
         # Copies last, when no other process has a kernel that waits on the other GPU.
         "links": [*parts[0]["links"], *measure_copies()],
         "rows": [row for part in parts for row in part["rows"]],
@@ -74,11 +79,12 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
     torch.cuda.set_device(device)
     machine = describe_machine(device)
     begun = time.monotonic()
-    host = measure_host(device) if rank == 0 else {}
+    host = {**measure_host(device), "slab": measure_slabs(device)} if rank == 0 else {}
     cases = [*list_loss_cases(), *list_cases()][rank::gpus]
     rows, left_out = measure_cases(cases, device, time.monotonic() + seconds)
     found: dict[str, Any] = {
         "machine": machine,
+        "sustained": measure_sustained(device) if rank == 0 else {},
         "host": host,
         "rows": rows,
         "left_out": left_out,
@@ -93,6 +99,50 @@ def work(rank: int, gpus: int, seconds: float, folder: str) -> None:
         dist.barrier(device_ids=[rank])
         save(found, rank, folder)
         dist.destroy_process_group()
+
+
+BLOCKS, KERNELS_OF_A_BLOCK = 10, 9
+"""Of a convolution, a norm and an activation on slabs: four kernels forward (the convolution, moments, coefficients,
+scale and activation), five backward (these again, sums, coefficients, the input's gradient, the convolution's)."""
+
+
+def measure_slabs(device: torch.device, steps: int = 20) -> float:
+    """Return the host's seconds per kernel of a network on slabs that is small enough for the GPU to wait."""
+    layers: list[nn.Module] = []
+    for _ in range(BLOCKS):
+        layers += [nn.Conv3d(8, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU()]
+    model = FastKernels(nn.Sequential(*layers), device)
+    x = torch.randn(1, 8, 8, 8, 8, device=device)
+    times = []
+    for _ in range(5 + steps):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(x)
+        out.float().sum().backward()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[5:]) / (BLOCKS * KERNELS_OF_A_BLOCK)
+
+
+def measure_sustained(device: torch.device, seconds: float = 0.6) -> dict[str, float]:
+    """Return how much longer a convolution takes after many others than after a pause: clocks fall."""
+    found = {}
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for name, layout in (("half", LAYOUTS[0]), ("float32", LAYOUTS[2])):
+            (_, call), *_ = TimedConvolution((64, 64), 3, 64, 1, False, layout, ours=False).prepare(device)
+            call()
+            graph = record(call, 20, stream)
+            rested = []
+            for _ in range(5):
+                time.sleep(0.1)
+                rested.append(time_once(graph.replay))
+            tired, until = [], time.monotonic() + seconds
+            while time.monotonic() < until:
+                tired.append(time_once(graph.replay))
+            found[name] = statistics.median(tired[-20:]) / statistics.median(rested)
+            graph.release()
+    return found
 
 
 LOGITS = ((2, 64), (3, 128), (14, 96), (3, 160))

@@ -7,6 +7,12 @@ cached block is another's. Two configurations of one GPU run side by side where 
 alone. Processes are started ahead and have imported everything when their turn comes. The JSON is rewritten after
 every configuration, and none is begun after ``--seconds``; ``--skip-done`` goes on with an earlier result.
 
+    python workflows/benchmarks/plan_accuracy.py --compare accuracy.json --plot accuracy.svg
+    python workflows/benchmarks/plan_accuracy.py --random 50 --limit-gib 16 > random.json
+
+compares what was measured with what is forecast, which takes no GPU, and writes errors beside the rows; and draws
+configurations at random sizes, each run as is forecast to be fastest within a limit, to be measured by ``--rows``.
+
 ``--histories`` keeps the allocator's own account of some configurations: what it was asked for, in which order, and
 what it asked the device for.
 """
@@ -43,11 +49,17 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=10, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", help="JSON list of configurations instead of the script's own")
+    parser.add_argument("--compare", type=Path, metavar="RESULT", help="forecast what this result measured")
+    parser.add_argument("--plot", type=Path, help="SVG to draw of the comparison")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
+    parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
     parser.add_argument("--list", action="store_true", help="print the configurations")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         return work()
+    if chosen.compare or chosen.random:
+        return forecast(chosen)
     # A worker imports torch by itself; this program needs it for the list of rows and for the environment only.
     from plan_accuracy_rows import list_rows, name_row
 
@@ -59,6 +71,24 @@ def main() -> None:
     if chosen.result is None:
         parser.error("name the file for the result by --result")
     return measure_all(rows, chosen)
+
+
+def forecast(chosen: argparse.Namespace) -> None:
+    """Compare a result with what is forecast of its rows, or print random configurations."""
+    # They import torch and volseg.
+    import plan_accuracy_compared as compared
+
+    if chosen.random:
+        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib))))
+        return
+    report = json.loads(chosen.compare.read_text(encoding="utf-8"))
+    rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
+    report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True))
+    report["errors"] = compared.summarise(report["compared"])
+    print(json.dumps(report["errors"], indent=1))
+    write(report, chosen.compare)
+    if chosen.plot is not None:
+        compared.plot(report["compared"], chosen.plot)
 
 
 ENVIRONMENT = "import json; from volseg.monitoring.environment import environment; print(json.dumps(environment()))"

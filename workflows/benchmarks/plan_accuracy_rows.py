@@ -302,6 +302,9 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
         torch.cuda.set_device(gpus[0])
     for gpu in gpus:
         torch.cuda.mem_get_info(gpu)  # makes the context
+        if row.get("limit_bytes"):
+            size = torch.cuda.get_device_properties(gpu).total_memory
+            torch.cuda.set_per_process_memory_fraction(row["limit_bytes"] / size, gpu)
     found: Row = {"beside": {"context": [_beside(gpu) for gpu in gpus]}}
     marks = Marks(devices)
     marks.watched = True

@@ -5,6 +5,7 @@ Per choice of channels and kernel a few numbers of voxels, for the speed changes
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ SAME: dict[int, Convolutions] = {
         (256, 128, (16, 32)),
         (512, 256, (8, 16)),
         (96, 48, (48, 96)),
+        (12, 12, (64, 128)),
+        (24, 24, (32, 64, 128)),
+        (40, 40, (32, 64)),
+        (80, 80, (16, 32)),
+        (160, 160, (8, 16, 32)),
+        (16, 32, (64, 128)),
+        (32, 64, (32, 64)),
+        (64, 128, (16, 32)),
+        (128, 256, (8, 16)),
+        (256, 320, (4, 8)),
+        (320, 512, (4, 8)),
+        (640, 320, (4, 8)),
+        (2, 2, (64, 128)),
+        (32, 3, (64, 128)),
     ),
     5: (
         (1, 16, (64, 128)),
@@ -51,6 +66,10 @@ SAME: dict[int, Convolutions] = {
         (128, 128, (8, 16, 32)),
         (256, 256, (4, 8, 16)),
         (32, 2, (64, 128)),
+        (24, 24, (32, 64)),
+        (48, 48, (16, 32, 64)),
+        (96, 96, (8, 16, 32)),
+        (64, 32, (32, 64)),
     ),
     1: (
         (2, 2, (64, 128)),
@@ -61,6 +80,13 @@ SAME: dict[int, Convolutions] = {
         (256, 128, (8, 16)),
         (320, 3, (8,)),
         (48, 14, (96,)),
+        (16, 16, (64, 128)),
+        (32, 32, (32, 64)),
+        (32, 64, (32, 64)),
+        (64, 64, (16, 32)),
+        (64, 128, (16, 32)),
+        (128, 128, (8, 16)),
+        (256, 256, (8,)),
     ),
 }
 """By the side of their kernels."""
@@ -99,6 +125,11 @@ OURS: dict[int, Convolutions] = {
 """Convolutions that kernels of our own compute, without strides."""
 
 
+BATCHES: Convolutions = ((16, 16, (64,)), (32, 32, (32,)), (64, 64, (16, 32)), (128, 128, (8,)), (256, 256, (4, 8)))
+"""As wide, of several samples, on which cuDNN's choices depend too."""
+
+SAMPLES = (8, 32)
+
 FORWARD = {
     "few taps": "convolution.few_taps._forward_kernel",
     "one voxel": "convolution.one_voxel._forward_kernel",
@@ -124,6 +155,7 @@ class TimedConvolution:
     transposed: bool
     layout: Layout
     ours: bool
+    samples: int = 1
 
     @property
     def name(self) -> str:
@@ -131,7 +163,8 @@ class TimedConvolution:
         (came, go) = self.channels
         kind = "ours" if self.ours else "transposed" if self.transposed else f"stride {self.stride}"
         sides = f"{self.kernel}^3, {self.side}^3"
-        return f"convolution {came} to {go}, {sides}, {kind}, {name_layout(self.layout)}"
+        many = f"{self.samples} x " if self.samples > 1 else ""
+        return f"convolution {came} to {go}, {many}{sides}, {kind}, {name_layout(self.layout)}"
 
     @property
     def size(self) -> int:
@@ -140,13 +173,13 @@ class TimedConvolution:
         coarse = self.side**3
         (came, go) = self.channels
         voxels = coarse * came + fine * go if self.transposed else fine * came + coarse * go
-        return 2 * self.layout[0].itemsize * voxels
+        return 2 * self.layout[0].itemsize * voxels * self.samples
 
     def prepare(self, device: torch.device) -> list[Prepared]:
         """Make its tensors, and the calls."""
         (came, go), (dtype, last) = self.channels, self.layout
         side = self.side if self.transposed else self.side * self.stride
-        slab = draw(device, (1, came, *[side] * 3), dtype, last)
+        slab = draw(device, (self.samples, came, *[side] * 3), dtype, last)
         ends = (came, go) if self.transposed else (go, came)
         weight = draw(device, (*ends, *[self.kernel] * 3), dtype, last)
         padding = (self.kernel - 1) // 2 if self.kernel % 2 else 0
@@ -219,3 +252,7 @@ def list_convolutions() -> Iterator[RateCase]:
                     for side in chosen:
                         case = TimedConvolution((came, go), kernel, side, stride, transposed, layout, ours)
                         yield RateCase(case.name, case.size, case.prepare)
+    for came, go, sides in BATCHES:
+        for kernel, side, samples, layout in product((3, 5), sides, SAMPLES, LAYOUTS[:3]):
+            case = TimedConvolution((came, go), kernel, side, 1, False, layout, False, samples)
+            yield RateCase(case.name, case.size, case.prepare)

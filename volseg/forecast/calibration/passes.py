@@ -1,6 +1,7 @@
 """Operators that read and write volumes: pointwise ones, norms, pooling, resizing; torch's and ours."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ __all__ = ["list_passes", "prepare_passes"]
 
 VOLUMES = ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (2, 128))
 """Channels and side of what norms and passes over memory are timed on."""
+
+
+BATCHES, SAMPLES = ((16, 64), (64, 32), (256, 8)), 16
+"""Channels and side of norms over several samples, which a norm over batches does not share out further."""
 
 
 class _Pair(NamedTuple):
@@ -137,7 +142,7 @@ def _batch_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
 
 def _group_norm(x: Tensor) -> Any:
     groups = min(8, x.shape[1])
-    return aten.native_group_norm(x, None, None, 1, x.shape[1], x[0, 0].numel(), groups, 1e-5)
+    return aten.native_group_norm(x, None, None, len(x), x.shape[1], x[0, 0].numel(), groups, 1e-5)
 
 
 def _group_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
@@ -145,7 +150,7 @@ def _group_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
     _, mean, rstd = _group_norm(x)
     call, voxels = aten.native_group_norm_backward, x[0, 0].numel()
     weight = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
-    return lambda: call(y, x, mean, rstd, weight, 1, x.shape[1], voxels, groups, [True] * 3)
+    return lambda: call(y, x, mean, rstd, weight, len(x), x.shape[1], voxels, groups, [True] * 3)
 
 
 def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Callable[[], object]]]:
@@ -161,11 +166,17 @@ def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Calla
 
 
 def prepare_passes(
-    names: Sequence[str], channels: int, side: int, layout: Layout, ours: bool, device: torch.device
+    names: Sequence[str],
+    channels: int,
+    side: int,
+    layout: Layout,
+    ours: bool,
+    device: torch.device,
+    samples: int = 1,
 ) -> list[Prepared]:
     """Return passes by their names, or ours, over volumes of so many channels and so wide."""
     dtype, last = layout
-    x, y = (draw(device, (1, channels, *[side] * 3), dtype, last) for _ in range(2))
+    x, y = (draw(device, (samples, channels, *[side] * 3), dtype, last) for _ in range(2))
     prepared: list[Prepared] = []
     if ours:
         for name, (tensors, call) in _our_passes(x, y).items():
@@ -177,14 +188,28 @@ def prepare_passes(
     return prepared
 
 
+def _prepare_norms(channels: int, side: int, layout: Layout, device: torch.device) -> list[Prepared]:
+    names = ["aten.native_batch_norm", "aten.native_batch_norm_backward"]
+    if not layout[1]:
+        names += ["aten.native_group_norm", "aten.native_group_norm_backward"]
+    return prepare_passes(names, channels, side, layout, False, device, SAMPLES)
+
+
 def list_passes() -> Iterator[RateCase]:
     """List all of them."""
     for channels, side in VOLUMES:
         for dtype, last in LAYOUTS[:4]:
             size = channels * side**3 * dtype.itemsize
             for name in PASSES:
+                if last and "group_norm" in name:
+                    continue  # its backward takes contiguous volumes only
                 told = f"{name} of {channels} x {side}^3, {name_layout((dtype, last))}"
                 yield RateCase(told, 4 * size, bind(prepare_passes, (name,), channels, side, (dtype, last), False))
+    for channels, side in BATCHES:
+        for dtype, last in LAYOUTS[:4]:
+            size = SAMPLES * channels * side**3 * dtype.itemsize
+            told = f"norms of {SAMPLES} x {channels} x {side}^3, {name_layout((dtype, last))}"
+            yield RateCase(told, 4 * size, partial(_prepare_norms, channels, side, (dtype, last)))
     for channels, side in ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (16, 128), (16, 64)):
         size = channels * side**3
         told = f"norm of ours, {channels} x {side}^3"

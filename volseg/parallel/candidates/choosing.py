@@ -84,19 +84,31 @@ def search(
     """
     groups: dict[Candidate, list[Forecast]] = {candidate: [] for candidate in candidates}
     skipped: list[Skipped] = []
+
+    def look(candidate: Candidate, least: float, group: list[Forecast]) -> Forecast | None:
+        best = _find_fastest(chain.from_iterable(groups.values()))
+        if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
+            skipped.append(Skipped(candidate=candidate, least_seconds=least))
+            return None
+        group.append(judge(follow(candidate), capacity))
+        return group[-1]
+
     # One GPU first: it is quickly followed, and what it takes bounds all others. Then what promises most.
     for first in sorted(candidates, key=lambda each: (each.num_gpus > 1, _order(each))):
-        least = find_bound(first, chain.from_iterable(groups.values()), batch_size)
-        for candidate in (first, *relieve(first)):
-            best = _find_fastest(chain.from_iterable(groups.values()))
-            if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
-                skipped.append(Skipped(candidate=candidate, least_seconds=least))
-                break  # those that recompute more take longer still
-            looked = judge(follow(candidate), capacity)
-            groups[first].append(looked)
-            if looked.memory is None or (looked.runs and not thorough):
-                break
-            least = looked.seconds or least
+        group = groups[first]
+        plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
+        if plain is None or plain.memory is None or (plain.runs and not thorough):
+            continue
+        *less, most = relieve(first) or (first,)
+        # Of other kernels the plain step says nothing.
+        least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
+        # What recomputes most first: where that does not fit, nothing does.
+        last = None if most == first else look(most, least, group)
+        if last is not None and last.runs and not plain.runs:
+            for candidate in less:
+                relieved = look(candidate, least, group)
+                if relieved is None or relieved.runs:
+                    break
     forecasts = tuple(chain.from_iterable(groups.values()))
     chosen, why = choose(forecasts)
     return Found(forecasts=forecasts, skipped=tuple(skipped), chosen=chosen, why=why)

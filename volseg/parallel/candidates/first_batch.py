@@ -17,7 +17,7 @@ from volseg.errors import VolsegError
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.planning import Machine, Plan, plan_work
+from volseg.parallel.candidates.planning import Machine, StepPlan, plan_work
 from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.parallel.model_parallel import choose_by
 from volseg.parallel.pipeline import Pipeline
@@ -119,7 +119,7 @@ def choose_for_first_batch(
     return take_options(plan)
 
 
-def take_options(plan: Plan) -> tuple[Options, str]:
+def take_options(plan: StepPlan) -> tuple[Options, str]:
     """Return the options of a plan's choice; where nothing fits, of what needs least, and let the run tell."""
     best = plan.chosen
     if best is None:

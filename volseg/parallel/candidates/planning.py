@@ -1,6 +1,8 @@
 """What fits on a machine, and what is fastest there: every candidate followed, and one chosen."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
@@ -9,8 +11,10 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
+from volseg.forecast.outside import find_outside
 from volseg.forecast.timing import find_seconds
 from volseg.forecast.trace import StepTrace
+from volseg.parallel.candidates.beside import following_beside
 from volseg.parallel.candidates.choosing import GIB, Found, judge, search
 from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
@@ -18,21 +22,15 @@ from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.volumes import Largest, find_largest
 from volseg.parallel.candidates.work import Work
 
-__all__ = ["Machine", "Plan", "Resize", "forecast_work", "list_largest", "plan_work"]
+__all__ = ["Machine", "Resize", "StepPlan", "forecast_work", "list_largest", "plan_work"]
 
 Sides = tuple[int, int, int]
 
-Resize = Callable[[Sides], Work]
-"""Makes the work on volumes of other sides."""
+Resize = Callable[[Sides], tuple[Work, int]]
+"""Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
 
 MOST_GPUS = 64
 """To which more GPUs are looked for where nothing fits."""
-
-CONTEXT_BYTES = 600 * 2**20
-"""Of a GPU that a process takes beside torch's allocator: CUDA's context and the kernels of cuDNN and cuBLAS."""
-
-GROUP_BYTES = 400 * 2**20
-"""Besides, in a process that exchanges with others: NCCL's buffers and channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """What was forecast for a machine."""
 
     name: str
@@ -156,23 +154,44 @@ def forecast_work(
         Refused, with the reason, where it cannot run or does not fit.
     """
     try:
-        traces = follow_candidate(
-            work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
-        )
+        with _quietly():
+            traces = follow_candidate(
+                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+            )
     except VolsegError as fault:
-        return Forecast(candidate=candidate, refused=str(fault).partition("\n")[0])
-    outside = CONTEXT_BYTES + (0 if one_process or candidate.data * candidate.spatial == 1 else GROUP_BYTES)
+        return Forecast(candidate=candidate, refused=_tell(fault))
+    except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
+        return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
+    processes = 1 if one_process else candidate.data * candidate.spatial
     capacity = machine.gpu_bytes - reserve
-    memory = max((_find_memory_use(trace, capacity, outside) for trace in traces), key=lambda use: use.total)
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
+    memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)
     seconds = find_seconds(
         traces,
         machine.gpu,
         machine.links,
+        recorded=candidate.recorded,
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
     return judge(Forecast(candidate=candidate, memory=memory, seconds=seconds), capacity)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let the strategies say nothing about what is only followed."""
+    ours = logging.getLogger("volseg")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
+def _tell(fault: Exception) -> str:
+    return str(fault).strip().partition("\n")[0]
 
 
 def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:
@@ -199,7 +218,8 @@ def plan_work(
     times: float = 1.0,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
-) -> Plan:
+    beside: bool = False,
+) -> StepPlan:
     """Follow what could win on a machine, and choose.
 
     Parameters
@@ -226,6 +246,8 @@ def plan_work(
         Which candidates may be taken.
     thorough : bool
         Whether to follow those too that cannot win.
+    beside : bool
+        Whether to follow several at a time; see `following_beside`.
 
     Raises
     ------
@@ -244,21 +266,22 @@ def plan_work(
         forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
         return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
 
-    found = search(
-        candidates,
-        follow,
-        machine.gpu_bytes - reserve,
-        work.batch_size,
-        lambda each: relieve(each, free),
-        thorough=thorough,
-    )
+    with following_beside(follow, candidates) if beside else nullcontext(follow) as ask:
+        found = search(
+            candidates,
+            ask,
+            machine.gpu_bytes - reserve,
+            work.batch_size,
+            lambda each: relieve(each, free),
+            thorough=thorough,
+        )
     if all(each.memory is None for each in found.forecasts):
         first = found.forecasts[0]
         raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
     remedies: tuple[str, ...] = ()
     if found.chosen is None:
         remedies = tuple(_list_remedies(work, machine, found, reserve, resize, divisors))
-    return Plan(
+    return StepPlan(
         name=work.name,
         shape=work.shape,
         precision=str(work.precision).removeprefix("torch."),
@@ -293,7 +316,7 @@ def _list_remedies(
         name, gib = name_candidate(enough.candidate), _total(enough) / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
     if resize is not None:
-        largest = _find_largest(work, least.candidate, machine, reserve, resize, divisors)
+        largest = _find_largest(work, least.candidate, machine, resize, divisors)
         if largest is not None:
             sides = " x ".join(map(str, largest.sides))
             yield f"volumes of {sides}: {name_candidate(least.candidate)} ({largest.needed / GIB:.1f} GiB)"
@@ -323,19 +346,19 @@ def _find_largest(
     work: Work,
     candidate: Candidate,
     machine: Machine,
-    reserve: int,
     resize: Resize,
     divisors: Sequence[int],
     aspect: Sequence[int] | None = None,
 ) -> Largest | None:
     def need(sides: Sides) -> int | None:
-        forecast = forecast_work(resize(sides), candidate, machine, reserve=reserve)
-        return None if forecast.memory is None else forecast.memory.total
+        resized, reserve = resize(sides)
+        forecast = forecast_work(resized, candidate, machine, reserve=reserve)
+        return None if forecast.memory is None else forecast.memory.total + reserve
 
     aspect = work.sides if aspect is None else aspect
     longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
     first = max(1, max(work.sides) // divisors[longest])
-    return find_largest(need, machine.gpu_bytes - reserve, aspect, divisors, first=first)
+    return find_largest(need, machine.gpu_bytes, aspect, divisors, first=first)
 
 
 def list_largest(
@@ -343,7 +366,6 @@ def list_largest(
     machine: Machine,
     free: Freedom,
     *,
-    reserve: int,
     resize: Resize,
     divisors: Sequence[int],
 ) -> list[tuple[Candidate, Sides, Largest | None]]:
@@ -351,7 +373,7 @@ def list_largest(
 
     Parameters
     ----------
-    work, machine, free, reserve, resize, divisors
+    work, machine, free, resize, divisors
         See `plan_work`.
 
     Returns
@@ -365,7 +387,7 @@ def list_largest(
     d, h, w = work.sides
     shapes = dict.fromkeys([(1, 1, 1), (d, h, w)] if len({d, h, w}) > 1 else [(d, h, w)])
     return [
-        (candidate, aspect, _find_largest(work, candidate, machine, reserve, resize, divisors, aspect))
+        (candidate, aspect, _find_largest(work, candidate, machine, resize, divisors, aspect))
         for candidate in candidates
         for aspect in shapes
     ]

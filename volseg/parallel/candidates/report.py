@@ -73,6 +73,19 @@ class CandidateRow(_Row):
     epoch_price: Seconds | None = None
     """In US dollars."""
 
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate again."""
+        return Candidate(
+            data=self.data,
+            spatial=self.spatial,
+            pipeline=self.pipeline,
+            split_size=self.split_size,
+            checkpoint=self.checkpoint,
+            kernels=self.kernels,
+            recorded=self.recorded,
+        )
+
 
 class PlanReport(_Row):
     """What ``volseg plan --json`` prints."""

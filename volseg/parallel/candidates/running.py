@@ -17,6 +17,7 @@ from volseg.device.pretended import GpuLike, host_values
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
+from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.candidates.lone_process import Exchange, be_process
@@ -26,13 +27,14 @@ from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial import ShardedVolume, Spatial
 
 __all__ = ["follow_candidate"]
 
 NUM_STEPS = 2
-"""The first makes the optimizer's state and the mailboxes, the second finds them."""
+"""Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
 
 TimeKernel = Callable[[KernelRun], float]
 
@@ -56,7 +58,7 @@ def follow_candidate(
     gpu : GpuKind
         The kind of GPU.
     time_kernel : callable, optional
-        Says how many seconds a kernel takes: a pipeline is cut by it. By default what the memory's speed allows.
+        Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
     one_process : bool
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
 
@@ -66,10 +68,11 @@ def follow_candidate(
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
+    time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == candidate.pipeline or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel or _time_roughly)
+        return _follow_in_one_process(work, candidate, gpu, time_kernel)
     ranks = _list_ranks(candidate, max(work.sides))
-    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel or _time_roughly) for rank in ranks)
+    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -112,7 +115,8 @@ def _follow_in_one_process(
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
         model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
-        _run(work, model, lambda: work.make_batch(rows, followed.devices[0]), followed)
+        make_batch = partial(work.make_batch, rows, followed.devices[0])
+        _run(work, model, make_batch, followed, recorded=candidate.recorded and candidate.num_gpus == 1)
     return followed.traces()
 
 
@@ -125,7 +129,8 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
             mesh = join_mesh(candidate.data, candidate.spatial)
             model = _place(_build(work, followed), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
-            _run(work, model, partial(_make_batch, work, model, rows, device, candidate), followed)
+            make_batch = partial(_make_batch, work, model, rows, device, candidate)
+            _run(work, model, make_batch, followed, recorded=candidate.recorded)
     (trace,) = followed.traces()
     return StepTrace(trace.events, rank)
 
@@ -192,16 +197,21 @@ def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
     return from_slab(model, slab, field.shape)
 
 
-def _run(work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep) -> None:
+def _run(
+    work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep, *, recorded: bool
+) -> None:
     """Train on the same batch, as the training loop does."""
     model.train()
     batch = make_batch()
     followed.mark("placed")
     optimizer = work.build_optimizer(model)
-    step = work.build_step(model, optimizer)
+    step: Callable[[Batch], Any] = work.build_step(model, optimizer)
+    num_steps = NUM_STEPS
+    if recorded:  # one more records, and another one replays
+        step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
     with _marked(model, followed):
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             followed.mark("step")
             result = step(batch)
             del result

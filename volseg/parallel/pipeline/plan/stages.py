@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from volseg.device.pretended import find_pretended, is_gpu
+from volseg.device.pretended import empty_cache, find_pretended, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (
@@ -155,14 +155,15 @@ def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> f
 
 def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
     """Return the bytes that each device can give, or ``None`` for hosts."""
-    kind = find_pretended()
-    if kind is not None:
-        return [float(kind.memory) / list(devices).count(device) for device in devices]
-    if any(device.type != "cuda" for device in devices):
+    if not all(map(is_gpu, devices)):
         return None
     # What measuring has left behind is not in use.
     gc.collect()
-    torch.cuda.empty_cache()
+    for device in devices:
+        empty_cache(device)
+    kind = find_pretended()
+    if kind is not None:
+        return [float(kind.memory) / list(devices).count(device) for device in devices]
     limits = []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)

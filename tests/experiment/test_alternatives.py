@@ -1,0 +1,116 @@
+"""Other ways to run a training, by forecasts or without: which come first, and how a user asks for them."""
+
+from dataclasses import replace
+
+import pytest
+
+from volseg.config.loading import load_config
+from volseg.errors import ConfigError
+from volseg.experiment.alternatives import (
+    find_candidate,
+    find_forecast,
+    list_lines,
+    list_overrides,
+    list_smaller,
+    rank_smaller,
+    take_candidate,
+)
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.memory_use import MemoryUse
+
+GIB = 2**30
+
+
+def forecast(gib, seconds, refused=None, **candidate):
+    memory = MemoryUse(used=gib * GIB // 2, reserved=int(gib * GIB), outside=0, peak_in="backward")
+    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+
+
+KNOWN = [
+    forecast(20, 0.1, "needs 20.0 GiB, and there are 16.0 GiB"),
+    forecast(12, 0.2, checkpoint=2, kernels="fast"),
+    forecast(9, 0.3, checkpoint="all", kernels="fast"),
+    forecast(19.9, 0.05, kernels="torch", data=2),
+    forecast(11, 0.07, spatial=2),
+    Forecast(candidate=Candidate(pipeline=2, split_size=1), refused="pool has no form"),
+]
+
+
+def test_what_needs_clearly_less_is_ranked_by_time_on_as_many_gpus_first():
+    ranked = rank_smaller(Candidate(kernels="torch"), KNOWN)
+    assert [(each.candidate.num_gpus, each.candidate.checkpoint) for each in ranked] == [
+        *((1, 2), (1, "all")),
+        (2, None),
+    ]
+
+
+def test_without_a_forecast_of_what_failed_all_that_fit_count():
+    assert len(rank_smaller(Candidate(spatial=4), KNOWN)) == 4
+
+
+def test_a_forecast_is_found_whichever_kernels_one_gpu_takes():
+    assert find_forecast(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
+    both = [KNOWN[0], replace(KNOWN[0], candidate=Candidate(kernels="torch"), seconds=9.0)]
+    assert find_forecast(Candidate(kernels="torch"), both).seconds == 9.0
+    assert find_forecast(Candidate(spatial=3), KNOWN) is None
+
+
+def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
+    config = configured()
+    lines = list_lines(
+        config, [replace(each, candidate=replace(each.candidate, recorded=True)) for each in KNOWN[1:5]], 1
+    )
+    assert lines[0] == (
+        "  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=2   "
+        "12.0 GiB, 0.2 s per step"
+    )
+    assert lines[2].startswith("  --gpus 2 --set parallel.data=2 --set parallel.spatial=1   19.9 GiB of each GPU")
+    for line, each in zip(lines, KNOWN[1:], strict=False):
+        words = line.split("   ")[0].removeprefix("  ").split()
+        pasted = load_config(config_file, [word for word in words if "=" in word])
+        count = each.candidate.data * each.candidate.spatial
+        assert find_candidate(pasted, pasted.mesh(count), 1) == replace(
+            each.candidate, recorded=True, kernels="fast" if pasted.parallel.model_strategy == "spatial" else "torch"
+        )
+
+
+def test_kernels_that_were_asked_for_stay(configured):
+    config = configured("training.kernels=torch")
+    assert list_lines(config, [KNOWN[2]], 1) == []
+    with pytest.raises(
+        ConfigError, match=r"training\.kernels is torch, which parallel\.strategy: spatial does not run"
+    ):
+        take_candidate(config, KNOWN[2].candidate, 1)
+
+
+@pytest.mark.parametrize(
+    ("tried", "smaller"),
+    [
+        ({}, [(1, 1, "all", None)]),
+        ({"checkpoint": "all"}, []),
+        (
+            {"data": 4},
+            [(4, 1, "all", None), (2, 2, None, None), (2, 2, "all", None), (1, 4, None, None), (1, 4, "all", None)],
+        ),
+        ({"spatial": 2, "checkpoint": 1}, [(1, 2, "all", None)]),
+        ({"pipeline": 2}, [(1, 1, None, 4)]),
+        ({"pipeline": 2, "split_size": 1}, []),
+    ],
+)
+def test_what_takes_less_of_any_network(tried, smaller):
+    found = list_smaller(Candidate(**tried), 8)
+    assert [(each.data, each.spatial, each.checkpoint, each.split_size) for each in found] == smaller
+    assert {each.num_gpus for each in found} <= {Candidate(**tried).num_gpus}
+
+
+def test_what_is_taken_is_what_is_done(configured):
+    for candidate in (
+        *list_smaller(Candidate(data=2, recorded=True), 2),
+        Candidate(pipeline=2, split_size=1, recorded=True),
+    ):
+        count = candidate.data * candidate.spatial
+        config = take_candidate(configured(), candidate, count)
+        found = find_candidate(config, config.mesh(count), 1)
+        assert replace(found, kernels=candidate.kernels) == candidate
+        assert config.mesh(count).is_open is False
+        assert list_overrides(configured(), config)

@@ -1,0 +1,228 @@
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.in_group import in_group
+from tests.networks import Apply
+from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
+from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.forecast.trace import Allocate, Free, KernelRun, Mark, Outside, Sent, StepTrace
+from volseg.parallel import ModelParallel, Spatial
+from volseg.parallel.candidates import running
+from volseg.parallel.candidates.lone_process import be_process
+from volseg.parallel.candidates.work import Work
+
+GPU = find_kind("h200")
+
+
+def build_small() -> nn.Module:
+    """Channels that no other size of the tests is a multiple of."""
+    return nn.Sequential(
+        nn.Conv3d(1, 6, 3, padding=1),
+        nn.InstanceNorm3d(6),
+        nn.LeakyReLU(inplace=True),
+        nn.Conv3d(6, 10, 3, stride=2, padding=1),
+        nn.BatchNorm3d(10),
+        nn.ReLU(),
+        nn.Conv3d(10, 10, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose3d(10, 6, 2, stride=2),
+        nn.Conv3d(6, 2, 1),
+    )
+
+
+def make_work(build: Callable[[], nn.Module] = build_small, shape: tuple[int, ...] = (4, 1, 32, 16, 16)) -> Work:
+    def build_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+        def step(batch: Any) -> Tensor:
+            loss = model(batch["image"]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return Work(
+        build=build,
+        shape=shape,
+        make_batch=lambda rows, device: {"image": torch.zeros(rows, *shape[1:], device=device)},
+        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+        build_step=build_step,
+        precision=torch.float32,
+    )
+
+
+def follow_candidate(work: Work, candidate: Candidate, **options: Any) -> tuple[StepTrace, ...]:
+    return running.follow_candidate(work, candidate, GPU, **options)
+
+
+def find_peak(trace: StepTrace) -> int:
+    """Count what is held at most, block by block."""
+    held: dict[int, int] = {}
+    most = 0
+    for event in trace.events:
+        if isinstance(event, Allocate):
+            assert event.block not in held
+            held[event.block] = event.size
+        elif isinstance(event, Free):
+            del held[event.block]
+        most = max(most, sum(held.values())) if isinstance(event, Allocate) else most
+    return most
+
+
+def count_sent(trace: StepTrace, kind: str) -> list[int]:
+    return [event.size for event in trace.events if isinstance(event, Sent) and event.kind == kind]
+
+
+def list_marks(trace: StepTrace) -> list[str]:
+    return [event.name for event in trace.events if isinstance(event, Mark)]
+
+
+STEP = ["step", "forward", "loss", "backward", "optimizer", "end"]
+
+
+def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
+    (d, h, w), channels = (64, 16, 16), 6
+    work = make_work(lambda: nn.Conv3d(1, channels, 3, padding=1), shape=(1, 1, d, h, w))
+    whole = follow_candidate(work, Candidate())[0]
+    inner = follow_candidate(work, Candidate(spatial=4))[-1]  # between two others
+    assert inner.device == 1
+
+    def sizes(trace: StepTrace) -> Counter[int]:
+        return Counter(event.size for event in trace.events if isinstance(event, Allocate))
+
+    voxel = 4  # bytes of a float
+    slab = d // 4 * h * w * voxel
+    plane = h * w * voxel
+    assert sizes(whole)[channels * d * h * w * voxel] > 0
+    assert sizes(inner)[channels * slab] > 0  # what it computes
+    assert sizes(inner)[slab + 2 * plane] > 0  # what it reads: its planes, and one of each neighbour
+    # Of the input nothing needs a gradient: only forward sends planes, one each way in each of the two steps.
+    assert count_sent(inner, "halo") == [2 * plane] * 2
+
+
+@pytest.mark.parametrize("candidate", [Candidate(data=2), Candidate(spatial=2), Candidate(data=2, spatial=2)])
+def test_every_gradient_is_sent_once_in_a_step(candidate: Candidate) -> None:
+    (trace,) = follow_candidate(make_work(), candidate)
+    parameters = sum(parameter.numel() for parameter in build_small().parameters())
+    numbers = sum(1 for _ in build_small().parameters())  # one behind each gradient, which tells how it lies in memory
+    sums = (candidate.data > 1) + (candidate.spatial > 1)
+    gradients = [size for size in count_sent(trace, "all_reduce") if size > 1000]
+    assert gradients == [4 * (parameters + numbers)] * sums * 2
+    assert list_marks(trace) == ["placed", *STEP, *STEP]
+
+
+def test_slabs_hold_their_part_of_what_one_gpu_holds() -> None:
+    work = make_work(shape=(1, 1, 128, 32, 32))
+    (one,) = follow_candidate(work, Candidate())
+    (slab,) = follow_candidate(work, Candidate(spatial=4))
+    # A quarter, and of each activation at most three planes of room on both sides of 32 or more.
+    assert 0.25 <= find_peak(slab) / find_peak(one) <= 0.25 * (1 + 6 / 32) + 0.02
+    mailboxes = [event.size for event in slab.events if isinstance(event, Outside)]
+    assert sorted(mailboxes) == [2 * 4 * 8192 * 8, 2 * 2 * 2**20 * 8]  # words for values, and for planes
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of memory that a real step holds at most, by storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.alive[get_storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def count_real_step(checkpoint: Any) -> int:
+    """Return the bytes at most of one process's part of a step on the CPU."""
+    torch.manual_seed(0)
+    model = ModelParallel(build_small(), strategy=Spatial(axes="D", checkpoint=checkpoint))
+    batch = torch.ones(2, 1, 32, 16, 16)
+    model(batch).float().square().mean().backward()
+    with Counted() as counted:
+        model(batch).float().square().mean().backward()
+    return counted.most
+
+
+@pytest.mark.parametrize("checkpoint", [None, "all"])
+def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -> None:
+    real = in_group(4, count_real_step, checkpoint)
+    for rank, wanted in enumerate(real):
+        with be_process(rank, 4, lambda _: None):
+            assert count_real_step(checkpoint) == wanted
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(stages: int) -> None:
+    traces = follow_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
+    assert [trace.device for trace in traces] == list(range(stages))
+    assert all(list_marks(trace).count("step") == 2 for trace in traces)
+    ran = [{event.name for event in trace.events if isinstance(event, KernelRun)} for trace in traces]
+    used = [number for number, names in enumerate(ran) if "aten.convolution" in names]
+    assert len(used) >= 2
+    assert used[0] == 0
+    assert all(sum(count_sent(traces[number], "copy")) > 0 for number in used)
+
+
+def test_smaller_micro_batches_take_no_more_memory() -> None:
+    peaks = [
+        sum(map(find_peak, follow_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
+    ]
+    assert peaks == sorted(peaks)
+
+
+def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:
+    traces = follow_candidate(make_work(), Candidate(spatial=2), one_process=True)
+    assert [trace.device for trace in traces] == [0, 1]
+    assert all(find_peak(trace) > 0 for trace in traces)
+    assert find_peak(traces[0]) < find_peak(follow_candidate(make_work(), Candidate(kernels="torch"))[0])
+
+
+def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
+    (trace,) = follow_candidate(make_work(), Candidate(spatial=2, recorded=True))
+    marks = list_marks(trace)
+    assert marks.count("step") == 4
+    assert marks.index("empty_cache") < marks.index("record") < marks.index("replay")
+    pools = {event.pool for event in trace.events if isinstance(event, Allocate)}
+    assert len(pools) == 2
+    assert "" in pools
+
+
+def test_nothing_is_really_allocated() -> None:
+    work = make_work(lambda: nn.Conv3d(1, 64, 3, padding=1), shape=(1, 1, 2048, 2048, 1024))
+    (trace,) = follow_candidate(work, Candidate(spatial=2))
+    assert find_peak(trace) > 2**38
+
+
+def test_the_strategy_refuses_in_its_own_words() -> None:
+    sorts = make_work(lambda: nn.Sequential(nn.Conv3d(1, 2, 1), Apply(lambda x: torch.linalg.inv(x))))
+    with pytest.raises(UnsupportedOperatorError, match=r"inv.* has no sharded form"):
+        follow_candidate(sorts, Candidate(spatial=2))
+    with pytest.raises(ParallelError, match="8 replicas share a batch of 4"):
+        follow_candidate(make_work(), Candidate(data=8))
+    with pytest.raises(ParallelError, match=r"\(4, 1, 2, 2, 2\) are too thin to be cut into 4 slabs"):
+        follow_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
+    with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
+        follow_candidate(make_work(), Candidate(spatial=2, pipeline=2))
+    with pytest.raises(ParallelError, match="DistributedDataParallel, which cannot be followed"):
+        follow_candidate(make_work(), Candidate(data=2, pipeline=2))
+
+
+def test_the_same_is_followed_twice() -> None:
+    one, two = (follow_candidate(make_work(), Candidate(spatial=2)) for _ in range(2))
+    assert one == two
