@@ -476,3 +476,23 @@ def test_tensors_without_values_say_what_they_cannot_do() -> None:
             with pytest.raises(internals.UNFOLLOWABLE) as caught:
                 ask()
             assert "aten." in str(caught.value.func)
+
+
+def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
+    with internals.FakeTensorMode():
+        layer = nn.Linear(2, 3)
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer = torch.optim.SGD(layer.parameters())
+        calls: list[str] = []
+
+        class Listen(internals.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                calls.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with Listen():
+            optimizer.step()
+            with internals.taking_lists():
+                assert not [name for name in calls if "_foreach_" in name]
+                optimizer.step()
+        assert [name for name in calls if "_foreach_add_" in name]

@@ -26,6 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.loss import _Loss as Loss
+from torch.optim import optimizer as _of_optimizers
+from torch.utils import _foreach_utils as _of_lists
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -92,6 +94,7 @@ __all__ = [
     "pytree",
     "suggest_memory_format",
     "swapping_by",
+    "taking_lists",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -258,6 +261,22 @@ def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     finally:
         torch.utils.swap_tensors = before
         torch.__future__.set_swap_module_params_on_conversion(always)
+
+
+@contextmanager
+def taking_lists() -> Iterator[None]:
+    """Let optimizers and the norm of gradients take lists of tensors without values at once, as of a GPU's tensors."""
+    modules: tuple[Any, ...] = (_of_lists, _of_optimizers)
+    before = modules[0]._get_foreach_kernels_supported_devices
+    for module in modules:
+        module._foreach_supported_types.append(FakeTensor)
+        module._get_foreach_kernels_supported_devices = lambda: [*before(), "cpu"]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._foreach_supported_types.remove(FakeTensor)
+            module._get_foreach_kernels_supported_devices = before
 
 
 # Devices and processes.

@@ -15,7 +15,7 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from volseg.device.torch_internals import (
     TorchDispatchMode,
     get_storage_key,
     swapping_by,
+    taking_lists,
     tree_leaves,
 )
 from volseg.forecast.autocast import casting_like_gpus
@@ -49,6 +50,13 @@ from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
+
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+CHECK_GRADIENTS = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What ``GradScaler`` does with gradients; it then reads whether one was not finite, and no step is skipped here."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -99,6 +107,7 @@ def following(
         stack.enter_context(casting_like_gpus())
         stack.enter_context(composing_like_gpus())
         stack.enter_context(swapping_by(_take_over))
+        stack.enter_context(taking_lists())
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
         stack.enter_context(_OnDevices())
@@ -123,6 +132,7 @@ class FollowedStep:
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""
         self._blocks = 0
+        self._checked: set[int] = set()
 
     def traces(self) -> tuple[StepTrace, ...]:
         """Return what each device was asked for so far."""
@@ -142,6 +152,15 @@ class FollowedStep:
     def copy(self, value: Any) -> Any:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Remember nothing of the operators in here."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
 
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
@@ -200,6 +219,7 @@ class FollowedStep:
             self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
 
     def _give_back(self, key: int) -> int:
+        self._checked.discard(key)
         number, size, block = self._held.pop(key)
         if size:
             self._events[number].append(Free(block))
@@ -215,6 +235,14 @@ class FollowedStep:
         if run is not None:
             self._note_run(self._number(home), run)
 
+    def note_checked(self, found: Tensor) -> None:
+        """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
+        self._checked.add(get_storage_key(found.untyped_storage()))
+
+    def is_checked(self, tensor: Tensor) -> bool:
+        """Say whether a tensor says that; a step that is followed has finite gradients."""
+        return get_storage_key(tensor.untyped_storage()) in self._checked
+
     def note_kernel(self, kernel: NotedKernel) -> None:
         """Put down a kernel of ours."""
         home = kernel.tensors[0].device
@@ -224,10 +252,6 @@ class FollowedStep:
     def _number(self, device: torch.device) -> int:
         assert device.index is not None
         return device.index
-
-
-ON_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
-"""Operators that are given memory itself: who remembers their arguments holds it."""
 
 
 class _Noting(TorchDispatchMode):
@@ -242,7 +266,9 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        with self._remembering(func not in ON_STORAGES):
+        if func is READ_VALUE and self.followed.is_checked(args[0]):
+            return 0.0
+        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
@@ -251,20 +277,12 @@ class _Noting(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self.followed.note_storage(leaf)
-        else:
+        elif func is CHECK_GRADIENTS:
+            self.followed.note_checked(args[1])
+        elif out is not None:
             return out  # of prim.device and its like
         self.followed.note_operator(func, args, kwargs, out)
         return out
-
-    @contextmanager
-    def _remembering(self, wanted: bool) -> Iterator[None]:
-        """Let the mode remember an operator's result for the same arguments, which it then holds."""
-        mode = self.followed.mode
-        before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and wanted
-        try:
-            yield
-        finally:
-            mode.cache_enabled = before
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)

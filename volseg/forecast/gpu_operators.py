@@ -42,7 +42,7 @@ is the result as of a CPU: of the right shape.
 """
 
 WITHOUT_RESULT: set[Any] = set()
-"""Those for whom a CPU's result is not asked: torch has none without values."""
+"""Those for whom a CPU's result is not asked: torch has none without values, or not from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -201,7 +201,11 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
 
 
-WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler is _step_fused}
+WITHOUT_RESULT |= {
+    operator
+    for operator, handler in GPU_OPERATORS.items()
+    if handler in (_softmax, _differentiate_softmax, _step_fused)
+}
 
 
 @contextmanager
@@ -212,10 +216,14 @@ def composing_like_gpus() -> Iterator[None]:
 
 
 def _drop(input: Tensor, probability: float, training: bool) -> Tensor:
-    if on_gpu(input) and training and 0 < probability < 1:
+    if not training or probability == 0 or input.numel() == 0:
+        return input
+    if on_gpu(input) and probability < 1:
         out: Tensor = aten.native_dropout(input, probability, training)[0]  # with a mask of bytes
         return out
-    return aten.dropout.default.decompose(input, probability, training)
+    if probability == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    return input * torch.empty_like(input).bernoulli_(1 - probability).div_(1 - probability)
 
 
 def _normalize_groups(
