@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from volseg import Checkpoints, Hook
+from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.experiment import RunFolder, replanning, train
 from volseg.forecast.candidate import Candidate, Forecast
@@ -171,6 +173,29 @@ def test_a_record_that_is_none_is_refused(configured):
     (config.folder / "replanned.json").write_text('{"asked": 3}', encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
         train(configured(REPLAN), resume=True)
+
+
+DAMAGED = [("asked", None), ("asked", "abc"), ("parallel", []), ("training", None), ("training", {"epochs": 9})]
+
+
+@pytest.mark.parametrize(("field", "value"), [*DAMAGED, ("unknown", 1)])
+def test_a_damaged_record_is_refused(field, value):
+    tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
+    sound = {
+        "asked": {},
+        "processes": 1,
+        "failure": tried,
+        "overrides": ["parallel.devices=1"],
+        "parallel": ParallelConfig().model_dump(mode="json"),
+        "training": {"kernels": "torch", "record": False},
+        "why": "less memory",
+    }
+    assert replanning.Replanned.read(sound, "replanned.json").as_json() == {
+        **sound,
+        "overrides": ("parallel.devices=1",),
+    }
+    with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
+        replanning.Replanned.read({**sound, field: value}, "replanned.json")
 
 
 def test_a_validation_without_memory_is_no_matter_of_steps(configured):

@@ -52,7 +52,7 @@ from volseg.parallel.processes import find_supervision
 from volseg.parallel.progress import find_milestone
 from volseg.workflow.processes import gather_over_processes
 
-__all__ = ["REPLANNED", "BeginAgain", "Replanning", "free_memory"]
+__all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +133,10 @@ class Replanned:
             if set(found.training) != {"kernels", "record"}:
                 raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
             validated(ParallelConfig, dict(found.parallel), str(source))
-        except (ConfigError, ValueError) as fault:  # pydantic's is a ValueError
+        except (ConfigError, ValueError) as fault:  # pydantic's is a ValueError, of many lines
+            reason = " ".join(str(fault).split())
             raise CheckpointError(
-                f"{source} should say how the run goes on after it was out of memory ({fault}); restore it from a "
+                f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
                 "copy, or remove it and the run goes on as its config says"
             ) from fault
         return found
