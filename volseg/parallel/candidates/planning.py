@@ -12,10 +12,10 @@ from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
 from volseg.forecast.outside import find_outside
-from volseg.forecast.timing import find_seconds
+from volseg.forecast.timing import find_times
 from volseg.forecast.trace import StepTrace
 from volseg.parallel.candidates.beside import following_beside
-from volseg.parallel.candidates.choosing import GIB, Found, judge, search
+from volseg.parallel.candidates.choosing import GIB, Found, judge, search, sort_candidates
 from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
 from volseg.parallel.candidates.running import follow_candidate
@@ -167,7 +167,7 @@ def forecast_work(
     uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
     memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)
-    seconds = find_seconds(
+    times = find_times(
         traces,
         machine.gpu,
         machine.links,
@@ -175,7 +175,14 @@ def forecast_work(
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
-    return judge(Forecast(candidate=candidate, memory=memory, seconds=seconds), capacity)
+    forecast = Forecast(
+        candidate=candidate,
+        memory=memory,
+        seconds=times.seconds,
+        host_seconds=times.host,
+        host_forward_seconds=times.host_forward,
+    )
+    return judge(forecast, capacity)
 
 
 @contextmanager
@@ -264,9 +271,9 @@ def plan_work(
 
     def follow(candidate: Candidate) -> Forecast:
         forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
-        return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
+        return _multiply(forecast, times)
 
-    with following_beside(follow, candidates) if beside else nullcontext(follow) as ask:
+    with following_beside(follow, sort_candidates(candidates)) if beside else nullcontext(follow) as ask:
         found = search(
             candidates,
             ask,
@@ -291,6 +298,18 @@ def plan_work(
         remedies=remedies,
         notes=tuple(notes),
         steps_per_epoch=steps_per_epoch,
+    )
+
+
+def _multiply(forecast: Forecast, times: float) -> Forecast:
+    """Return the forecast of an optimizer step that takes so many times as long as what was followed."""
+    if forecast.seconds is None or forecast.host_seconds is None or forecast.host_forward_seconds is None:
+        return forecast
+    return replace(
+        forecast,
+        seconds=forecast.seconds * times,
+        host_seconds=forecast.host_seconds * times,
+        host_forward_seconds=forecast.host_forward_seconds * times,
     )
 
 
