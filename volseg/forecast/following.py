@@ -38,7 +38,10 @@ from volseg.device.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    check_gradients,
     get_storage_key,
+    quiet_fake_tensors,
+    read_value,
     swapping_by,
     taking_lists,
 )
@@ -55,9 +58,6 @@ OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_
 """Operators that are given memory itself, which a cache of operators would hold for good."""
 
 FIND_DEVICE = torch.ops.prim.device.default
-READ_VALUE = torch.ops.aten._local_scalar_dense.default
-CHECK_GRADIENTS = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""What ``GradScaler`` does with gradients; it then reads whether one was not finite, and no step is skipped here."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -93,6 +93,7 @@ def following(
     followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
         stack.enter_context(explaining_refusals())
+        stack.enter_context(quiet_fake_tensors())
         stack.enter_context(_without_collector())
         stack.enter_context(
             pretending(
@@ -269,7 +270,7 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        if func is READ_VALUE and self.followed.is_checked(args[0]):
+        if func is read_value and self.followed.is_checked(args[0]):
             return 0.0
         with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
             out = func(*args, **kwargs)
@@ -279,7 +280,7 @@ class _Noting(TorchDispatchMode):
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
                 self.followed.note_storage(tensor)
-        elif func is CHECK_GRADIENTS:
+        elif func is check_gradients:
             self.followed.note_checked(args[1])
         elif out is not None:
             return out  # a number or the like

@@ -330,7 +330,7 @@ def _list_remedies(
     measured = [each for each in found.forecasts if each.memory is not None]
     least = min(measured, key=_total)
     yield f"GPUs of {(_total(least) + reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
-    enough = _find_number(work, machine, reserve)
+    enough = _find_number(work, machine, found, reserve)
     if enough is not None:
         name, gib = name_candidate(enough.candidate), _total(enough) / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
@@ -348,17 +348,31 @@ def _total(forecast: Forecast) -> int:
     return forecast.memory.total
 
 
-def _find_number(work: Work, machine: Machine, reserve: int) -> Forecast | None:
-    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices."""
+def _find_number(work: Work, machine: Machine, found: Found, reserve: int) -> Forecast | None:
+    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices.
+
+    Of N GPUs each holds an N-th of what all of them hold, or more: so slabs that do not fit say which numbers of GPUs
+    cannot suffice either, and these are not followed.
+    """
+    capacity = machine.gpu_bytes - reserve
+    alike = [each for each in found.forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == "all"]
+    held = max((_count_held(each) for each in alike), default=0)
     count = machine.num_gpus * 2
     while count <= min(MOST_GPUS, max(work.sides)):
-        forecast = forecast_work(work, Candidate(spatial=count, checkpoint="all"), machine, reserve=reserve)
-        if forecast.memory is None:
-            return None  # its operators have no form on slabs
-        if forecast.runs:
-            return forecast
+        if held / count <= capacity:
+            forecast = forecast_work(work, Candidate(spatial=count, checkpoint="all"), machine, reserve=reserve)
+            if forecast.memory is None:
+                return None  # its operators have no form on slabs
+            if forecast.runs:
+                return forecast
+            held = max(held, _count_held(forecast))
         count *= 2
     return None
+
+
+def _count_held(forecast: Forecast) -> int:
+    """Return the bytes of tensors that all GPUs together hold, 0 where it is not known."""
+    return 0 if forecast.memory is None else forecast.memory.used * forecast.candidate.spatial
 
 
 def _find_largest(
