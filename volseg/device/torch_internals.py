@@ -61,6 +61,7 @@ __all__ = [
     "add_each",
     "add_each_",
     "apply_to_tensors",
+    "check_gradients",
     "count_dispatch_modes",
     "find_autocast_operators",
     "find_backward_pass",
@@ -87,11 +88,21 @@ __all__ = [
     "keep_gpu_busy",
     "lerp_each_",
     "load_from_state_dict",
+    "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
+    "multiply_each_",
     "nn_functions",
+    "norm_batch",
+    "norm_batch_backward",
+    "norm_each",
     "overriding_operators",
     "pytree",
+    "read_value",
+    "softmax",
+    "softmax_backward",
+    "step_adamw",
+    "step_sgd",
     "suggest_memory_format",
     "swapping_by",
     "taking_lists",
@@ -163,9 +174,30 @@ get_schema: Callable[[Any], Any] = attrgetter("_schema")
 add_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_add
 add_each_: Callable[..., None] = torch._foreach_add_
 multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
+multiply_each_: Callable[..., None] = torch._foreach_mul_
+norm_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 lerp_each_: Callable[..., None] = torch._foreach_lerp_
 zero_each_: Callable[..., None] = torch._foreach_zero_
-"""Add, multiply, interpolate, set to zero each tensor of a list, by few kernels for all of them."""
+"""Add, multiply, interpolate, set to zero each tensor of a list, or take its norm, by few kernels for all of them."""
+
+step_adamw: Callable[..., None] = torch._fused_adamw_
+step_sgd: Callable[..., None] = torch._fused_sgd_
+"""Change weights and the optimizer's states in place, as ``AdamW`` and ``SGD`` do with ``fused=True``."""
+
+norm_batch: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
+norm_batch_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._batch_norm_impl_index_backward.default
+"""Batch norm by whom torch chooses, cuDNN or itself; the fifth result says whom, and goes to the backward pass."""
+
+softmax = torch.ops.aten._softmax.default
+softmax_backward = torch.ops.aten._softmax_backward_data.default
+log_softmax = torch.ops.aten._log_softmax.default
+"""The operators behind ``softmax``. A GPU alone may read half precision and write float32: the third argument."""
+
+read_value = torch.ops.aten._local_scalar_dense.default
+"""The operator behind ``Tensor.item``."""
+
+check_gradients = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What ``GradScaler`` does with gradients, before it reads whether one was not finite."""
 
 
 def find_autocast_operators(key: str) -> set[str]:

@@ -37,7 +37,9 @@ from volseg.device.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    check_gradients,
     get_storage_key,
+    read_value,
     swapping_by,
     taking_lists,
     tree_leaves,
@@ -53,10 +55,6 @@ __all__ = ["FollowedStep", "follow", "following"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
-
-READ_VALUE = torch.ops.aten._local_scalar_dense.default
-CHECK_GRADIENTS = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""What ``GradScaler`` does with gradients; it then reads whether one was not finite, and no step is skipped here."""
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -266,7 +264,7 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(args) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        if func is READ_VALUE and self.followed.is_checked(args[0]):
+        if func is read_value and self.followed.is_checked(args[0]):
             return 0.0
         with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
             out = func(*args, **kwargs)
@@ -277,7 +275,7 @@ class _Noting(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self.followed.note_storage(leaf)
-        elif func is CHECK_GRADIENTS:
+        elif func is check_gradients:
             self.followed.note_checked(args[1])
         elif out is not None:
             return out  # of prim.device and its like

@@ -203,6 +203,29 @@ def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
     assert "" in pools
 
 
+def test_a_recorded_step_with_the_kernels_of_torch_is_replayed() -> None:
+    """Hooks that held what notes the step stopped the recording; its pool was there, and the step ran beside it."""
+    (trace,) = follow_candidate(make_work(), Candidate(kernels="torch", recorded=True))
+    marks = list_marks(trace)
+    assert marks[-3:] == ["step", "replay", "end"]
+    assert marks.count("forward") == running.NUM_STEPS + 1  # the recording has one
+
+
+def test_a_step_that_would_not_be_recorded_is_refused() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.layer = nn.Conv3d(1, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x)
+
+    with pytest.raises(ParallelError, match="would not be recorded: .*calls from 2 to 3 in Python"):
+        follow_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
+
+
 def test_nothing_is_really_allocated() -> None:
     work = make_work(lambda: nn.Conv3d(1, 64, 3, padding=1), shape=(1, 1, 2048, 2048, 1024))
     (trace,) = follow_candidate(work, Candidate(spatial=2))
