@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
+__all__ = ["OF_JOB", "OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
 
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
 """Variable in which our own launcher tells how often it has started the processes before, and one that begins anew
@@ -17,6 +17,9 @@ how often it has."""
 
 OWN_LAUNCHER = "VOLSEG_LAUNCHER"
 """Variable in which ``volseg.parallel.launch`` tells its process id, and a cross-validation its own to its folds."""
+
+OF_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", OWN_ATTEMPTS)
+"""Variables by which a process takes itself for one of a job."""
 
 PORTS = range(10_000, 30_000)
 """Where the processes of a SLURM step meet: below the ports that Linux gives to connections."""

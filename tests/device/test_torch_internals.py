@@ -157,7 +157,78 @@ def test_lists_of_tensors_are_computed_together() -> None:
     assert [float(t[0]) for t in first] == [10.5, 12.0, 13.5]
     internals.zero_each_(first)
     assert not any(t.any() for t in first)
+    internals.multiply_each_(second, 3)
     assert [internals.get_version(t) for t in first] == [version + 3 for version in versions]
+    assert [float(norm) for norm in internals.norm_each([t[:1] for t in second])] == [30, 33, 36]
+
+
+@pytest.mark.parametrize(
+    ("kind", "states", "step"),
+    [
+        (
+            torch.optim.AdamW,
+            ("exp_avg", "exp_avg_sq", "step"),
+            lambda weight, gradient, first, second, count: internals.step_adamw(
+                [weight], [gradient], [first], [second], [], [count.add_(1)],
+                lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            ),
+        ),
+        (
+            torch.optim.SGD,
+            ("momentum_buffer",),
+            lambda weight, gradient, momentum: internals.step_sgd(
+                [weight], [gradient], [momentum],
+                lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.0, nesterov=True, maximize=False,
+                is_first_step=False,
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_fused_optimizers_step_as_their_classes_do(kind: Any, states: tuple[str, ...], step: Any) -> None:
+    weight = nn.Parameter(torch.randn(5))
+    momentum = {"momentum": 0.9, "nesterov": True} if kind is torch.optim.SGD else {}
+    optimizer = kind([weight], lr=0.1, weight_decay=0.01, fused=True, **momentum)
+    weight.grad = torch.randn(5)
+    optimizer.step()
+    copies = [tensor.detach().clone() for tensor in (weight, *(optimizer.state[weight][name] for name in states))]
+    step(copies[0], weight.grad, *copies[1:])
+    optimizer.step()
+    for copy, tensor in zip(copies, (weight, *(optimizer.state[weight][name] for name in states)), strict=True):
+        assert torch.equal(copy, tensor.detach())
+
+
+def test_batch_norm_and_its_backward_pass() -> None:
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 3, 4), (3,), (3,)))
+    expected = F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
+    with torch.no_grad():
+        found, mean, rstd, reserved, by = internals.norm_batch(x, weight, bias, None, None, True, 0.1, 1e-5, True)
+        gradients = internals.norm_batch_backward(
+            by, x, torch.ones_like(x), weight, None, None, mean, rstd, True, 1e-5, [True] * 3, reserved
+        )
+    assert torch.equal(found, expected)
+    for gradient, tensor in zip(gradients, torch.autograd.grad(expected.sum(), (x, weight, bias)), strict=True):
+        torch.testing.assert_close(gradient, tensor)
+
+
+def test_softmax_by_its_operators() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    found = internals.softmax(x, 1, False)
+    assert torch.equal(found, x.softmax(1))
+    assert torch.equal(internals.log_softmax(x, 1, False), x.log_softmax(1))
+    given = torch.randn(3, 4)
+    expected = torch.autograd.grad(found, x, given)[0]
+    assert torch.equal(internals.softmax_backward(given, found.detach(), 1, torch.float32), expected)
+
+
+def test_values_are_read_and_gradients_are_checked_by_operators_of_their_own() -> None:
+    with Operators() as operators:
+        assert torch.ones(()).item() == 1
+    assert internals.read_value in operators.seen
+    gradients, found = [torch.tensor([2.0]), torch.tensor([float("inf")])], torch.zeros(())
+    internals.check_gradients(gradients[:1], found, torch.tensor(0.5))
+    assert (float(gradients[0]), float(found)) == (1, 0)
+    internals.check_gradients(gradients[1:], found, torch.tensor(0.5))
+    assert found == 1
 
 
 def test_hooks_of_saved_tensors_are_found() -> None:
@@ -496,3 +567,29 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
                 assert not [name for name in calls if "_foreach_" in name]
                 optimizer.step()
         assert [name for name in calls if "_foreach_add_" in name]
+
+
+def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
+    compiling: list[bool] = []
+
+    def within() -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    @internals.left_out_of_compilation
+    def function(x: Tensor) -> Tensor:
+        within()
+        return x + 1
+
+    class Counted:
+        graphs = 0
+
+        def __call__(self, graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return graph.forward
+
+    backend = Counted()
+    torch.testing.assert_close(function(torch.zeros(2)), torch.ones(2))
+    compiled = torch.compile(lambda x: function(x), backend=backend)
+    torch.testing.assert_close(compiled(torch.zeros(2)), torch.ones(2))
+    assert compiling == [False, False]
+    assert backend.graphs == 0  # the addition inside was not followed

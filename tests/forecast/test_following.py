@@ -151,10 +151,8 @@ def test_no_memory_is_taken() -> None:
     follow(train_thrice, gpu=Gpu())  # what is loaded once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (trace,) = follow(step, gpu=Gpu())
-    assert max(list_sizes(trace)) == 4 * 4 * 1024**3 * 4
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: the input is eight times it
-    )  # KiB: the input alone has eight times it
+    assert 4 * 4 * 1024**3 * 4 in list_sizes(trace)  # beside a workspace that is larger still
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: the input is eight times it
 
 
 HALVED = {"strides": [1, 2, 2, 2, 2], "kernel_size": [3] * 5, "upsample_kernel_size": [2] * 4}

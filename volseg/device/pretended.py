@@ -32,6 +32,7 @@ __all__ = [
     "find_address",
     "find_capability",
     "find_current_stream",
+    "find_device",
     "find_kept",
     "find_pretended",
     "find_readable",
@@ -230,7 +231,12 @@ def is_gpu(device: torch.device) -> bool:
 
 def on_gpu(tensor: Tensor) -> bool:
     """Say whether a tensor lies on a GPU, or on a device that stands for one."""
-    return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
+    return tensor.is_cuda if _pretence is None else is_gpu(find_device(tensor))
+
+
+def find_device(tensor: Tensor) -> torch.device:
+    """Return where a tensor lies; one without values is asked for it directly, and not through torch's dispatcher."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:

@@ -5,14 +5,17 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import _compile as _of_compile
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -61,6 +64,7 @@ __all__ = [
     "add_each",
     "add_each_",
     "apply_to_tensors",
+    "check_gradients",
     "count_dispatch_modes",
     "find_autocast_operators",
     "find_backward_pass",
@@ -85,13 +89,25 @@ __all__ = [
     "is_transformed",
     "is_view",
     "keep_gpu_busy",
+    "left_out_of_compilation",
     "lerp_each_",
     "load_from_state_dict",
+    "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
+    "multiply_each_",
     "nn_functions",
+    "norm_batch",
+    "norm_batch_backward",
+    "norm_each",
     "overriding_operators",
     "pytree",
+    "quiet_fake_tensors",
+    "read_value",
+    "softmax",
+    "softmax_backward",
+    "step_adamw",
+    "step_sgd",
     "suggest_memory_format",
     "swapping_by",
     "taking_lists",
@@ -163,9 +179,30 @@ get_schema: Callable[[Any], Any] = attrgetter("_schema")
 add_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_add
 add_each_: Callable[..., None] = torch._foreach_add_
 multiply_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_mul
+multiply_each_: Callable[..., None] = torch._foreach_mul_
+norm_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 lerp_each_: Callable[..., None] = torch._foreach_lerp_
 zero_each_: Callable[..., None] = torch._foreach_zero_
-"""Add, multiply, interpolate, set to zero each tensor of a list, by few kernels for all of them."""
+"""Add, multiply, interpolate, set to zero each tensor of a list, or take its norm, by few kernels for all of them."""
+
+step_adamw: Callable[..., None] = torch._fused_adamw_
+step_sgd: Callable[..., None] = torch._fused_sgd_
+"""Change weights and the optimizer's states in place, as ``AdamW`` and ``SGD`` do with ``fused=True``."""
+
+norm_batch: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
+norm_batch_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._batch_norm_impl_index_backward.default
+"""Batch norm by whom torch chooses, cuDNN or itself; the fifth result says whom, and goes to the backward pass."""
+
+softmax = torch.ops.aten._softmax.default
+softmax_backward = torch.ops.aten._softmax_backward_data.default
+log_softmax = torch.ops.aten._log_softmax.default
+"""The operators behind ``softmax``. A GPU alone may read half precision and write float32: the third argument."""
+
+read_value = torch.ops.aten._local_scalar_dense.default
+"""The operator behind ``Tensor.item``."""
+
+check_gradients = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What ``GradScaler`` does with gradients, before it reads whether one was not finite."""
 
 
 def find_autocast_operators(key: str) -> set[str]:
@@ -240,6 +277,20 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function as it is where ``torch.compile`` meets it, with all that it calls.
+
+    ``torch.compiler.disable`` does so too, and imports the compiler at once, which takes as long as torch itself.
+    """
+    left_out: Callable[..., Any] = _of_compile._disable_dynamo(function)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return left_out(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return run
+
+
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
     return module._apply(*args, **kwargs)
@@ -277,6 +328,21 @@ def taking_lists() -> Iterator[None]:
         for module in modules:
             module._foreach_supported_types.remove(FakeTensor)
             module._get_foreach_kernels_supported_devices = before
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addFilter(_is_no_refusal)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_refusal)
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 # Devices and processes.

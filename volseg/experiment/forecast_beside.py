@@ -25,14 +25,11 @@ from volseg.experiment.alternatives import find_forecast
 from volseg.experiment.own_components import components_arguments
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
-from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
+from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.monitoring.memory import MemoryForecast
 from volseg.parallel.progress import report_progress
 
 __all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside"]
-
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", OWN_ATTEMPTS)
-"""Variables by which a process would take itself for one of the job."""
 
 NOTHING_FITS = 3
 """Exit status of ``volseg plan`` where it has an answer all the same."""
@@ -190,7 +187,7 @@ def _read_forecast(row: Mapping[str, Any]) -> Forecast:
 
 def _choose() -> dict[str, str]:
     """Return the environment of a process that is none of the job, and computes on the CPU beside it."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    kept = {name: value for name, value in os.environ.items() if name not in OF_JOB}
     # It may be told in any encoding; what is read here is UTF-8.
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
     return {**kept, **own, OWN_LAUNCHER: str(os.getpid())}

@@ -46,7 +46,14 @@ from volseg.experiment.out_of_memory import describe_attempt, describe_remedies,
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.roles import Member
 from volseg.forecast.candidate import Candidate, Forecast
-from volseg.parallel.devices import count_gpus, count_processes, is_distributed, is_main_process, name_own_place
+from volseg.parallel.devices import (
+    count_gpus,
+    count_processes,
+    is_distributed,
+    is_main_process,
+    name_own_place,
+    uses_gpus,
+)
 from volseg.parallel.failures import begin_all_anew
 from volseg.parallel.processes import find_supervision
 from volseg.parallel.progress import find_milestone
@@ -254,7 +261,7 @@ class Replanning:
 def free_memory() -> None:
     """Give back what a failed attempt held, when nothing refers to it any more."""
     gc.collect()  # models and graphs of autograd are full of circles
-    if torch.cuda.is_initialized():
+    if uses_gpus():
         torch.cuda.empty_cache()
 
 

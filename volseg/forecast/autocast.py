@@ -22,7 +22,9 @@ from volseg.device.pretended import on_gpu
 from volseg.device.torch_internals import (
     find_autocast_operators,
     get_schema,
+    log_softmax,
     overriding_operators,
+    softmax,
     tree_map,
 )
 
@@ -145,7 +147,7 @@ def _make_float32_result(name: str) -> Callable[..., Any]:
 
 
 SOFTMAX = {
-    "softmax.int": torch.ops.aten._softmax.default,
-    "log_softmax.int": torch.ops.aten._log_softmax.default,
+    "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
 }
 """What reads half precision and writes float32, on a GPU alone."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from volseg.forecast.memory_use import MemoryUse
-from volseg.parallel.devices import find_rank, list_gpus
+from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
 from volseg.workflow.hooks import Hook
 from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.records import EpochRecord
@@ -230,7 +230,7 @@ class GpuMeter:
 
     def begin(self) -> None:
         """Count peaks from here on: what was tried before, to choose kernels or a layout, is given back."""
-        if torch.cuda.is_initialized():
+        if uses_gpus():
             torch.cuda.empty_cache()
         for gpu in self._list_used():
             torch.cuda.reset_peak_memory_stats(gpu)
@@ -252,6 +252,6 @@ class GpuMeter:
         return max((torch.cuda.memory_allocated(gpu) for gpu in self._list_used()), default=0)
 
     def _list_used(self) -> list[torch.device]:
-        if not torch.cuda.is_initialized():
+        if not uses_gpus():
             return []
         return [gpu for gpu in list_gpus() if torch.cuda.memory_reserved(gpu)]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from volseg.device.gpus import count_gpus, uses_gpus
 from volseg.errors import ParallelError
 from volseg.launched import Launch, find_launch
 
@@ -36,6 +37,7 @@ __all__ = [
     "note_restarts",
     "require_devices",
     "stay_on_cpu",
+    "uses_gpus",
 ]
 
 
@@ -116,11 +118,6 @@ def is_main_process() -> bool:
     """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
     launch = None if has_process_group() else _find_start()
     return find_rank() == 0 if launch is None else launch.rank == 0
-
-
-def count_gpus() -> int:
-    """Return how many GPUs this process sees."""
-    return torch.cuda.device_count()
 
 
 def list_gpus() -> list[torch.device]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device import triton_tiles
+from volseg.device.gpus import count_gpus
 from volseg.device.graph import Graph
 from volseg.device.norm import passes
 from volseg.forecast.calibration.cases import RateCase
@@ -200,7 +201,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "memory_of_driver": total,
         "free_at_start": free,
         "l2_bytes": getattr(told, "L2_cache_size", None),
-        "gpus": torch.cuda.device_count(),
+        "gpus": count_gpus(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from volseg.device.gpus import count_gpus
 from volseg.device.graph import undisturbed
 from volseg.device.peer.planes import LIMIT, PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
@@ -31,12 +32,12 @@ def _time_alone(call: Callable[[], object], count: int) -> float:
     """Return seconds per call of one process: a copy between GPUs cannot be recorded on the stream of one of them."""
     found = []
     for _ in range(4):
-        for device in range(torch.cuda.device_count()):
+        for device in range(count_gpus()):
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(count):
             call()
-        for device in range(torch.cuda.device_count()):
+        for device in range(count_gpus()):
             torch.cuda.synchronize(device)
         found.append((time.perf_counter() - start) / count)
     return statistics.median(found[1:])
@@ -134,7 +135,7 @@ def measure_copies() -> list[Link]:
     """Return the rows of copies by one process: from GPU to GPU where there are two, to and from host memory."""
     rows: list[Link] = []
     ways = {"host to device": ("cpu", "cuda:0"), "device to host": ("cuda:0", "cpu")}
-    if torch.cuda.device_count() > 1:
+    if count_gpus() > 1:
         ways["peer"] = "cuda:0", "cuda:1"
     with torch.cuda.device(0):
         for sent in SIZES:

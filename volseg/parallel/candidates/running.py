@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import GpuLike, host_values
+from volseg.device.pretended import GpuLike, host_values, note_mark
 from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
@@ -210,7 +210,7 @@ def _run(
     if recorded:  # one more records, and another one replays
         step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
-    with _marked(model, followed):
+    with _marked(model):
         for _ in range(num_steps):
             followed.mark("step")
             result = step(batch)
@@ -218,36 +218,41 @@ def _run(
             followed.mark("end")
     for handle in handles:
         handle.remove()
+    if isinstance(step, RecordedStep) and step.refused is not None:
+        raise ParallelError(f"the step would not be recorded: {step.refused}")
 
 
 @contextmanager
-def _marked(model: nn.Module, followed: FollowedStep) -> Iterator[None]:
-    """Say where forward, loss and backward begin."""
-    is_over = False
+def _marked(model: nn.Module) -> Iterator[None]:
+    """Say where forward, loss and backward begin.
 
-    def begin(*_: Any) -> None:
-        nonlocal is_over
-        is_over = False
-        followed.mark("forward")
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
-        followed.mark("loss")
-        for tensor in _list_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(turn)
-
-    def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
-        nonlocal is_over
-        if not is_over:
-            followed.mark("backward")
-        is_over = True
-
-    handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+    The hooks hold nothing: a recorded step watches what the network's hooks could read.
+    """
+    handles = [model.register_forward_pre_hook(_begin_forward), model.register_forward_hook(_end_forward)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _begin_forward(module: nn.Module, args: Any) -> None:  # noqa: ARG001 (a hook's signature)
+    note_mark("forward")
+
+
+def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
+    note_mark("loss")
+    is_over = False
+
+    def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
+        nonlocal is_over
+        if not is_over:
+            note_mark("backward")
+        is_over = True
+
+    for tensor in _list_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(turn)
 
 
 def _list_tensors(output: Any) -> list[Tensor]:
