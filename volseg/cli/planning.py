@@ -49,7 +49,7 @@ def plan(
     from volseg import experiment  # imports torch: not for --help
 
     if calibrate:
-        typer.echo(experiment.calibrate_words())
+        typer.echo(experiment.calibrate_words(), err=as_json)  # JSON alone is what a program reads
         if config is None:
             return
     if config is None:
