@@ -167,7 +167,10 @@ HALVED = {"strides": [1, 2, 2, 2, 2], "kernel_size": [3] * 5, "upsample_kernel_s
     ids=["torch", "fast"],
 )
 def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int]) -> None:
-    """Of torch 2.11 on 2026-11-22, in its allocator's account: two volumes of 128^3, bfloat16, AdamW."""
+    """Of torch 2.11 on 2026-11-22, in its allocator's account: two volumes of 128^3, bfloat16, AdamW.
+
+    ``backward`` was not read there: it is what is held at ``loss``, and the kibibyte that the loss makes.
+    """
 
     def step(followed: FollowedStep) -> None:
         with host_values():

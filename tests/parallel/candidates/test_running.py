@@ -205,6 +205,16 @@ def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
     assert "" in pools
 
 
+def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
+    """Autograd puts a node's backward on the stream of its forward only where streams are real."""
+    (trace,) = follow_candidate(make_work(), Candidate(spatial=2))
+    streams = {event.stream for event in trace.events if isinstance(event, Allocate)}
+    assert len(streams) == 2
+    parameters = sum(parameter.numel() * 4 for parameter in build_small().parameters())
+    aside = max(event.size for event in trace.events if isinstance(event, Allocate) and event.stream)
+    assert 0 < aside < 2 * parameters  # one bucket, its parts at addresses that kernels like
+
+
 def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one volume they lie in its activation as they travel, and that waited for NCCL: 40 GB for 7 that were used."""
     sizes = []

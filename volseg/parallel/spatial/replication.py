@@ -113,8 +113,9 @@ def _describe(tensor: Tensor, modes: bool) -> tuple[Any, ...]:
     return tuple(tensor.shape), strides, str(tensor.dtype), modes and tensor.requires_grad
 
 
-CHUNK = 2**22
-"""Elements summed at once: as 64-bit integers they take many times their own memory."""
+CHUNK = 2**17
+"""Elements summed at once: as 64-bit integers, several times over, they take many times their own memory, and what is
+taken in the first step is kept. So many go into the small segments, which are there anyway."""
 
 
 def _checksum(tensor: Tensor) -> Tensor:

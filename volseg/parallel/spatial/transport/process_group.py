@@ -6,6 +6,7 @@ also by a process that has nothing to send.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -257,13 +258,16 @@ class ProcessGroupShards(Communicator):
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
         self.look()
-        if self.side_stream is None:
-            return [[parameter] for parameter in _Share.apply(self, *parameters)]
         # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
         # stream waits.
-        self.side_stream.wait_stream(find_current_stream(self.home))
-        with on_stream(self.side_stream):
+        if self.side_stream is not None:
+            self.side_stream.wait_stream(find_current_stream(self.home))
+        with self.beside():
             return [[parameter] for parameter in _Share.apply(self, *parameters)]
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Put work on the stream of the gradients' sums, where there are streams."""
+        return nullcontext() if self.side_stream is None else on_stream(self.side_stream)
 
 
 class _Fetch(torch.autograd.Function):
@@ -353,4 +357,5 @@ class _Share(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(gradient is None for gradient in gradients):
             return None, *gradients
-        return None, *ctx.communicator.sum_alike(gradients, ctx.parameters)
+        with ctx.communicator.beside():  # where autograd has put it already, if that is a real stream
+            return None, *ctx.communicator.sum_alike(gradients, ctx.parameters)
