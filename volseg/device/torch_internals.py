@@ -5,6 +5,7 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -101,6 +102,7 @@ __all__ = [
     "norm_each",
     "overriding_operators",
     "pytree",
+    "quiet_fake_tensors",
     "read_value",
     "softmax",
     "softmax_backward",
@@ -326,6 +328,21 @@ def taking_lists() -> Iterator[None]:
         for module in modules:
             module._foreach_supported_types.remove(FakeTensor)
             module._get_foreach_kernels_supported_devices = before
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addFilter(_is_no_refusal)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_refusal)
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 # Devices and processes.
