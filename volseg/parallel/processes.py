@@ -157,7 +157,7 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     One for all models: torch never lets a group go before the last.
     """
-    if dist.get_backend(group) != "nccl":
+    if "cpu" in dist.Backend.backend_capability.get(dist.get_backend(group), ()):
         return group
     if group not in _message_groups:
         _message_groups[group] = make_group(dist.get_process_group_ranks(group), "gloo", local=True)
