@@ -8,12 +8,14 @@ are used on every call of an operator are the objects themselves, or C functions
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import _compile as _of_compile
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -87,6 +89,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "keep_gpu_busy",
+    "left_out_of_compilation",
     "lerp_each_",
     "load_from_state_dict",
     "log_softmax",
@@ -272,6 +275,20 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
 def is_compiled(module: nn.Module) -> bool:
     """Say whether ``torch.compile`` has wrapped the module, or its own ``compile`` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function as it is where ``torch.compile`` meets it, with all that it calls.
+
+    ``torch.compiler.disable`` does so too, and imports the compiler at once, which takes as long as torch itself.
+    """
+    left_out: Callable[..., Any] = _of_compile._disable_dynamo(function)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return left_out(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return run
 
 
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

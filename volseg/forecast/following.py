@@ -50,6 +50,7 @@ from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.refusals import explaining_refusals
+from volseg.forecast.surroundings import apart_from_surroundings
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
@@ -92,6 +93,7 @@ def following(
     """
     followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
+        stack.enter_context(apart_from_surroundings())
         stack.enter_context(explaining_refusals())
         stack.enter_context(quiet_fake_tensors())
         stack.enter_context(_without_collector())

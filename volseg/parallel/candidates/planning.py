@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
-from volseg.forecast.allocator import find_memory_use
+from volseg.forecast.allocator import AllocatorSettings, find_memory_use
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
@@ -203,11 +203,12 @@ def _tell(fault: Exception) -> str:
 
 def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:
     """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
-    free = find_memory_use(trace, outside=outside)
+    settings = AllocatorSettings.find()
+    free = find_memory_use(trace, settings, outside=outside)
     if free.total <= capacity:
         return free
     try:
-        return find_memory_use(trace, capacity=capacity, outside=outside)
+        return find_memory_use(trace, settings, capacity, outside=outside)
     except OutOfMemoryError:
         return free
 
@@ -260,7 +261,10 @@ def plan_work(
     ------
     ParallelError
         If nothing can be followed at all: the first reason.
+    ConfigError
+        If torch's allocator is told to divide memory in a way that is not modelled.
     """
+    AllocatorSettings.find()  # here, before anything is followed
     listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
     candidates = [candidate for candidate in listed if only is None or only(candidate)]
     if not candidates:
