@@ -341,3 +341,12 @@ def test_half_precision_is_scaled() -> None:
     names = {run.name for run in list_runs(trace)}
     assert {"aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_"} <= names
     assert {run.dtype for run in list_runs(trace) if run.name == "aten.convolution"} == {torch.float16}
+
+
+def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def step(followed: FollowedStep) -> None:
+        followed.empty(2, 3) @ followed.empty(2, 3)
+
+    with pytest.raises(RuntimeError):
+        follow(step, gpu=Gpu())
+    assert not [record for record in caplog.records if "attempting to run meta" in record.getMessage()]

@@ -1,5 +1,6 @@
 """The choice, on constructed forecasts."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -126,3 +127,13 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
     assert (found.chosen is None) == (thorough.chosen is None)
     if found.chosen is not None:
         assert found.chosen.seconds == thorough.chosen.seconds
+
+
+def test_python_bounds_a_pipeline_by_the_micro_batches_that_it_starts():
+    eager = Forecast(candidate=Candidate(kernels="torch"), seconds=0.01, host_seconds=3.0, host_forward_seconds=1.0)
+    pipeline = Candidate(pipeline=4, split_size=2, kernels="torch")
+    assert find_bound(pipeline, [eager], 8) == 2 + 4 * 2.4
+    larger = Forecast(candidate=pipeline, seconds=9.0, host_seconds=9.0, host_forward_seconds=5.0)
+    assert find_bound(replace(pipeline, split_size=1), [larger], 8) == 9
+    assert find_bound(replace(pipeline, split_size=4), [larger], 8) == 0
+    assert find_bound(replace(pipeline, recorded=True), [eager], 8) == 0

@@ -1,3 +1,4 @@
+import sys
 from typing import Any
 
 import pytest
@@ -166,3 +167,10 @@ def test_the_others_do_as_this_one(dtype: torch.dtype) -> None:
         pieces, arrived = torch.arange(6).to(dtype), torch.zeros(6, dtype=dtype)
         dist.all_to_all_single(arrived, pieces)
         assert arrived.tolist() == [2, 3, 2, 3, 2, 3]
+
+
+def test_a_lone_process_leaves_the_report_of_errors_as_it_was() -> None:
+    before = sys.excepthook
+    with be_process(0, 2, lambda _: None):
+        pass
+    assert sys.excepthook is before

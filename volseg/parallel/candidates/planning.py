@@ -339,7 +339,7 @@ def _list_remedies(
         name, gib = name_candidate(enough.candidate), _total(enough) / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
     if resize is not None:
-        largest = _find_largest(work, least.candidate, machine, resize, divisors)
+        largest = _find_largest(work, least.candidate, machine, resize, divisors, known=_total(least) + reserve)
         if largest is not None:
             sides = " x ".join(map(str, largest.sides))
             yield f"volumes of {sides}: {name_candidate(least.candidate)} ({largest.needed / GIB:.1f} GiB)"
@@ -386,8 +386,13 @@ def _find_largest(
     resize: Resize,
     divisors: Sequence[int],
     aspect: Sequence[int] | None = None,
+    known: int | None = None,
 ) -> Largest | None:
+    """Return the largest volume that fits; ``known`` is what the work's own volumes take, where that is known."""
+
     def need(sides: Sides) -> int | None:
+        if known is not None and sides == tuple(work.sides):
+            return known
         resized, reserve = resize(sides)
         forecast = forecast_work(resized, candidate, machine, reserve=reserve)
         return None if forecast.memory is None else forecast.memory.total + reserve

@@ -106,7 +106,10 @@ def _guess_next(
         if needed is not None
     )
     middle = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
-    if len(points) < 2 or len(seen) % 3 == 2:  # now and then the middle: a line may miss again and again
+    if len(points) == 1 and len(seen) == 1 and points[0][2] > capacity:
+        # The line through nothing: what is needed besides voxels is little where this much does not fit.
+        guess = int(high * (capacity / points[0][2]) ** (1 / 3))
+    elif len(points) < 2 or len(seen) % 3 == 2:  # now and then the middle: a line may miss again and again
         guess = middle
     else:
         (_, voxels, needed), (_, others, need) = points[:2]
