@@ -222,7 +222,7 @@ def test_a_step_that_would_not_be_recorded_is_refused() -> None:
             self.calls += 1
             return self.layer(x)
 
-    with pytest.raises(ParallelError, match="would not be recorded: .*calls from 2 to 3 in Python"):
+    with pytest.raises(ParallelError, match=r"would not be recorded: .*calls from 2 to 3 in Python"):
         follow_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
 
 
