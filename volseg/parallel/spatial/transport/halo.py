@@ -14,10 +14,10 @@ from torch import Tensor
 
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.device.pretended import find_address, is_recording
+from volseg.device.pretended import is_recording
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, pack, shares_block
 from volseg.parallel.spatial.transport.room import extend, own_planes
 
 __all__ = ["Halo", "Wait", "plan_halos", "return_gradients", "start_filling", "write_outer_first"]
@@ -228,17 +228,16 @@ def _fits_mailbox(halo: Halo, some: Sides) -> bool:
 
 
 def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives: Sides) -> Callable[[], None]:
-    """Exchange planes through the process group; those that lie in memory as they travel are not copied.
+    """Exchange planes through the process group; on a GPU those in a larger block travel as copies: `shares_block`.
 
-    While a CUDA graph is recorded all are copied: NCCL marks what it moves as used on its stream, and a block so
-    marked is not used again before the recording ends. That should not happen to whole activations.
+    While a CUDA graph is recorded all do: a block that NCCL has used is not taken again before the recording ends.
     """
-    staged = is_recording(halo.communicator.home)
+    recording = is_recording(halo.communicator.home)
     operations, copies, kept = [], [], []
     for planes, number in zip(sends, halo.neighbours, strict=True):
         if planes is not None and number is not None and planes.numel():
-            packed = planes.contiguous()
-            kept.append(packed.clone() if staged and find_address(packed) == find_address(planes) else packed)
+            packed = pack(planes)
+            kept.append(packed.clone() if recording and packed is planes else packed)
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
     for planes, number in zip(receives, halo.neighbours, strict=True):
         if planes is None or not planes.numel():
@@ -246,7 +245,7 @@ def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives
         if number is None:  # the volume's border
             planes.zero_()
             continue
-        direct = planes.is_contiguous() and not staged
+        direct = planes.is_contiguous() and not recording and not shares_block(planes)
         arriving = planes if direct else torch.empty_like(planes, memory_format=torch.contiguous_format)
         if arriving is not planes:
             copies.append((planes, arriving))

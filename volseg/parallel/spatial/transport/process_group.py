@@ -25,13 +25,28 @@ from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 
-__all__ = ["ProcessGroupShards"]
+__all__ = ["ProcessGroupShards", "pack", "shares_block"]
 
 REFUSAL = (
     "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
     "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
     "parameters in all processes, and give them the same memory format in all"
 )
+
+
+def shares_block(planes: Tensor) -> bool:
+    """Say whether planes lie on a GPU in a larger block of memory, which NCCL would mark as used on its stream.
+
+    Given back, a block so marked is not taken again before the host has seen that NCCL is done. Python runs steps ahead
+    of the GPU, and whole activations would pile up meanwhile.
+    """
+    return is_gpu(planes.device) and planes.untyped_storage().nbytes() > planes.nbytes
+
+
+def pack(planes: Tensor) -> Tensor:
+    """Return planes as they are sent: one after another, and on a GPU in a block of their own."""
+    copied = shares_block(planes) or not planes.is_contiguous()
+    return planes.clone(memory_format=torch.contiguous_format) if copied else planes
 
 
 class ProcessGroupShards(Communicator):
@@ -132,9 +147,7 @@ class ProcessGroupShards(Communicator):
                 if move.target == here:
                     pieces.append(planes)
                 else:
-                    operations.append(
-                        dist.P2POp(dist.isend, planes.contiguous(), self.peer(axis, move.target), self.group)
-                    )
+                    operations.append(dist.P2POp(dist.isend, pack(planes), self.peer(axis, move.target), self.group))
             else:
                 shape = list(slab.shape)
                 shape[dim] = move.stop - move.start
@@ -169,9 +182,7 @@ class ProcessGroupShards(Communicator):
                 if move.source == here:
                     total.narrow(dim, move.start - own[0], move.stop - move.start).copy_(piece)
                 else:
-                    operations.append(
-                        dist.P2POp(dist.isend, piece.contiguous(), self.peer(axis, move.source), self.group)
-                    )
+                    operations.append(dist.P2POp(dist.isend, pack(piece), self.peer(axis, move.source), self.group))
             else:
                 shape[dim] = move.stop - move.start
                 arrivals.append((move, planes.new_empty(shape)))
