@@ -567,3 +567,29 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
                 assert not [name for name in calls if "_foreach_" in name]
                 optimizer.step()
         assert [name for name in calls if "_foreach_add_" in name]
+
+
+def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
+    compiling: list[bool] = []
+
+    def within() -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    @internals.left_out_of_compilation
+    def function(x: Tensor) -> Tensor:
+        within()
+        return x + 1
+
+    class Counted:
+        graphs = 0
+
+        def __call__(self, graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return graph.forward
+
+    backend = Counted()
+    torch.testing.assert_close(function(torch.zeros(2)), torch.ones(2))
+    compiled = torch.compile(lambda x: function(x), backend=backend)
+    torch.testing.assert_close(compiled(torch.zeros(2)), torch.ones(2))
+    assert compiling == [False, False]
+    assert backend.graphs == 0  # the addition inside was not followed

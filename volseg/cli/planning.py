@@ -55,8 +55,8 @@ def plan(
     if config is None:
         raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
     experiment.load_components(components or ())
-    machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     loaded = experiment.load_config(config, overrides or ())
+    machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
         volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes)
         typer.echo(volumes.to_json() if as_json else volumes.words())
@@ -65,7 +65,10 @@ def plan(
         planned = experiment.plan_training(
             loaded, machine, channels=channels, classes=classes, thorough=thorough, beside=True
         )
-        typer.echo(planned.to_json() if as_json else experiment.plan_words(planned, config))
+        if as_json:
+            typer.echo(planned.to_json())
+        else:
+            typer.echo(experiment.plan_words(planned, config, overrides or (), components or ()))
         fits = planned.chosen is not None
     sys.stdout.flush()
     if not fits:

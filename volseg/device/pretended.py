@@ -5,13 +5,15 @@ torch aborts on fake tensors of CUDA. While this process pretends, ``torch.devic
 ``torch.device("cpu")``, without a number, is the host. Whether something lies on a GPU, what that GPU can do, and its
 streams are therefore asked for here, and not with ``is_cuda`` and ``torch.cuda``.
 
-Outside of ``pretending`` all questions have torch's answers.
+Outside of ``pretending`` all questions have torch's answers, and so they have in other threads, which may copy cases to
+real GPUs meanwhile.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
+from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +32,7 @@ __all__ = [
     "find_address",
     "find_capability",
     "find_current_stream",
+    "find_device",
     "find_kept",
     "find_pretended",
     "find_readable",
@@ -105,9 +108,15 @@ class _Pretence:
     clock: Callable[[torch.device], float] | None = None
     mark: Callable[[str], None] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
+    thread: int = field(default_factory=get_ident)
 
 
 _pretence: _Pretence | None = None
+
+
+def _find_pretence() -> _Pretence | None:
+    """Return what this thread pretends: to all others the GPUs are what they are."""
+    return _pretence if _pretence is None or _pretence.thread == get_ident() else None
 
 
 @contextmanager
@@ -162,63 +171,78 @@ def name_pretended(index: int) -> torch.device:
 
 def find_pretended() -> GpuLike | None:
     """Return the kind of GPU that this process pretends to have, None where it does not pretend."""
-    return None if _pretence is None else _pretence.gpu
+    pretence = _find_pretence()
+    return None if pretence is None else pretence.gpu
 
 
 def read_clock(device: torch.device) -> float:
     """Return the seconds that what a GPU was asked for so far should take."""
-    if _pretence is None or _pretence.clock is None:
+    pretence = _find_pretence()
+    if pretence is None or pretence.clock is None:
         raise ParallelError(
             f"nobody knows how long {device}, which only stands for a GPU, takes: pretending(clock=...)"
         )
-    return _pretence.clock(device)
+    return pretence.clock(device)
 
 
 def note_shared_memory(device: torch.device, size: int) -> None:
     """Put down that so many bytes are taken beside torch's allocator, for GPUs to write into each other's memory."""
-    if _pretence is not None and _pretence.note_shared is not None:
-        _pretence.note_shared(device, size)
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_shared is not None:
+        pretence.note_shared(device, size)
 
 
 def note_sent(device: torch.device, kind: str, size: int, devices: int = 2) -> None:
     """Put down that so many bytes leave a GPU; outside of ``pretending`` do nothing."""
-    if _pretence is not None and _pretence.note_sent is not None and is_gpu(device):
-        _pretence.note_sent(device, kind, size, devices)
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_sent is not None and is_gpu(device):
+        pretence.note_sent(device, kind, size, devices)
 
 
 def resize_memory(tensor: Tensor, size: int) -> None:
     """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
     tensor.untyped_storage().resize_(size)
-    if _pretence is not None and _pretence.note_resized is not None:
-        _pretence.note_resized(tensor)
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_resized is not None:
+        pretence.note_resized(tensor)
 
 
 def note_mark(name: str) -> None:
     """Say that a part of the step begins: see ``volseg.forecast.trace.Mark``."""
-    if _pretence is not None and _pretence.mark is not None:
-        _pretence.mark(name)
+    pretence = _find_pretence()
+    if pretence is not None and pretence.mark is not None:
+        pretence.mark(name)
 
 
 def note_kernel(kernel: NotedKernel) -> None:
     """Put down that a kernel would run."""
-    assert _pretence is not None
-    if _pretence.note is not None:
-        _pretence.note(kernel)
+    pretence = _find_pretence()
+    assert pretence is not None
+    if pretence.note is not None:
+        pretence.note(kernel)
 
 
 def is_gpu(device: torch.device) -> bool:
     """Say whether a device is a GPU, or stands for one."""
-    return device.type == "cuda" or (_pretence is not None and device.type == "cpu" and device.index is not None)
+    return device.type == "cuda" or (
+        _pretence is not None and device.type == "cpu" and device.index is not None and _find_pretence() is not None
+    )
 
 
 def on_gpu(tensor: Tensor) -> bool:
     """Say whether a tensor lies on a GPU, or on a device that stands for one."""
-    return tensor.is_cuda or (_pretence is not None and is_gpu(tensor.device))
+    return tensor.is_cuda if _pretence is None else is_gpu(find_device(tensor))
+
+
+def find_device(tensor: Tensor) -> torch.device:
+    """Return where a tensor lies; one without values is asked for it directly, and not through torch's dispatcher."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
     """Return where to keep what belongs to devices: the usual place, or one that goes with the pretence."""
-    return usual if _pretence is None else _pretence.kept
+    pretence = _find_pretence()
+    return usual if pretence is None else pretence.kept
 
 
 def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
@@ -229,12 +253,13 @@ def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callabl
 
         @wraps(function)
         def find(*arguments: Any) -> Kept:
-            if _pretence is None:
+            pretence = _find_pretence()
+            if pretence is None:
                 return usual(*arguments)
             key = find, arguments
-            if key not in _pretence.kept:
-                _pretence.kept[key] = function(*arguments)
-            found: Kept = _pretence.kept[key]
+            if key not in pretence.kept:
+                pretence.kept[key] = function(*arguments)
+            found: Kept = pretence.kept[key]
             return found
 
         return find
@@ -244,7 +269,7 @@ def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callabl
 
 def is_pretended(device: torch.device) -> bool:
     """Say whether a device only stands for a GPU, so that what lies on it has no values."""
-    return _pretence is not None and is_gpu(device)
+    return _find_pretence() is not None and is_gpu(device)
 
 
 def find_address(tensor: Tensor) -> int:
@@ -259,18 +284,20 @@ def find_readable(device: torch.device) -> torch.device:
 
 def host_values() -> AbstractContextManager[Any]:
     """Let tensors of the host have values in here also where this process pretends: votes, seeds, random states."""
-    return nullcontext() if _pretence is None else without_dispatch_modes()
+    return nullcontext() if _find_pretence() is None else without_dispatch_modes()
 
 
 def find_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device) if _pretence is None else _pretence.gpu.capability
+    pretence = _find_pretence()
+    return torch.cuda.get_device_capability(device) if pretence is None else pretence.gpu.capability
 
 
 def count_processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU, 1 for a CPU."""
-    if _pretence is not None and is_gpu(device):
-        return _pretence.gpu.processors
+    pretence = _find_pretence()
+    if pretence is not None and is_gpu(device):
+        return pretence.gpu.processors
     return _read_processors(device) if device.type == "cuda" else 1
 
 
@@ -292,30 +319,33 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
 
 def is_recording(device: torch.device) -> bool:
     """Say whether a CUDA graph is being recorded on a device's current stream."""
-    if _pretence is not None and is_gpu(device):
-        return bool(_pretence.recording)
+    pretence = _find_pretence()
+    if pretence is not None and is_gpu(device):
+        return bool(pretence.recording)
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def find_recording() -> str:
     """Return the name of the pool that a pretended recording takes its memory from; empty where nothing is recorded."""
-    return "" if _pretence is None else _pretence.recording
+    pretence = _find_pretence()
+    return "" if pretence is None else pretence.recording
 
 
 @contextmanager
 def pretend_recording(pool: str) -> Iterator[None]:
     """Pretend that what runs is recorded, with memory from a pool of this name."""
-    assert _pretence is not None
-    before, _pretence.recording = _pretence.recording, pool
+    pretence = _find_pretence()
+    assert pretence is not None
+    before, pretence.recording = pretence.recording, pool
     try:
         yield
     finally:
-        _pretence.recording = before
+        pretence.recording = before
 
 
 def empty_cache(device: torch.device) -> None:
     """Wait for all GPUs, and give what their allocators keep back to them."""
-    if _pretence is not None and is_gpu(device):
+    if is_pretended(device):
         note_mark("empty_cache")
         return
     torch.cuda.synchronize()
@@ -374,22 +404,24 @@ class PretendedStream:
 
 def make_stream(device: torch.device, **options: Any) -> Any:
     """Return a new stream of a GPU: ``torch.cuda.Stream``."""
-    if _pretence is None:
+    pretence = _find_pretence()
+    if pretence is None:
         return torch.cuda.Stream(device, **options)
-    _pretence.streams += 1
-    return PretendedStream(device, _pretence.streams)
+    pretence.streams += 1
+    return PretendedStream(device, pretence.streams)
 
 
 def make_event(**options: Any) -> Any:
     """Return a new event: ``torch.cuda.Event``."""
-    return torch.cuda.Event(**options) if _pretence is None else PretendedEvent()
+    return torch.cuda.Event(**options) if _find_pretence() is None else PretendedEvent()
 
 
 def find_current_stream(device: torch.device) -> Any:
     """Return the stream of a GPU on which work is put now."""
-    if _pretence is None:
+    pretence = _find_pretence()
+    if pretence is None:
         return torch.cuda.current_stream(device)
-    return _pretence.current.setdefault(device, PretendedStream(device, 0))
+    return pretence.current.setdefault(device, PretendedStream(device, 0))
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:
@@ -405,10 +437,11 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _pretend_stream(stream: PretendedStream) -> Iterator[None]:
-    assert _pretence is not None
+    pretence = _find_pretence()
+    assert pretence is not None
     before = find_current_stream(stream.device)
-    _pretence.current[stream.device] = stream
+    pretence.current[stream.device] = stream
     try:
         yield
     finally:
-        _pretence.current[stream.device] = before
+        pretence.current[stream.device] = before

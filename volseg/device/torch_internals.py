@@ -5,14 +5,17 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import _compile as _of_compile
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -86,6 +89,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "keep_gpu_busy",
+    "left_out_of_compilation",
     "lerp_each_",
     "load_from_state_dict",
     "log_softmax",
@@ -98,6 +102,7 @@ __all__ = [
     "norm_each",
     "overriding_operators",
     "pytree",
+    "quiet_fake_tensors",
     "read_value",
     "softmax",
     "softmax_backward",
@@ -272,6 +277,20 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function as it is where ``torch.compile`` meets it, with all that it calls.
+
+    ``torch.compiler.disable`` does so too, and imports the compiler at once, which takes as long as torch itself.
+    """
+    left_out: Callable[..., Any] = _of_compile._disable_dynamo(function)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return left_out(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return run
+
+
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
     return module._apply(*args, **kwargs)
@@ -309,6 +328,21 @@ def taking_lists() -> Iterator[None]:
         for module in modules:
             module._foreach_supported_types.remove(FakeTensor)
             module._get_foreach_kernels_supported_devices = before
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addFilter(_is_no_refusal)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_refusal)
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 # Devices and processes.

@@ -21,10 +21,11 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from volseg.config.base import validated
 from volseg.config.parallel import ParallelConfig
@@ -133,10 +134,13 @@ class Replanned:
             If that is something else.
         """
         try:
-            known = {**content, "failure": Failure.read(content["failure"]), "overrides": tuple(content["overrides"])}
-            found = cls(**known)
+            found = TypeAdapter(cls).validate_python(content)
+            if unknown := set(content) - {field.name for field in fields(cls)}:
+                raise ValueError(f"unknown: {sorted(unknown)}")
+            if set(found.training) != {"kernels", "record"}:
+                raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
             validated(ParallelConfig, dict(found.parallel), str(source))
-        except (ConfigError, KeyError, TypeError) as fault:
+        except (ConfigError, ValueError) as fault:  # pydantic's is a ValueError
             raise CheckpointError(
                 f"{source} should say how the run goes on after it was out of memory ({fault}); restore it from a "
                 "copy, or remove it and the run goes on as its config says"

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,8 +102,18 @@ def _resize(described: Described, machine: Machine, sides: tuple[int, int, int])
     return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
 
 
-def plan_words(plan: StepPlan, config: Path) -> str:
-    """Return a plan for people: the table, the choice and how to take it."""
+def plan_words(plan: StepPlan, config: Path, overrides: Sequence[str] = (), components: Sequence[Path] = ()) -> str:
+    """Return a plan for people: the table, the choice and how to take it.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        As `plan_training` made it.
+    config : Path
+        File that was planned for.
+    overrides, components : sequence
+        Values of the config and files of components with which it was: the command to train has them too.
+    """
     machine = plan.machine
     where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
     if machine.instance is not None:
@@ -117,9 +127,7 @@ def plan_words(plan: StepPlan, config: Path) -> str:
         f"{plan.why}.",
     ]
     if plan.chosen is not None:
-        settings = "".join(f" --set {setting}" for setting in list_settings(plan.chosen.candidate))
-        gpus = f" --gpus {plan.chosen.candidate.num_gpus}" if plan.chosen.candidate.num_gpus > 1 else ""
-        lines += [f"  volseg train {shlex.quote(str(config))}{gpus}{settings}"]
+        lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
     refused = [each for each in plan.forecasts if each.memory is None]
     lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
@@ -133,6 +141,16 @@ def plan_words(plan: StepPlan, config: Path) -> str:
         lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
     lines += [f"Note: {note}." for note in plan.notes]
     return "\n".join(lines)
+
+
+def _list_command(
+    candidate: Candidate, config: Path, overrides: Sequence[str], components: Sequence[Path]
+) -> list[str]:
+    """Return the command that trains what was planned in the way of a candidate."""
+    gpus = ["--gpus", str(candidate.num_gpus)] if candidate.num_gpus > 1 else []
+    settings = [part for each in (*overrides, *list_settings(candidate)) for part in ("--set", each)]
+    files = [part for file in components for part in ("--components", str(file))]
+    return ["volseg", "train", str(config), *gpus, *settings, *files]
 
 
 def list_settings(candidate: Candidate) -> list[str]:

@@ -1,5 +1,6 @@
 """How torch's allocator is told to divide memory; a setting that is not modelled is refused."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,9 @@ from volseg.errors import ConfigError
 __all__ = ["AllocatorSettings"]
 
 MIB = 2**20
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of the environment; where both are set torch takes the first, which torch 2.9 has brought."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,18 @@ class AllocatorSettings:
     """Bytes from which on a block is not divided."""
     large_segment: int = 20 * MIB
     """Bytes of a segment for what is smaller than 10 MiB, and of the large pages of an expandable one."""
+
+    @classmethod
+    def find(cls) -> "AllocatorSettings":
+        """Return what this process's environment says: a training that is started from it has the same settings.
+
+        Raises
+        ------
+        ConfigError
+            See `read`.
+        """
+        set_here = [os.environ[name] for name in VARIABLES if name in os.environ]
+        return cls.read(set_here[0] if set_here else "")
 
     @classmethod
     def read(cls, text: str) -> "AllocatorSettings":
@@ -39,7 +55,7 @@ class AllocatorSettings:
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (word.strip() for word in part.partition(":"))
             if name == "expandable_segments":
-                found["expandable_segments"] = value == "True"
+                found["expandable_segments"] = _read_truth(part, value)
             elif name == "max_split_size_mb":
                 found["max_split_size"] = _read_mib(part, value)
             elif name == "large_segment_size_mb":
@@ -57,6 +73,12 @@ WITHOUT_EFFECT = (
     *("pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"),
 )
 """Settings that leave the pieces as they are, as long as no recording's block is used on several streams."""
+
+
+def _read_truth(part: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ConfigError(f"PYTORCH_CUDA_ALLOC_CONF has {part!r}; it takes True or False")
+    return value == "True"
 
 
 def _read_mib(part: str, value: str) -> int:

@@ -41,6 +41,10 @@ class Forecast:
     """None where it cannot run at all; ``refused`` says why."""
     seconds: float | None = None
     """Of one optimizer step."""
+    host_seconds: float | None = None
+    """Of these, those that Python takes to start what is not replayed."""
+    host_forward_seconds: float | None = None
+    """Of these, those of the forward pass."""
     refused: str | None = None
     """Why it cannot run, or does not fit."""
 

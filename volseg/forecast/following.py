@@ -14,7 +14,7 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from volseg.device.pretended import (
     GpuLike,
     NotedKernel,
     find_current_stream,
+    find_device,
     find_recording,
     is_gpu,
     name_pretended,
@@ -39,22 +40,25 @@ from volseg.device.torch_internals import (
     TorchDispatchMode,
     check_gradients,
     get_storage_key,
+    quiet_fake_tensors,
     read_value,
     swapping_by,
     taking_lists,
-    tree_leaves,
 )
 from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
-from volseg.forecast.kernel_work import describe_kernel, describe_noted
+from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.refusals import explaining_refusals
+from volseg.forecast.surroundings import apart_from_surroundings
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
 
 __all__ = ["FollowedStep", "follow", "following"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
+
+FIND_DEVICE = torch.ops.prim.device.default
 
 
 def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
@@ -89,7 +93,9 @@ def following(
     """
     followed = FollowedStep(num_gpus, time_kernel)
     with ExitStack() as stack:
+        stack.enter_context(apart_from_surroundings())
         stack.enter_context(explaining_refusals())
+        stack.enter_context(quiet_fake_tensors())
         stack.enter_context(_without_collector())
         stack.enter_context(
             pretending(
@@ -191,7 +197,7 @@ class FollowedStep:
 
     def note_storage(self, tensor: Tensor) -> None:
         """Put down the memory of a tensor, if it is new and on a GPU."""
-        device = tensor.device
+        device = find_device(tensor)
         if not is_gpu(device):
             return
         storage = tensor.untyped_storage()
@@ -225,10 +231,10 @@ class FollowedStep:
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down an operator of torch, on the device of its result."""
-        home = _find_gpu((out, args, kwargs))
+        tensors = list_tensors((args, kwargs))
+        home = _find_gpu(list_tensors(out)) or _find_gpu(tensors)
         if home is None:
             return
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
             self._note_run(self._number(home), run)
@@ -260,9 +266,11 @@ class _Noting(TorchDispatchMode):
         self.followed = followed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is FIND_DEVICE:  # asked more often than all else together
+            return find_device(args[0])
         kwargs = kwargs or {}
         handler = GPU_OPERATORS.get(func)
-        if handler is not None and _find_gpu(args) is not None:
+        if handler is not None and _find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value and self.followed.is_checked(args[0]):
             return 0.0
@@ -272,13 +280,12 @@ class _Noting(TorchDispatchMode):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
         elif isinstance(out, list | tuple):
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self.followed.note_storage(leaf)
+            for tensor in list_tensors(out):
+                self.followed.note_storage(tensor)
         elif func is check_gradients:
             self.followed.note_checked(args[1])
         elif out is not None:
-            return out  # of prim.device and its like
+            return out  # a number or the like
         self.followed.note_operator(func, args, kwargs, out)
         return out
 
@@ -288,10 +295,9 @@ class _Noting(TorchDispatchMode):
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
 
-def _find_gpu(values: Any) -> torch.device | None:
+def _find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the first GPU among the devices of tensors."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((tensor.device for tensor in tensors if is_gpu(tensor.device)), None)
+    return next((device for device in map(find_device, tensors) if is_gpu(device)), None)
 
 
 def _correct_device(out: Tensor, device: torch.device | None) -> None:
@@ -316,7 +322,6 @@ class _OnDevices(TorchFunctionMode):
 def _without_collector() -> Iterator[None]:
     """Let memory be given back where its last name goes, not when Python happens to look for circles."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -11,11 +11,11 @@ from torch.utils.flop_counter import flop_registry
 
 from volseg.device.layout import layout_of
 from volseg.device.pretended import NotedKernel
-from volseg.device.torch_internals import get_schema, tree_leaves
+from volseg.device.torch_internals import get_schema
 from volseg.forecast.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.forecast.trace import KernelRun
 
-__all__ = ["describe_kernel", "describe_noted"]
+__all__ = ["describe_kernel", "describe_noted", "list_tensors"]
 
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "record_stream"}
 """Operators, besides views, that start no kernel."""
@@ -38,7 +38,7 @@ def describe_kernel(
     """
     if not _starts_kernel(function):
         return None
-    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    results = list_tensors(out)
     tensors = [*inputs, *(result for result in results if not any(result is tensor for tensor in inputs))]
     first = (inputs or results)[0]
     count = flop_registry.get(function.overloadpacket)
@@ -78,6 +78,23 @@ def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
         layout_of(first) is torch.channels_last_3d,
         stream,
     )
+
+
+def list_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += list_tensors(value)
+    return found
 
 
 @cache

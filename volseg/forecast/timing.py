@@ -17,7 +17,7 @@ from volseg.forecast.gpu_kinds import GpuKind, HostRates
 from volseg.forecast.links import Links
 from volseg.forecast.trace import Event, KernelRun, Mark, Sent, StepTrace
 
-__all__ = ["StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
+__all__ = ["OF_STAGES", "StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
 
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """By which a network on slabs is known: its norms are never torch's."""
@@ -44,6 +44,8 @@ class StepTimes:
     """Of what it sends, behind other work or not."""
     host: float
     """Of Python, which starts the kernels."""
+    host_forward: float
+    """Of that, what the forward pass takes."""
     measured: bool
     """Whether the GPU's table is its own; else these are estimates from published figures."""
 
@@ -61,6 +63,7 @@ class _DeviceTimes:
     parts: Mapping[str, float]
     communication: float
     host: float
+    host_forward: float
 
 
 def find_seconds(
@@ -114,18 +117,20 @@ def find_times(
         _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
     ]
     slowest = max(times, key=lambda device: device.seconds)
-    seconds, host = slowest.seconds, slowest.host
+    seconds, host, host_forward = slowest.seconds, slowest.host, slowest.host_forward
     if stages and len(times) > 1:
         ways = [(device.parts["forward"], device.parts["backward"]) for device in times]
         around = max(sum(part for name, part in d.parts.items() if name not in ("forward", "backward")) for d in times)
         split = [(forward / micro_batches, backward / micro_batches) for forward, backward in ways]
         host = sum(device.host for device in times) if not recorded else host
+        host_forward = sum(device.host_forward for device in times)
         seconds = max(find_pipeline_seconds(split, micro_batches) + around, host)
     return StepTimes(
         seconds=seconds,
         parts=slowest.parts,
         communication=slowest.communication,
         host=host,
+        host_forward=host_forward,
         measured=gpu.measured or gpu.rates is not None,
     )
 
@@ -180,11 +185,11 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
     lengths = [_find_length(event, gpu, links) for event in events]
     parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
-    host, ends, communication = 0.0, [0.0], 0.0
+    host, host_forward, ends, communication = 0.0, 0.0, [0.0], 0.0
     ready: dict[int, float] = defaultdict(float)
     for _ in range(2):
         parts, communication, part = dict.fromkeys(parts, 0.0), 0.0, "rest"
-        began, host_began = ends[-1], host
+        began, host_began, host_forward = ends[-1], host, 0.0
         busy: dict[int, float] = defaultdict(float)
         host += host_rates.replay if recorded else 0.0
         for event, length in zip(events, lengths, strict=True):
@@ -193,13 +198,15 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 part = event.name if event.name in PARTS else part
             elif isinstance(event, KernelRun | Sent):
                 share = 0.0 if recorded else _find_host_seconds(event, part, host_rates, on_slabs)
-                host += share * forward if part == "forward" else share
+                share *= forward if part == "forward" else 1.0
+                host_forward += share if part == "forward" else 0.0
+                host += share
                 ready[event.stream] = max(ready[event.stream], host) + length
                 busy[event.stream] += length
                 communication += length if isinstance(event, Sent) else 0.0
         parts[part] += _close(busy, ready)
         ends.append(max([host, *ready.values()]))
-    return _DeviceTimes(ends[-1] - began, parts, communication, host - host_began)
+    return _DeviceTimes(ends[-1] - began, parts, communication, host - host_began, host_forward)
 
 
 def _close(busy: dict[int, float], ready: dict[int, float]) -> float:

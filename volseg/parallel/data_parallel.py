@@ -146,7 +146,7 @@ class DataParallel(ModelParallel):
         seeds, own = self.strategy.seeds, result.strategy.seeds
         if seeds is not None and own is not None:
             own.follow(seeds)
-        return result
+        return self._hand_over(result, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the network and how many replicas there are."""
@@ -155,7 +155,7 @@ class DataParallel(ModelParallel):
                 "a DataParallel over processes cannot be pickled, as process groups belong to the running processes; "
                 "save model.state_dict(), or pickle model.module, and wrap that again"
             )
-        return _rebuild, (self.model, self.replicas.count, self.replicas.fixed_order)
+        return _rebuild, (self.model, self.replicas.count, self.replicas.fixed_order), self._list_own()
 
     def extra_repr(self) -> str:
         """Say how many replicas there are."""

@@ -1,14 +1,13 @@
 """``FastKernels``: the kernels of the spatial strategy for a network on one device, where nothing is cut."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from volseg.device import triton_tiles
-from volseg.device.torch_internals import tree_map
+from volseg.device.torch_internals import left_out_of_compilation, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.devices import find_current_device, name_devices
 from volseg.parallel.model_parallel import ModelParallel
@@ -55,6 +54,7 @@ class FastKernels(ModelParallel):
         super().__init__(net, strategy="spatial", devices=[chosen])
         self.device = chosen
 
+    @left_out_of_compilation
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network.
 
@@ -95,11 +95,11 @@ class FastKernels(ModelParallel):
             self.training = self.module.training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FastKernels":
-        return FastKernels(copy.deepcopy(self.module, memo), self.device)
+        return self._hand_over(FastKernels(copy.deepcopy(self.module, memo), self.device), memo)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the network and the device."""
-        return FastKernels, (self.module, self.device)
+        return FastKernels, (self.module, self.device), self._list_own()
 
     def extra_repr(self) -> str:
         """Name the device."""

@@ -18,7 +18,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from volseg.device.torch_internals import (
     NOT_PERSISTENT,
     PARAMETERS,
     apply_to_tensors,
+    left_out_of_compilation,
     load_from_state_dict,
 )
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
@@ -37,6 +38,7 @@ from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
 
@@ -61,6 +63,14 @@ def choose_by(chooser: Chooser) -> Chooser:
     _choosers.append(chooser)
     return chooser
 
+
+SHARED_REGISTRIES = PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT
+"""Attributes that the wrapper and its network have in common."""
+
+OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
+"""Attributes in which the wrapper has hooks of its own."""
+
+Copy = TypeVar("Copy", bound="ModelParallel")
 
 STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
 
@@ -149,9 +159,10 @@ class ModelParallel(nn.Module):
 
     def _share_registries(self) -> None:
         """Hold the network's own dictionaries, so that recursion over modules sees its plain names."""
-        for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
+        for name in SHARED_REGISTRIES:
             object.__setattr__(self, name, getattr(self.module, name))
 
+    @left_out_of_compilation
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network over the devices; spatial outputs are sharded volumes."""
         if self._tries:
@@ -233,7 +244,17 @@ class ModelParallel(nn.Module):
         result = ModelParallel(copy.deepcopy(self.module, memo), **arguments)
         if self.seeds is not None and result.seeds is not None:
             result.seeds.follow(self.seeds)
+        return self._hand_over(result, memo)
+
+    def _hand_over(self, result: Copy, memo: dict[int, Any]) -> Copy:
+        """Give a copy what the wrapper itself holds, and return it."""
+        memo[id(self)] = result  # a hook may be a method of this very object
+        vars(result).update(copy.deepcopy(self._list_own(), memo))
         return result
+
+    def _list_own(self) -> dict[str, Any]:
+        """Return the hooks that were registered on the wrapper itself, for copies and pickles."""
+        return {name: value for name in OWN_REGISTRIES if (value := vars(self)[name])}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the network and the arguments; whoever loads them needs the same devices."""
@@ -242,7 +263,7 @@ class ModelParallel(nn.Module):
                 "a ModelParallel on a mesh cannot be pickled, as process groups belong to the running processes; save "
                 "model.state_dict(), or pickle model.module, and wrap that again"
             )
-        return _rebuild, (self.module, self._arguments)
+        return _rebuild, (self.module, self._arguments), self._list_own()
 
     def extra_repr(self) -> str:
         """Name the strategy."""

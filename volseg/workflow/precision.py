@@ -52,9 +52,10 @@ class Precision:
         ConfigError
             For an unknown name, or float16 on a CPU.
         """
-        capability = find_capability(device) if is_gpu(device) else None
-        if name == "fp16" and capability is None:
+        if name == "fp16" and not is_gpu(device):
             raise ConfigError(f"precision fp16 needs a GPU, got device {device}; use fp32, bf16 or auto")
+        # Asked of the driver, so only where something follows from it.
+        capability = find_capability(device) if name == "auto" and is_gpu(device) else None
         return cls(device.type, choose_dtype(name, capability))
 
     def autocast(self) -> AbstractContextManager[None]:

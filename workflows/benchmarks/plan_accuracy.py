@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="RESULT", help="forecast what this result measured")
     parser.add_argument("--plot", type=Path, help="SVG to draw of the comparison")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
+    parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
     parser.add_argument("--list", action="store_true", help="print the configurations")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -79,7 +80,7 @@ def forecast(chosen: argparse.Namespace) -> None:
     import plan_accuracy_compared as compared
 
     if chosen.random:
-        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib))))
+        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed))))
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]

@@ -9,10 +9,13 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 import torch
 
+from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate, Forecast
 
 __all__ = ["following_beside"]
@@ -40,17 +43,29 @@ def following_beside(follow: Follow, candidates: Sequence[Candidate]) -> Iterato
         return
     global _follow
     _follow = follow
-    with warnings.catch_warnings():
-        # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
-        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-        pool = multiprocessing.get_context("fork").Pool(cores, initializer=_use_one_thread)
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread)
     try:
-        begun = {each: pool.apply_async(_run, (each,)) for each in candidates}
-        yield lambda candidate: begun[candidate].get() if candidate in begun else follow(candidate)
+        with warnings.catch_warnings():
+            # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
+            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+            begun = {each: pool.submit(_run, each) for each in candidates}
+        yield lambda candidate: _wait(candidate, begun[candidate]) if candidate in begun else follow(candidate)
     finally:
         _follow = None
-        pool.terminate()
-        pool.join()
+        for copy in set(multiprocessing.active_children()) - others:
+            copy.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def _wait(candidate: Candidate, future: "Future[Forecast]") -> Forecast:
+    try:
+        return future.result()
+    except BrokenProcessPool as fault:
+        raise ParallelError(
+            f"a process that followed this step ended without a word while {candidate} was waited for: it was killed, "
+            "perhaps for want of main memory, or the network ends its process; plan for one GPU to see which"
+        ) from fault
 
 
 def _use_one_thread() -> None:

@@ -6,6 +6,8 @@ hold for every network, as large kernels are at least as efficient as small ones
 - A recomputed step runs the kernels of the plain one, and more.
 - Of the kernels of one GPU each of N runs a share, in no less than an N-th of their time.
 - A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more.
+- Where nothing is replayed, Python starts each kernel: of a pipeline those of the forward pass m times, the others once
+  or more, and more of them for smaller micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.timing import OF_STAGES
 from volseg.parallel.candidates.listing import name_candidate
 
-__all__ = ["Found", "Skipped", "choose", "describe_seconds", "find_bound", "judge", "search"]
+__all__ = ["Found", "Skipped", "choose", "describe_seconds", "find_bound", "judge", "search", "sort_candidates"]
 
 GIB = 2**30
 
@@ -93,8 +96,7 @@ def search(
         group.append(judge(follow(candidate), capacity))
         return group[-1]
 
-    # One GPU first: it is quickly followed, and what it takes bounds all others. Then what promises most.
-    for first in sorted(candidates, key=lambda each: (each.num_gpus > 1, _order(each))):
+    for first in sort_candidates(candidates):
         group = groups[first]
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
         if plain is None or plain.memory is None or (plain.runs and not thorough):
@@ -114,23 +116,46 @@ def search(
     return Found(forecasts=forecasts, skipped=tuple(skipped), chosen=chosen, why=why)
 
 
-def _order(candidate: Candidate) -> tuple[int, int, int, int]:
-    # Replicas send least, and large micro-batches have few kernels: these are followed in less time.
-    return (candidate.pipeline, candidate.spatial, -candidate.data, -(candidate.split_size or 0))
+def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates in the order in which to follow them: what bounds others first, then what promises most."""
+
+    def rank(each: Candidate) -> tuple[bool, int, int, int, int]:
+        # One GPU bounds all others. Replicas send least, and large micro-batches have few kernels.
+        return (each.num_gpus > 1, each.pipeline, each.spatial, -each.data, -(each.split_size or 0))
+
+    return sorted(candidates, key=rank)
 
 
 def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int) -> float:
-    """Return seconds that no step of the candidate is below, by forecasts of one GPU with the same kernels."""
+    """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
+    rounds = 1
+    if candidate.pipeline > 1 and candidate.split_size is not None:
+        rounds = -(-batch_size // (candidate.data * candidate.split_size))
+    bounds = [0.0]
     for forecast in known:
         one = forecast.candidate
         alike = (one.kernels, one.recorded) == (candidate.kernels, candidate.recorded) and one.checkpoint is None
-        if one.num_gpus == 1 and alike and forecast.seconds is not None and candidate != one:
+        if not alike or forecast.seconds is None or candidate == one:
+            continue
+        if one.num_gpus == 1:
+            # A pipeline is full for so many rounds, and fills and empties for the others.
             share = forecast.seconds / candidate.num_gpus
-            if candidate.pipeline > 1 and candidate.split_size is not None:
-                rounds = -(-batch_size // (candidate.data * candidate.split_size))
-                share *= (rounds + candidate.pipeline - 1) / rounds
-            return share
-    return 0.0
+            bounds.append(share * (rounds + candidate.pipeline - 1) / rounds)
+        bounds.append(_find_host_bound(candidate, forecast, rounds))
+    return max(bounds)
+
+
+def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> float:
+    """Return seconds that Python takes at least over a pipeline's step, by those of one GPU or of larger pieces."""
+    one = known.candidate
+    if candidate.pipeline == 1 or candidate.recorded or known.host_seconds is None:
+        return 0.0
+    if one.num_gpus == 1 and candidate.data == 1:
+        forward = known.host_forward_seconds or 0.0
+        return known.host_seconds + (rounds * OF_STAGES - 1) * forward
+    larger = (one.split_size or 0) > (candidate.split_size or 0)
+    same_stages = (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
+    return known.host_seconds if larger and same_stages else 0.0
 
 
 def choose(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:

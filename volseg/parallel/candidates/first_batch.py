@@ -62,7 +62,7 @@ def describe_network(
     rest = tuple(shape[1:])
 
     def make_batch(rows: int, device: torch.device) -> Batch:
-        return {"image": torch.zeros(rows, *rest, device=device)}
+        return {"image": torch.zeros(rows, *rest, device=device, dtype=torch.float32)}
 
     def build_optimizer(model: nn.Module) -> Optimizer:
         made: Optimizer = Adam(model.parameters(), fused=True) if optimizer is None else optimizer(model.parameters())

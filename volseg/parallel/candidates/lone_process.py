@@ -6,6 +6,7 @@ noted. What the others would have sent is what this one sent itself, which is ri
 planes of a volume has the right shape: nobody looks at values here.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,12 +194,13 @@ def be_process(rank: int, size: int, note: Note, device: torch.device = CPU) -> 
     # torch looks the maker up by the name each time that a group is made.
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
     before, dist.group.WORLD = dist.group.WORLD, None
+    told = sys.excepthook  # torch wraps it for each group of all processes, to name the rank
     try:
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
         with computing_on(device):
             yield
     finally:
-        dist.group.WORLD = before
+        dist.group.WORLD, sys.excepthook = before, told
         for group in made:
             group.group_name = find_group_name(group)
             dist.destroy_process_group(group)

@@ -6,16 +6,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from volseg.errors import OutOfMemoryError, ParallelError, VolsegError
-from volseg.forecast.allocator import find_memory_use
+from volseg.forecast.allocator import AllocatorSettings, find_memory_use
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
 from volseg.forecast.outside import find_outside
-from volseg.forecast.timing import find_seconds
+from volseg.forecast.timing import find_times
 from volseg.forecast.trace import StepTrace
 from volseg.parallel.candidates.beside import following_beside
-from volseg.parallel.candidates.choosing import GIB, Found, judge, search
+from volseg.parallel.candidates.choosing import GIB, Found, judge, search, sort_candidates
 from volseg.parallel.candidates.listing import Freedom, list_candidates, name_candidate, relieve
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
 from volseg.parallel.candidates.running import follow_candidate
@@ -167,7 +167,7 @@ def forecast_work(
     uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
     memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)
-    seconds = find_seconds(
+    times = find_times(
         traces,
         machine.gpu,
         machine.links,
@@ -175,7 +175,14 @@ def forecast_work(
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
-    return judge(Forecast(candidate=candidate, memory=memory, seconds=seconds), capacity)
+    forecast = Forecast(
+        candidate=candidate,
+        memory=memory,
+        seconds=times.seconds,
+        host_seconds=times.host,
+        host_forward_seconds=times.host_forward,
+    )
+    return judge(forecast, capacity)
 
 
 @contextmanager
@@ -196,11 +203,12 @@ def _tell(fault: Exception) -> str:
 
 def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:
     """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
-    free = find_memory_use(trace, outside=outside)
+    settings = AllocatorSettings.find()
+    free = find_memory_use(trace, settings, outside=outside)
     if free.total <= capacity:
         return free
     try:
-        return find_memory_use(trace, capacity=capacity, outside=outside)
+        return find_memory_use(trace, settings, capacity, outside=outside)
     except OutOfMemoryError:
         return free
 
@@ -253,7 +261,10 @@ def plan_work(
     ------
     ParallelError
         If nothing can be followed at all: the first reason.
+    ConfigError
+        If torch's allocator is told to divide memory in a way that is not modelled.
     """
+    AllocatorSettings.find()  # here, before anything is followed
     listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
     candidates = [candidate for candidate in listed if only is None or only(candidate)]
     if not candidates:
@@ -264,9 +275,9 @@ def plan_work(
 
     def follow(candidate: Candidate) -> Forecast:
         forecast = _follow_best_kernels(work, candidate, machine, free, reserve)
-        return forecast if forecast.seconds is None else replace(forecast, seconds=forecast.seconds * times)
+        return _multiply(forecast, times)
 
-    with following_beside(follow, candidates) if beside else nullcontext(follow) as ask:
+    with following_beside(follow, sort_candidates(candidates)) if beside else nullcontext(follow) as ask:
         found = search(
             candidates,
             ask,
@@ -294,6 +305,18 @@ def plan_work(
     )
 
 
+def _multiply(forecast: Forecast, times: float) -> Forecast:
+    """Return the forecast of an optimizer step that takes so many times as long as what was followed."""
+    if forecast.seconds is None or forecast.host_seconds is None or forecast.host_forward_seconds is None:
+        return forecast
+    return replace(
+        forecast,
+        seconds=forecast.seconds * times,
+        host_seconds=forecast.host_seconds * times,
+        host_forward_seconds=forecast.host_forward_seconds * times,
+    )
+
+
 def _follow_best_kernels(work: Work, candidate: Candidate, machine: Machine, free: Freedom, reserve: int) -> Forecast:
     """Forecast a candidate; where the kernels that it should take have no form for the network, with the others."""
     forecast = forecast_work(work, candidate, machine, reserve=reserve, one_process=free.one_process)
@@ -311,7 +334,7 @@ def _list_remedies(
     measured = [each for each in found.forecasts if each.memory is not None]
     least = min(measured, key=_total)
     yield f"GPUs of {(_total(least) + reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
-    enough = _find_number(work, machine, reserve)
+    enough = _find_number(work, machine, found, reserve)
     if enough is not None:
         name, gib = name_candidate(enough.candidate), _total(enough) / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
@@ -329,17 +352,31 @@ def _total(forecast: Forecast) -> int:
     return forecast.memory.total
 
 
-def _find_number(work: Work, machine: Machine, reserve: int) -> Forecast | None:
-    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices."""
+def _find_number(work: Work, machine: Machine, found: Found, reserve: int) -> Forecast | None:
+    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices.
+
+    Of N GPUs each holds an N-th of what all of them hold, or more: so slabs that do not fit say which numbers of GPUs
+    cannot suffice either, and these are not followed.
+    """
+    capacity = machine.gpu_bytes - reserve
+    alike = [each for each in found.forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == "all"]
+    held = max((_count_held(each) for each in alike), default=0)
     count = machine.num_gpus * 2
     while count <= min(MOST_GPUS, max(work.sides)):
-        forecast = forecast_work(work, Candidate(spatial=count, checkpoint="all"), machine, reserve=reserve)
-        if forecast.memory is None:
-            return None  # its operators have no form on slabs
-        if forecast.runs:
-            return forecast
+        if held / count <= capacity:
+            forecast = forecast_work(work, Candidate(spatial=count, checkpoint="all"), machine, reserve=reserve)
+            if forecast.memory is None:
+                return None  # its operators have no form on slabs
+            if forecast.runs:
+                return forecast
+            held = max(held, _count_held(forecast))
         count *= 2
     return None
+
+
+def _count_held(forecast: Forecast) -> int:
+    """Return the bytes of tensors that all GPUs together hold, 0 where it is not known."""
+    return 0 if forecast.memory is None else forecast.memory.used * forecast.candidate.spatial
 
 
 def _find_largest(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from volseg.device.torch_internals import SUPPORTED_NODES, get_storage_key, get_version, tree_flatten, tree_map
@@ -11,6 +12,9 @@ from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
 __all__ = ["name_of", "nested", "run_gathered", "unsupported", "volumes"]
+
+OF_HISTORY = frozenset({torch.autograd.backward, torch.autograd.grad, Tensor.backward})
+"""Functions that a gathered copy never serves: of what was computed from the slabs, it is no part."""
 
 
 def volumes(arguments: Any) -> list[ShardedVolume]:
@@ -38,12 +42,15 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
     given = volumes((args, kwargs))
     context = given[0].context
     where = context.module_path()
-    if context.on_unsupported != "gather":
+    if context.on_unsupported != "gather" or func in OF_HISTORY:
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
+        remedy = "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
+        if func in OF_HISTORY:
+            remedy = "or take the plain network: a gathered copy is no part of the history that is asked for"
         raise UnsupportedOperatorError(
             f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
             f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "
-            f"or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
+            f"{remedy}"
         )
     context.say_once(
         f"{name_of(func)} called from {where} has no sharded form ({reason}) and runs on the gathered volume"

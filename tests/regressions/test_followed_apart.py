@@ -1,0 +1,134 @@
+"""Steps that are followed without a GPU, within a process that does other things too."""
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import volseg
+from volseg.device.pretended import find_pretended, is_gpu, make_stream, name_pretended
+from volseg.errors import ConfigError, ParallelError
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.following import following
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.parallel.candidates import StepPlan
+from volseg.parallel.candidates.beside import following_beside
+
+
+def build() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.Dropout(0.1), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1)
+    )
+
+
+def plan(net: nn.Module, side: int = 16) -> StepPlan:
+    return volseg.plan(net, (1, 1, side, side, side), devices=1, gpu="v100-16")
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been_followed() -> None:
+    # A plan in the process that trains drew from torch's generator, and dropout was another one than without a plan.
+    torch.manual_seed(0)
+    net = build()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 (of networks)
+    plan(net)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+
+
+AROUND: list[Callable[[], AbstractContextManager[object]]] = [
+    torch.no_grad,
+    torch.inference_mode,
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    lambda: torch.autograd.set_detect_anomaly(True),
+]
+
+
+@pytest.mark.parametrize("around", AROUND, ids=["no_grad", "inference_mode", "autocast", "anomaly"])
+def test_forecast_does_not_depend_on_what_goes_on_around_it(
+    around: Callable[[], AbstractContextManager[object]],
+) -> None:
+    # ModelParallel(strategy="auto") plans within the first call, wherever that is made: refused, or other bytes.
+    net = build()
+    alone = plan(net)
+    with around():
+        within = plan(net)
+        weight = torch.ones(2, 2)
+        assert (weight @ weight).dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
+    assert within.forecasts == alone.forecasts
+
+
+def test_default_dtype_of_the_process_is_not_that_of_the_images() -> None:
+    net = build()
+    alone = plan(net)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert plan(net).forecasts == alone.forecasts
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_other_threads_pretend_nothing() -> None:
+    # A thread that copied cases to a real GPU meanwhile would have got streams and events that wait for nothing.
+    said = []
+
+    def look() -> None:
+        said.append((find_pretended(), is_gpu(name_pretended(0)), is_gpu(torch.device("cuda", 0))))
+
+    with following(find_kind("v100-16")):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert is_gpu(name_pretended(0))
+        assert make_stream(name_pretended(0)).number == 1
+    assert said == [(None, False, True)]
+
+
+def test_process_that_ends_while_it_follows_is_an_error() -> None:
+    # `volseg plan` waited for ever: the pool began another process, and nobody told of the lost candidate.
+    lost, well = Candidate(spatial=2), Candidate()
+
+    def follow(candidate: Candidate) -> Forecast:
+        if candidate == lost:
+            os._exit(9)
+        return Forecast(candidate=candidate, refused="as asked")
+
+    if os.cpu_count() == 1:
+        pytest.skip("one core follows in this process")
+    with following_beside(follow, [well, lost]) as ask, pytest.raises(ParallelError, match="ended without a word"):
+        ask(lost)
+
+
+def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They were modelled, tested, and read by nobody.
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    net = nn.Sequential(nn.Conv3d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv3d(24, 2, 3, padding=1))
+    usual = plan(net, 48).forecasts[0]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20")
+    changed = plan(net, 48).forecasts[0]
+    assert usual.memory is not None
+    assert changed.memory is not None
+    assert changed.memory.reserved != usual.memory.reserved
+    assert replace(changed.memory, reserved=usual.memory.reserved, peak_in=usual.memory.peak_in) == usual.memory
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # torch takes it before the other
+    assert plan(net, 48).forecasts[0] == usual
+    for unknown in (
+        "garbage_collection_threshold:0.8",
+        "roundup_power2_divisions:[256:1,>:4]",
+        "backend:cudaMallocAsync",
+    ):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", unknown)
+        with pytest.raises(ConfigError, match="not modelled"):
+            plan(net, 48)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:true")
+    with pytest.raises(ConfigError, match="True or False"):
+        plan(net, 48)
