@@ -21,7 +21,9 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Processes that a test starts of its own file find the modules that tests share, as pytest does.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+SHARED = str(Path(__file__).parent)
+PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != SHARED]
+os.environ["PYTHONPATH"] = os.pathsep.join([SHARED, *PATHS])  # once, also in a worker, whose parent has said it already
 
 # Never the user's own cache; processes that outlive a test use the session's.
 SESSION_CACHE = tempfile.mkdtemp(prefix="volseg_cache_")

@@ -35,6 +35,7 @@ from volseg.data.reading_group import meet_readers
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError, DataError
+from volseg.experiment import own_components
 from volseg.experiment.own_components import REGISTRIES, load_components
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -268,7 +269,8 @@ def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, 
     assert len(set(keys)) == 4
 
 
-def test_a_file_of_components_counts_as_it_was_run(task, folder, tmp_path):
+def test_a_file_of_components_counts_as_it_was_run(task, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_components, "_files", {})  # processes of later tests are not to know this file
     file = tmp_path / "components.py"
     text = "import volseg\n\n\n@volseg.register('transform', 'Idle')\nclass Idle:\n    def __init__(self, fields):\n"
     text += "        pass\n\n    def __call__(self, case):\n"

@@ -549,6 +549,18 @@ def test_tensors_without_values_say_what_they_cannot_do() -> None:
             assert "aten." in str(caught.value.func)
 
 
+def test_a_refusal_without_values_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with internals.FakeTensorMode():
+        first, second = torch.empty(2, 3), torch.empty(4, 5)
+        with pytest.raises(RuntimeError):
+            first @ second
+        assert "failed while attempting to run meta" in caplog.text
+        caplog.clear()
+        with internals.quiet_fake_tensors(), pytest.raises(RuntimeError):
+            first @ second
+    assert not caplog.text
+
+
 def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
     with internals.FakeTensorMode():
         layer = nn.Linear(2, 3)

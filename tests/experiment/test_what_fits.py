@@ -173,7 +173,7 @@ def test_volseg_plan_refuses_what_means_nothing(arguments, error, message):
 def test_volseg_plan_leaves_the_network_as_it_is():
     net = torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.BatchNorm3d(4), torch.nn.Conv3d(4, 2, 1))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    plan = volseg.plan(net, (4, 1, 32, 32, 32), gpu="h200")
+    plan = volseg.plan(net, (4, 1, 32, 32, 32), gpu="h200", devices=2)
     assert plan.chosen is not None
     assert plan.table().count("\n") > 3
     assert json.loads(plan.to_json())["fits"] is True
