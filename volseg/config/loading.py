@@ -13,7 +13,15 @@ from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["differences", "dump_config", "load_config", "override", "path_override", "require_sound_overrides"]
+__all__ = [
+    "differences",
+    "dump_config",
+    "format_config",
+    "load_config",
+    "override",
+    "path_override",
+    "require_sound_overrides",
+]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -118,10 +126,14 @@ def _without(node: Any, keys: Sequence[str]) -> Any:
 
 def dump_config(config: ExperimentConfig, path: Path) -> Path:
     """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(format_config(config), encoding="utf-8")
     return path
+
+
+def format_config(config: ExperimentConfig) -> str:
+    """Return every value of ``config``, defaults too, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:
