@@ -44,15 +44,15 @@ class TensorBoard(Hook):
 
     Parameters
     ----------
-    folder : Path
+    folder : path
         Where the event files lie; a resumed training adds to them. Where they cannot be written, on a full disk say,
         that is said once and the training goes on without.
     more : callable, optional
         Returns further scalars by tag, after each epoch.
     """
 
-    def __init__(self, folder: Path, *, more: Callable[[], Mapping[str, float]] = dict) -> None:
-        self.folder, self._more = folder, more
+    def __init__(self, folder: str | Path, *, more: Callable[[], Mapping[str, float]] = dict) -> None:
+        self.folder, self._more = Path(folder), more
         self._events: _EventFile | None = None
 
     def on_training_begin(self, training: Training) -> None:
