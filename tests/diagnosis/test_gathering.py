@@ -247,11 +247,13 @@ def test_the_file_system_of_the_nearest_mount_is_named(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\ntmpfs /data/my\\040cache tmpfs rw 0 0\n"
-        "/dev/b /datas xfs rw 0 0\noverlay / overlay rw 0 0\n",
+        "/dev/b /data_two xfs rw 0 0\noverlay / overlay rw 0 0\n",
         encoding="utf-8",
     )
-    kinds = {folder: find_file_system(Path(folder), mounts) for folder in ("/", "/data", "/data/my cache/a", "/data2")}
-    assert kinds == {"/": "overlay", "/data": "nfs4", "/data/my cache/a": "tmpfs", "/data2": "overlay"}
+    kinds = {
+        folder: find_file_system(Path(folder), mounts) for folder in ("/", "/data", "/data/my cache/a", "/data_two")
+    }
+    assert kinds == {"/": "overlay", "/data": "nfs4", "/data/my cache/a": "tmpfs", "/data_two": "xfs"}
     assert find_file_system(Path("/"), tmp_path / "none") == "unknown"
 
 

@@ -98,8 +98,6 @@ def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
         gatherer.name,
         *(f"{role}={path}" for role, path in places.items()),
     )
-    # UTF-8 between the two, whatever the locale; what the locale is, is asked for itself.
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own command
             list(command),
@@ -108,7 +106,6 @@ def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            env=environment,
             start_new_session=True,
         )
     except OSError as fault:  # no more processes, no memory
