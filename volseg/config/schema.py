@@ -341,7 +341,7 @@ class ExperimentConfig(ConfigModel):
         cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
         return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
 
-    def count_processes(self, num_gpus: int | None, visible: int) -> int:
+    def count_processes(self, num_gpus: int | None, visible: int | None) -> int:
         """Return how many processes train on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
         fixed_order = self.training.deterministic
         return choose_num_processes(

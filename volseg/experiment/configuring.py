@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from volseg.commands import spell
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.data import load_task
 from volseg.data.cases import Task
@@ -94,7 +95,7 @@ def configure_words(planned: Plan, path: Path) -> str:
     }
     return "\n".join(
         [*(f"{what:12} {text}" for what, text in lines.items()), f"written to {path}; why each number is what it is, "
-         "stands there. Next:", f"  volseg train {quote(str(path))}"]
+         "stands there. Next:", f"  {spell(f'volseg train {quote(str(path))}')}"]
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from volseg.experiment.component_record import require_components
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.what_fits import list_settings
 from volseg.parallel.candidates.report import PlanReport
-from volseg.parallel.devices import count_gpus
+from volseg.parallel.devices import count_gpus, is_launched
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
@@ -32,7 +32,9 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
     ConfigError
         If the config cannot be run so, or there are fewer GPUs.
     """
-    visible = 0 if config.device == "cpu" else count_gpus()
+    visible = None if config.device == "cpu" else count_gpus()
+    if is_launched():  # whoever started this process chose how many there are
+        visible = visible or None
     return config.count_processes(num_gpus, visible)
 
 
@@ -47,8 +49,8 @@ def train_on(
     """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
 
     If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
-    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. On a machine without GPUs the processes share
-    the CPU, which is for trying things out.
+    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. With ``device: cpu`` the processes share the
+    CPU, which is for trying things out.
 
     Parameters
     ----------
