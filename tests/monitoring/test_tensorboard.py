@@ -5,7 +5,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from volseg.monitoring.environment import environment
-from volseg.monitoring.tensorboard import TensorBoard, overlay
+from volseg.monitoring.tensorboard import TensorBoard
 from volseg.workflow.records import EpochRecord
 
 
@@ -39,21 +39,6 @@ def test_the_event_file_holds_loss_rate_dice_and_waiting(tmp_path):
     assert set(events.Tags()["scalars"]) == tags
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 1.0), (1, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("val/dice/Anterior")] == [(1, 0.5)]
-
-
-def test_an_overlay_colours_label_and_prediction_and_only_them():
-    image = torch.linspace(0, 1, 8 * 6 * 4).reshape(8, 6, 4)
-    label, prediction = torch.zeros(8, 6, 4, dtype=torch.long), torch.zeros(8, 6, 4, dtype=torch.long)
-    label[2:4, 2:4, 1:3], prediction[2:4, 2:4, 1:3] = 1, 2
-    picture = overlay(image, label, prediction)
-    assert 0 <= picture.min() <= picture.max() <= 1
-    # The row along axis 2 shows D x H: three panels of width 8, height 6, at the bottom of the picture.
-    plain, truth, guess = picture[:, -6:, :24].split(8, dim=-1)
-    assert torch.equal(plain[0], plain[1])
-    coloured = (truth[0] != truth[1]) | (truth[1] != truth[2])
-    assert coloured.sum() == 4
-    assert torch.equal(coloured, (guess[0] != guess[1]) | (guess[1] != guess[2]))
-    assert not torch.equal(truth, guess)
 
 
 def test_the_environment_names_versions_and_devices():

@@ -10,28 +10,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch import Tensor
 from torch.utils.tensorboard.summary import image, scalar
 
+from volseg.monitoring.pictures import draw_example
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
-__all__ = ["TensorBoard", "overlay"]
+__all__ = ["TensorBoard"]
 
 logger = logging.getLogger(__name__)
 
 NUMBERS = itertools.count()
 """Two trainings of one process may begin within a second."""
-
-PALETTE = torch.tensor(
-    [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
-    dtype=torch.float32,
-)
-"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
 
 
 class TensorBoard(Hook):
@@ -39,8 +32,8 @@ class TensorBoard(Hook):
 
     Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL`` and whatever else a
     validation measures by label, ``val/undefined/LABEL`` (cases without a distance), ``time/epoch_seconds``,
-    ``time/data_wait_seconds``, ``gpu/peak_gib``, ``memory/...`` (`FirstSteps`); images ``val/CASE`` with the image, its
-    label and the prediction side by side, in the slice along each axis that holds most label voxels.
+    ``time/data_wait_seconds``, ``gpu/peak_gib``, ``memory/...`` (`FirstSteps`); images ``val/CASE`` with lines around
+    label and prediction, in the slice along each axis that holds most label voxels (`draw_slices`).
 
     Parameters
     ----------
@@ -66,9 +59,10 @@ class TensorBoard(Hook):
             return
         summaries = [scalar(tag, value) for tag, value in {**_scalars(record), **self._more()}.items()]
         if record.score is not None:
-            for example in getattr(training.validation, "examples", ()):
-                picture = overlay(example.image, example.label, example.prediction)
-                summaries.append(image(f"val/{example.case}", picture, dataformats="CHW"))
+            summaries += [
+                image(f"val/{example.case}", draw_example(example), dataformats="CHW")
+                for example in getattr(training.validation, "examples", ())
+            ]
         self._attempt(lambda: self._write(summaries, record.epoch))
 
     def on_training_end(self, training: Training) -> None:
@@ -144,43 +138,3 @@ def _scalars(record: EpochRecord) -> dict[str, float]:
     if record.peak_bytes is not None:
         scalars["gpu/peak_gib"] = record.peak_bytes / 2**30
     return scalars
-
-
-def overlay(image: Tensor, label: Tensor, prediction: Tensor, *, opacity: float = 0.45) -> Tensor:
-    """Return a picture ``(3, height, width)`` in [0, 1]: image, label and prediction, one row per axis.
-
-    Parameters
-    ----------
-    image : Tensor
-        ``(D, H, W)``, any intensity scale.
-    label, prediction : Tensor
-        ``(D, H, W)``, integers.
-    opacity : float
-        Of the labels' colours.
-    """
-    low, high = (
-        image.float().quantile(torch.tensor([0.005, 0.995])).tolist() if image.numel() < 2**24 else _range(image)
-    )
-    grey = ((image.float() - low) / max(high - low, 1e-12)).clamp(0, 1)
-    rows = []
-    for axis in range(3):
-        others = [dim for dim in range(3) if dim != axis]
-        index = int((label > 0).sum(others).argmax()) if bool((label > 0).any()) else label.shape[axis] // 2
-        plane, truth, guess = (volume.select(axis, index) for volume in (grey, label, prediction))
-        panels = [_tinted(plane, labels, opacity) for labels in (torch.zeros_like(truth), truth, guess)]
-        rows.append(torch.cat([panel.flip(-1).transpose(-1, -2) for panel in panels], dim=-1))
-    width = max(row.shape[-1] for row in rows)
-    rows = [torch.nn.functional.pad(row, (0, width - row.shape[-1])) for row in rows]
-    return torch.cat(rows, dim=-2)
-
-
-def _range(image: Tensor) -> tuple[float, float]:
-    """Return a range for images of more voxels than ``torch.quantile`` takes."""
-    return float(image.min()), float(image.max())
-
-
-def _tinted(plane: Tensor, labels: Tensor, opacity: float) -> Tensor:
-    """Return a grey plane ``(height, width)`` with its labels in colour, ``(3, height, width)``."""
-    colours = PALETTE[(labels.long() - 1).clamp_min(0) % len(PALETTE)].permute(2, 0, 1) / 255
-    painted = (1 - opacity) * plane + opacity * colours
-    return torch.where(labels > 0, painted, plane.expand(3, -1, -1))
