@@ -1,6 +1,6 @@
-"""What mkdocs does not: pages that are made from the program, and links to the repository's files outside ``docs``.
+"""What mkdocs does not: pages made from the program, and links to the repository's files outside ``docs``.
 
-A page holds a comment ``<!-- made: NAME -->`` where a table is put in, so that it can be linked to and read before that.
+A page has a comment ``<!-- made: NAME -->`` where something is put in, so that it can be linked to and read before.
 """
 
 import json
