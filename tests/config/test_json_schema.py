@@ -8,7 +8,15 @@ import pytest
 import yaml
 
 from volseg.config.base import ComponentConfig, ConfigModel, validated
-from volseg.config.json_schema import KINDS, describe_config, list_keys, list_names, read_schema, refer_to_schema
+from volseg.config.json_schema import (
+    KINDS,
+    KINDS_OF_FIELDS,
+    describe_config,
+    list_keys,
+    list_names,
+    read_schema,
+    refer_to_schema,
+)
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
@@ -80,6 +88,8 @@ GOOD: list[dict[str, Any]] = [
     {"evaluation": {"tolerance": {"Anterior": 1.0}}},
     {"training": {"ema": None, "start_from": "runs/other"}},
     {"inference": {"window": None}},
+    {"logging": {"loggers": ["tensorboard", {"name": "my_logger", "folder": "x"}]}},
+    {"logging": {"loggers": []}},
 ]
 
 
@@ -156,7 +166,7 @@ def test_only_words_of_draft_7_are_used() -> None:
 
 
 def test_names_of_ones_own_are_offered_beside_the_others() -> None:
-    kinds = [*KINDS.values(), "transform", "hook", "augmentation"]
+    kinds = [*KINDS.values(), *KINDS_OF_FIELDS.values()]
     schema = describe_config({kind: [f"my_{kind}"] for kind in kinds})
     assert {kind: list_names(schema, kind) for kind in kinds} == {kind: [f"my_{kind}"] for kind in kinds}
 

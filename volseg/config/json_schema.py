@@ -32,8 +32,12 @@ KINDS_OF_FIELDS = {
     ("", "preprocessing"): "transform",
     ("", "hooks"): "hook",
     ("AugmentationConfig", "own"): "augmentation",
+    ("LoggingConfig", "loggers"): "logger",
 }
 """Section and field to the kind, where the items are plain components."""
+
+BY_NAME_ALONE = {"logger"}
+"""Kinds of which a list may hold names in place of components."""
 
 
 def describe_config(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -54,7 +58,9 @@ def describe_config(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         sections[own] = deepcopy(sections["ComponentConfig"])
         _offer(sections[own], names[kind])
         place = sections[section] if section else schema
-        place["properties"][field]["items"] = {"$ref": f"#/$defs/{own}"}
+        item = {"$ref": f"#/$defs/{own}"}
+        alone = sections[own]["properties"]["name"]["anyOf"]
+        place["properties"][field]["items"] = {"anyOf": [item, *alone]} if kind in BY_NAME_ALONE else item
     del sections["ComponentConfig"]
     title = {"$schema": DRAFT, "title": "volseg config"}
     whole: dict[str, Any] = _as_draft_7({**schema, **title, "$defs": sections})

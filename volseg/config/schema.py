@@ -7,11 +7,11 @@ follows from the data (channels, classes) is not written here.
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.base import ComponentConfig, ConfigModel, validated
@@ -25,6 +25,7 @@ __all__ = [
     "EvaluationConfig",
     "ExperimentConfig",
     "InferenceConfig",
+    "LoggingConfig",
     "LossConfig",
     "MetricConfig",
     "NetworkConfig",
@@ -284,6 +285,22 @@ class EvaluationConfig(ConfigModel):
     """Intersection over union from which on a predicted lesion is a true one."""
 
 
+class LoggingConfig(ConfigModel):
+    """Where the numbers of a training go; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
+
+    loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
+    """``tensorboard``, ``wandb`` (pip install 'volseg[wandb]'), ``mlflow`` (pip install 'volseg[mlflow]') or loggers of
+    your own; names alone, or with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _take_names(cls, loggers: Any) -> Any:
+        """Take a name alone for a logger without parameters."""
+        if not isinstance(loggers, Sequence) or isinstance(loggers, str):
+            return loggers
+        return [{"name": logger} if isinstance(logger, str) else logger for logger in loggers]
+
+
 KERNELS_OF = {
     "none": ("auto", "fast", "torch"),
     "spatial": ("auto", "fast"),
@@ -335,6 +352,8 @@ class ExperimentConfig(ConfigModel):
     """How a whole volume is predicted."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What a validation measures of each case and label."""
+    logging: LoggingConfig = LoggingConfig()
+    """Where a training's numbers and pictures go, besides its run folder."""
     parallel: ParallelConfig = ParallelConfig()
     """How one training uses several devices; ``auto`` chooses."""
 

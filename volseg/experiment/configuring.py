@@ -81,7 +81,7 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def configure_words(planned: Plan, path: Path) -> str:
+def configure_words(planned: Plan, path: str | Path) -> str:
     """Return what was planned, in a few lines."""
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
@@ -99,13 +99,14 @@ def configure_words(planned: Plan, path: Path) -> str:
     )  # fmt: skip
 
 
-def is_data_set(path: Path) -> bool:
+def is_data_set(path: str | Path) -> bool:
     """Tell whether what stands in a config's place is a data set: a folder, or a table of paths."""
+    path = Path(path)
     return path.is_dir() or path.suffix.casefold() in TABLES
 
 
 def plan_run(
-    folder: Path,
+    folder: str | Path,
     *,
     preset: str = "unet",
     gpu_memory: float = DEFAULT_MEMORY,

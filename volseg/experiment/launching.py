@@ -40,7 +40,7 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
 
 def train_on(
     num_gpus: int | None,
-    config: Path,
+    config: str | Path,
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
@@ -56,7 +56,7 @@ def train_on(
     ----------
     num_gpus : int or None
         GPUs in all; None for as many as the config's mesh has.
-    config : Path
+    config : path
         YAML file of the experiment.
     overrides : sequence of str
         Such as ``training.epochs=5``.
@@ -96,7 +96,7 @@ def train_on(
 
 
 def _choose_settings(
-    loaded: ExperimentConfig, config: Path, overrides: Sequence[str], num_gpus: int
+    loaded: ExperimentConfig, config: str | Path, overrides: Sequence[str], num_gpus: int
 ) -> tuple[list[str], int]:
     """Return the settings that are forecast to be fastest on GPUs of this machine, and how many of these they take.
 

@@ -232,13 +232,17 @@ class Pool:
         late = time.monotonic() - begun > self.chosen.limit
         ended = [process.poll() is not None for process in processes]
         failed = [process for process in processes if process.poll() is not None and read_result(process) is None]
-        if not (all(ended) or failed or late):
+        # Who is out of memory is waited for by the others, in an exchange that it does not come to any more.
+        full = [process for process in processes if "out_of_memory" in (read_result(process) or {})]
+        if not (all(ended) or failed or full or late):
             return None
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
         seconds = round(time.monotonic() - begun, 2)
+        if full:
+            return row | (read_result(full[0]) or {}) | {"wall_s": seconds}
         if failed or late:
             told = "\n".join(read_log(process) for process in failed or processes)
             why = f"no result within {self.chosen.limit} s" if late else "a process failed"

@@ -3,7 +3,7 @@
 A network learns the anterior and the posterior hippocampus from half of the cases. Another task has the other half, and
 asks for the posterior part alone. It is trained for a few iterations, begun with these weights and without::
 
-    python workflows/fine_tuning.py ../shared/data/Task04_Hippocampus --output unet_cpu_fine_tuning.json
+    python workflows/benchmarks/fine_tuning.py ../shared/data/Task04_Hippocampus --output unet_cpu_fine_tuning.json
 """
 
 import argparse

@@ -4,7 +4,7 @@ Some cases of Task04 are held out before the folds are made; the folds are those
 They are trained at once, a process each on the same GPU, which these small networks leave idle most of the time. Then
 every fold by itself, and all of them together, predict the cases that were held out::
 
-    python workflows/ensemble.py ../shared/data/Task04_Hippocampus --output unet_h200_ensemble.json --runs /tmp/runs
+    python workflows/benchmarks/ensemble.py DIR/Task04_Hippocampus --output unet_h200_ensemble.json --runs /tmp/runs
 
 The folds that are in ``--runs`` already are not trained again. A difference is that of the same cases: its interval is
 a bootstrap over cases, its p-value Wilcoxon's signed-rank test, two-sided.
@@ -38,7 +38,7 @@ from volseg.experiment.sources import load_trained
 from volseg.experiment.trained import Trained
 from volseg.monitoring.environment import environment
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "task04_unet.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "task04_unet.yaml"
 
 Scores = NDArray[np.float64]
 """Dice, ``(cases, labels)``; NaN where a case neither has nor is given a label."""

@@ -1,6 +1,6 @@
 """Write ``tests/planning/nnunet_plans.json``: fingerprints, and what nnU-Net's own planners make of them.
 
-Needs nnunetv2, which the tests do not: ``python workflows/nnunet_plans.py``. Its planners run as they are,
+Needs nnunetv2, which the tests do not: ``python workflows/benchmarks/nnunet_plans.py``. Its planners run as they are,
 but for two things that no figure of the full-resolution plan depends on and that take hours: no 2D network and no
 cascade is planned, and networks are counted on meta tensors.
 """
@@ -165,7 +165,7 @@ def main():
     packages = ("nnunetv2", "dynamic_network_architectures", "numpy", "torch")
     content = {"versions": {name: version(name) for name in packages}, "data_sets": plans}
     lines = json.dumps(content, default=int).replace('{"name"', '\n{"name"')
-    (Path(__file__).parents[1] / "tests/planning/nnunet_plans.json").write_text(lines + "\n", encoding="utf-8")
+    (Path(__file__).parents[2] / "tests/planning/nnunet_plans.json").write_text(lines + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Kill trainings in every way that a cluster does, start them again, and see that no work was lost; the result is JSON.
 
-python workflows/faults.py --result workflows/benchmarks/results/unet_cpu_faults.json
-python workflows/faults.py --only kill --kill 5 --result /tmp/faults.json      # a part of it, quickly
+python workflows/benchmarks/faults.py --result workflows/benchmarks/results/unet_cpu_faults.json
+python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.json      # a part of it, quickly
 
 kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the uninterrupted run
 terminate  SIGTERM at random moments: seconds until the process is gone, and seconds of training that were lost

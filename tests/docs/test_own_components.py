@@ -8,20 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from documented import ROOT, read_blocks
 from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.config.yaml_values import parse_yaml
 from volseg.experiment import REGISTRIES, load_config, own_components, train
 
-DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.M | re.S)
-
 METADATA = "Metadata-Version: 2.1\nName: tiny-package\nVersion: 0.1\n"
 
 
 def blocks(page, language):
-    return [block for kind, block in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")) if kind == language]
+    return [block.text for block in read_blocks(ROOT / "docs" / page, language)]
 
 
 @pytest.fixture(autouse=True)

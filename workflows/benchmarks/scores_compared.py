@@ -2,7 +2,7 @@
 
     pip install --target SITE --no-deps surface-distance medpy panoptica scikit-image connected-components-3d pandas \
         lazy-loader ruamel.yaml plotly narwhals
-    python workflows/scores_compared.py --site SITE --labels Task04_Hippocampus/labelsTr ct/slab_3mm_labels.nii.gz
+    python workflows/benchmarks/scores_compared.py --site SITE --labels Task04_Hippocampus/labelsTr CT_LABELS.nii.gz
 
 Compared are random shapes at random spacings, isotropic or not, and real label maps with themselves moved, grown,
 shrunk, or with another case's. ``surface-distance`` is DeepMind's, by which the Decathlon was judged, and whose

@@ -5,7 +5,7 @@ flipped (the patient stays where it is: every voxel must have the same label), a
 anisotropic, finer, or oblique. Of these the label map is compared, on its own grid, with that of the CT as it is, whose
 probabilities are interpolated there::
 
-    python workflows/turned_ct.py ../shared/data/ct --output unet_cpu_turned_ct.json
+    python workflows/benchmarks/turned_ct.py ../shared/data/ct --output unet_cpu_turned_ct.json
 
 Near the border of the CT the network sees other things on another grid: on an oblique one, air beyond it. So voxels
 within 9 mm of the border are left out (``everywhere`` counts them). What resampling itself costs is told apart from the

@@ -1,7 +1,7 @@
 """Damage files of images in seeded ways, read each in a process of limited memory, and compare with other readers.
 
-nice python workflows/mutated_files.py --result workflows/benchmarks/results/readers_cpu_mutated_files.json
-python workflows/mutated_files.py read nii 0 300 FOLDER     # one process: what became of each of 300 files
+nice python workflows/benchmarks/mutated_files.py --result workflows/benchmarks/results/readers_cpu_mutated_files.json
+python workflows/benchmarks/mutated_files.py read nii 0 300 FOLDER     # one process: what became of each of 300 files
 
 A file must be refused by a `ReaderError`, or read as nibabel (NIfTI) or SimpleITK (the others) reads it without our
 checks before. The parent ends a process that says nothing for a minute: a reader that hangs. The process itself may

@@ -1,6 +1,7 @@
 """Write ``tests/equivalence/residual_encoder.json``: what nnU-Net's own residual encoder U-Net puts out.
 
-Needs dynamic_network_architectures, which the tests do not: ``python workflows/nnunet_residual_encoder.py``. Weights
+Needs dynamic_network_architectures, which the tests do not:
+``python workflows/benchmarks/nnunet_residual_encoder.py``. Weights
 and input are sines of the place at which a number stands, so that none has to be stored.
 """
 
@@ -76,7 +77,7 @@ def main():
         "networks": recorded,
         "large": {**LARGE, "parameters": sum(parameter.numel() for parameter in list_parameters(large))},
     }
-    path = Path(__file__).parents[1] / "tests/equivalence/residual_encoder.json"
+    path = Path(__file__).parents[2] / "tests/equivalence/residual_encoder.json"
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 

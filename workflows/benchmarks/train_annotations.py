@@ -1,6 +1,6 @@
 """Train on synthetic data annotated as people annotate: regions, a few planes, parts of the structures, gaps in values.
 
-python workflows/train_annotations.py --result workflows/benchmarks/results/unet_cpu_annotations.json
+python workflows/benchmarks/train_annotations.py --result workflows/benchmarks/results/unet_cpu_annotations.json
 
 Five times the same images, anatomy and config, that of `volseg quickstart`: what differs is what the label files say.
 The score is Dice as the training reports it, on what the annotation of the validation cases tells. Beside it stands
@@ -24,7 +24,7 @@ from volseg.evaluation.overlap import evaluate_case
 from volseg.experiment import load_config, train
 from volseg.monitoring.environment import environment
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WANTED = {"regions": 0.85, "sparse": 0.85}
 """Mean Dice, where every structure was looked for in every case."""
 
