@@ -65,11 +65,12 @@ def quickstart(
         Path | None,
         typer.Option("--output", "-o", help="Folder for data and run; default runs/quickstart, numbered if taken."),
     ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
     from volseg import experiment  # imports torch: not for --help
 
-    typer.echo(experiment.quickstart(output))
+    typer.echo(experiment.quickstart(output, overrides or ()))
 
 
 @tools_app.command("components", epilog="Example: volseg components network --components components.py")
