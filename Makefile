@@ -27,7 +27,7 @@ CODE := volseg tests workflows docs/site
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels lint format docs clean
+.PHONY: quickstart check test test-all test-gpu test-kernels wheel lint format docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -49,6 +49,10 @@ test-gpu: $(READY)
 # Triton's kernels without a GPU, by its interpreter.
 test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
+
+# Built, installed into an environment of its own, and used from an empty folder.
+wheel: $(INSTALLED)
+	$(BIN)/python tests/try_wheel.py --types
 
 # A site in build/docs; a warning is an error. Its makers announce their next products at every build.
 docs: $(INSTALLED)
