@@ -26,7 +26,7 @@ SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNIT := $(filter-out tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels lint format clean
+.PHONY: quickstart check test test-all test-gpu test-kernels test-image lint format clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -38,7 +38,7 @@ test: lint
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
 
 test-all: lint
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu"
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu and not image"
 
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'
@@ -49,16 +49,21 @@ test-gpu: $(READY)
 test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
 
+# Builds docker/Dockerfile without Docker and trains in it; needs Linux, root, buildah and mmdebstrap, else it skips.
+test-image: $(INSTALLED)
+	$(PYTEST) -s -m image tests/docker
+
 lint: $(INSTALLED)
-	$(BIN)/ruff format --check volseg tests workflows
-	$(BIN)/ruff check volseg tests workflows
+	$(BIN)/ruff format --check volseg tests workflows docker
+	$(BIN)/ruff check volseg tests workflows docker
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/codespell volseg workflows docs configs datasets *.md
+	$(BIN)/codespell volseg workflows docs configs datasets docker *.md
+	$(BIN)/hadolint docker/Dockerfile
 
 format: $(INSTALLED)
-	$(BIN)/ruff format volseg tests workflows
-	$(BIN)/ruff check --fix volseg tests workflows
+	$(BIN)/ruff format volseg tests workflows docker
+	$(BIN)/ruff check --fix volseg tests workflows docker
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "volseg needs Python >= 3.11, this is " + sys.version)'
