@@ -14,12 +14,11 @@ from volseg.monitoring.run_files import (
     RunStatus,
     append_history,
     begin_history,
-    begin_part,
     read_history,
     read_status,
     read_times,
-    replace_part,
     write_status,
+    write_times,
 )
 
 
@@ -85,16 +84,14 @@ def test_a_status_is_read_as_it_was_written_and_keys_of_a_later_version_are_pass
     assert read_status(file) is None
 
 
-def test_each_process_adds_a_part_and_brings_its_own_up_to_date(tmp_path):
+def test_each_process_has_a_part_of_the_times(tmp_path):
     file = tmp_path / "times.json"
     assert read_times(file) == ()
-    begin_part(file, RunPart(begun=1.0, seconds=0.0))
-    replace_part(file, RunPart(begun=1.0, seconds=4.0, spans={"reading": 3.0}))
-    begin_part(file, RunPart(begun=9.0, seconds=0.5))
-    replace_part(file, RunPart(begun=9.0, seconds=1.0, spans={"training": 1.0}))
-    parts = read_times(file)
-    assert [part.seconds for part in parts] == [4.0, 1.0]
-    assert [dict(part.spans) for part in parts] == [{"reading": 3.0}, {"training": 1.0}]
+    parts = (RunPart(begun=1.0, seconds=4.0, spans={"reading": 3.0}), RunPart(begun=9.0, seconds=0.5))
+    write_times(file, parts)
+    assert read_times(file) == parts
+    file.write_text('{"parts": [{"begun"', encoding="utf-8")
+    assert read_times(file) == ()
 
 
 def test_the_files_are_read_without_torch():

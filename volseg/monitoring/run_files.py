@@ -12,6 +12,7 @@ history the last line is dropped, of the two others nothing is known then.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from volseg.errors import DataError
 from volseg.files import replacing
 
 __all__ = [
+    "ENDED",
     "HISTORY",
     "STATUS",
     "TIMES",
@@ -32,12 +34,13 @@ __all__ = [
     "State",
     "append_history",
     "begin_history",
-    "begin_part",
+    "find_process_space",
     "read_history",
     "read_status",
     "read_times",
-    "replace_part",
+    "replace_nan",
     "write_status",
+    "write_times",
 ]
 
 HISTORY, STATUS, TIMES = "history.jsonl", "status.json", "times.json"
@@ -92,6 +95,8 @@ class RunStatus:
     """Reserved on the fullest GPU."""
     message: str = ""
     """Why the training failed, or what it does now."""
+    process_space: str = ""
+    """In which ``pid`` means something: of containers on one host each has its own; empty where that is not known."""
 
     @property
     def has_ended(self) -> bool:
@@ -118,7 +123,7 @@ _PARTS = TypeAdapter(dict[Literal["parts"], tuple[RunPart, ...]])
 
 def append_history(file: str | Path, line: EpochLine) -> None:
     """Add an epoch to a history; what is written is out of this process when this returns."""
-    text = json.dumps(_with_nulls(asdict(line)), allow_nan=False)
+    text = json.dumps(replace_nan(asdict(line)), allow_nan=False)
     with Path(file).open("a", encoding="utf-8") as history:
         history.write(f"{text}\n")
 
@@ -167,22 +172,12 @@ def write_status(file: str | Path, status: RunStatus) -> None:
     """Replace what is known of a training's progress."""
     # Not flushed to the disk: it is written again and again, and after a power cut it would be old anyway.
     with replacing(file, flush=False) as partial:
-        partial.write_text(json.dumps(_with_nulls(asdict(status)), indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(replace_nan(asdict(status)), indent=2) + "\n", encoding="utf-8")
 
 
 def read_status(file: str | Path) -> RunStatus | None:
     """Return how far a training is; None where nothing is known."""
     return _read(file, _STATUS)
-
-
-def begin_part(file: str | Path, part: RunPart) -> None:
-    """Add the part of a process that begins."""
-    _write_parts(file, [*read_times(file), part])
-
-
-def replace_part(file: str | Path, part: RunPart) -> None:
-    """Write down how far the part of this process has come, which `begin_part` added."""
-    _write_parts(file, [*(other for other in read_times(file) if other.begun != part.begun), part])
 
 
 def read_times(file: str | Path) -> tuple[RunPart, ...]:
@@ -191,9 +186,18 @@ def read_times(file: str | Path) -> tuple[RunPart, ...]:
     return () if found is None else found.get("parts", ())
 
 
-def _write_parts(file: str | Path, parts: Sequence[RunPart]) -> None:
+def write_times(file: str | Path, parts: Sequence[RunPart]) -> None:
+    """Replace what is known of the time that went by: the parts of earlier processes, and this one's."""
     with replacing(file, flush=False) as partial:
         partial.write_text(json.dumps({"parts": [asdict(part) for part in parts]}, indent=2) + "\n", encoding="utf-8")
+
+
+def find_process_space() -> str:
+    """Return a name of the space in which this system's process ids mean something; empty where it has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
 
 
 def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
@@ -205,10 +209,10 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
         return None
 
 
-def _with_nulls(content: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values for JSON, which knows no NaN and no infinity."""
+def replace_nan(content: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
     return {
-        key: _with_nulls(value)
+        key: replace_nan(value)
         if isinstance(value, dict)
         else (None if isinstance(value, float) and not math.isfinite(value) else value)
         for key, value in content.items()
