@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Components, NoCache, Overrides
+from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet
 
 __all__ = ["training_app"]
 
@@ -72,8 +72,11 @@ def train(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
     ] = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
+    del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
     from volseg.parallel.devices import count_launched, is_launched
@@ -128,8 +131,11 @@ def cross_validate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
     no_cache: NoCache = False,
     components: Components = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
+    del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
 

@@ -13,11 +13,27 @@ from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["differences", "dump_config", "load_config", "override", "path_override", "require_sound_overrides"]
+__all__ = [
+    "differences",
+    "dump_config",
+    "format_config",
+    "load_config",
+    "override",
+    "path_override",
+    "require_config",
+    "require_sound_overrides",
+]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Read a YAML config and apply overrides such as ``training.epochs=5``.
+    """Read a YAML config and apply overrides.
+
+    Parameters
+    ----------
+    path : path
+        Of the YAML file.
+    overrides : sequence of str
+        Such as ``training.epochs=5``: a dotted key, and a value as YAML has it; a number in the key indexes a list.
 
     Raises
     ------
@@ -33,10 +49,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
         raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
         values = override(values, assignment)
     changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
     return validated(ExperimentConfig, values, f"{path}{changed}")
+
+
+def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
+    """Return a config, read if its path came.
+
+    Raises
+    ------
+    ConfigError
+        As `load_config`, and for what is neither.
+    """
+    if isinstance(config, ExperimentConfig):
+        return config
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"needed: a config of `volseg.load_config`, or the path of a YAML file; got {config!r}")
+    return load_config(config)
 
 
 def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
@@ -72,7 +104,7 @@ def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def path_override(key: str, path: Path) -> str:
+def path_override(key: str, path: str | Path) -> str:
     """Return the override that sets ``key`` to a path, whatever YAML would take its text for.
 
     >>> path_override("output", Path("2024-05-01"))
@@ -116,12 +148,17 @@ def _without(node: Any, keys: Sequence[str]) -> Any:
     return {name: value for name, value in node.items() if name != key}
 
 
-def dump_config(config: ExperimentConfig, path: Path) -> Path:
+def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
     """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    path = Path(path)
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(format_config(config), encoding="utf-8")
     return path
+
+
+def format_config(config: ExperimentConfig) -> str:
+    """Return every value of ``config``, defaults too, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:

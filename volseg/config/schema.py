@@ -7,11 +7,11 @@ follows from the data (channels, classes) is not written here.
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.base import ComponentConfig, ConfigModel, validated
@@ -25,6 +25,7 @@ __all__ = [
     "EvaluationConfig",
     "ExperimentConfig",
     "InferenceConfig",
+    "LoggingConfig",
     "LossConfig",
     "MetricConfig",
     "NetworkConfig",
@@ -267,6 +268,22 @@ class EvaluationConfig(ConfigModel):
     """Intersection over union from which on a predicted lesion is a true one."""
 
 
+class LoggingConfig(ConfigModel):
+    """Where the numbers of a training go; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
+
+    loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
+    """``tensorboard``, ``wandb`` (pip install 'volseg[wandb]'), ``mlflow`` (pip install 'volseg[mlflow]') or loggers of
+    your own; names alone, or with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _take_names(cls, loggers: Any) -> Any:
+        """Take a name alone for a logger without parameters."""
+        if not isinstance(loggers, Sequence) or isinstance(loggers, str):
+            return loggers
+        return [{"name": logger} if isinstance(logger, str) else logger for logger in loggers]
+
+
 KERNELS_OF = {
     "none": ("auto", "fast", "torch"),
     "spatial": ("auto", "fast"),
@@ -304,6 +321,7 @@ class ExperimentConfig(ConfigModel):
     """Of the user's own, called after the framework's."""
     inference: InferenceConfig = InferenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
@@ -341,7 +359,7 @@ class ExperimentConfig(ConfigModel):
         cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
         return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
 
-    def count_processes(self, num_gpus: int | None, visible: int) -> int:
+    def count_processes(self, num_gpus: int | None, visible: int | None) -> int:
         """Return how many processes train on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
         fixed_order = self.training.deterministic
         return choose_num_processes(
