@@ -106,7 +106,7 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
     return component
 
 
-def load_components(files: Sequence[str | Path]) -> None:
+def load_components(files: str | Path | Sequence[str | Path]) -> None:
     """Run files of Python that register components, each once in a process.
 
     Parameters
@@ -119,7 +119,7 @@ def load_components(files: Sequence[str | Path]) -> None:
     ConfigError
         If a file cannot be read or run, or was changed since this process ran it; names the line.
     """
-    for path in map(Path, files):
+    for path in map(Path, [files] if isinstance(files, str | Path) else files):
         try:
             content = path.read_bytes()
         except OSError as fault:

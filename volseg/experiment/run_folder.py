@@ -73,11 +73,14 @@ DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RunFolder:
     """Paths in the folder of a run, and the files that describe it."""
 
     path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @property
     def config_file(self) -> Path:

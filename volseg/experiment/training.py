@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from volseg.config.loading import format_config
+from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.preparing import PreparedCases
@@ -56,13 +57,13 @@ from volseg.workflow.validation import Validated
 __all__ = ["train"]
 
 
-def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
+def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
     """Train, validate, and leave a run folder.
 
     Parameters
     ----------
-    config : ExperimentConfig
-        What to do; see `volseg.config.load_config`.
+    config : ExperimentConfig or path
+        What to do, as `volseg.load_config` reads it from a YAML file, or that file.
     resume : bool
         Go on from the run folder's newest checkpoint; without one, begin. Processes that their launcher has started
         again do so by themselves.
@@ -79,6 +80,7 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
         If a batch or a volume does not fit its device.
     """
     signs = SignsOfLife()
+    config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
     check_components(config)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
-from volseg.errors import ConfigError
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
@@ -28,7 +28,7 @@ from volseg.workflow.glimpse import Glimpse
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
@@ -50,10 +50,11 @@ class Training:
 
     Parameters
     ----------
-    model : Named
-        The network. It trains where its parameters are.
-    losses : Named or sequence of Named
-        Each reads fields of the batch and of the model's outputs, and gives one scalar.
+    model : Named or nn.Module
+        The network. It trains where its parameters are. One that is not `Named` reads ``image`` and gives ``logits``.
+    losses : Named, callable, or sequence of them
+        Each reads fields of the batch and of the model's outputs, and gives one scalar. One that is not `Named` reads
+        ``logits`` and ``label``, and gives ``loss``.
     optimizer : Optimizer
         Over the model's parameters.
     batches : iterable of dict
@@ -115,8 +116,8 @@ class Training:
 
     def __init__(
         self,
-        model: Named,
-        losses: Named | Sequence[Named],
+        model: Named | nn.Module,
+        losses: Loss | Sequence[Loss],
         optimizer: Optimizer,
         batches: Iterable[Batch] | EpochBatches,
         *,
@@ -144,6 +145,7 @@ class Training:
         for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        model = Named.wrap(model, ["image"], "logits")
         if not isinstance(model.module, nn.Module):
             raise ConfigError(f"Training needs a Named nn.Module, got a Named {model.title}")
         self.model = model
@@ -170,7 +172,7 @@ class Training:
             look=lambda losses: self._losses.require_finite(losses),
         )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
-        self.num_batches = len(batches)  # type: ignore[arg-type]
+        self.num_batches = _count(batches)
         steps_per_epoch = -(-self.num_batches // accumulate)
         self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup=warmup)
 
@@ -355,6 +357,11 @@ class Training:
             return validation()
 
     def _on_device(self, batch: Batch) -> Batch:
+        if not isinstance(batch, Mapping):
+            raise BatchFieldError(
+                'a batch is a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
+                f"{type(batch).__name__}; have the data set return a dict for each sample"
+            )
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
@@ -446,3 +453,14 @@ def _mean_of_finite(norms: Sequence[Tensor]) -> float | None:
     """Return the mean of numbers that lie on a device, for which it waits; None without a finite one."""
     values = [value for value in torch.stack(list(norms)).tolist() if math.isfinite(value)] if norms else []
     return math.fsum(values) / len(values) if values else None
+
+
+def _count(batches: Any) -> int:
+    """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it."""
+    try:
+        return len(batches)
+    except TypeError:
+        raise ConfigError(
+            f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
+            "DataLoader, a list, or an object with __len__ and __iter__"
+        ) from None
