@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from container import Container, start
-from image import Built, build, why_not
+from image import Built, build, remove, why_not
 
 GRACE_SECONDS = 120
 """As in docker/compose.yaml."""
@@ -97,7 +97,7 @@ def main() -> None:
     finally:
         shutil.rmtree(trial_folder)
         if arguments.folder is None:
-            shutil.rmtree(kept)
+            remove(kept)
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.result is not None:
