@@ -27,7 +27,7 @@ CODE := volseg tests workflows docker docs/site
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels test-image lint format docs clean
+.PHONY: quickstart check test test-all test-gpu test-kernels test-image wheel lint format docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -49,6 +49,10 @@ test-gpu: $(READY)
 # Triton's kernels without a GPU, by its interpreter.
 test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
+
+# Built, installed into an environment of its own, and used from an empty folder.
+wheel: $(INSTALLED)
+	$(BIN)/python tests/try_wheel.py --types
 
 # Builds docker/Dockerfile without Docker and trains in it; needs Linux, root, buildah and mmdebstrap, else it skips.
 test-image: $(INSTALLED)

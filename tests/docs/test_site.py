@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from documented import ROOT
 
+import volseg
+
 LOADED = re.compile(r"""<(?:script|img|iframe|source|video|audio|embed|link)\b[^>]*?\b(?:src|href)=["']?([^"' >]+)""")
 LOADED_BY_STYLE = re.compile(r"url\([\"']?([^\"')]+)|@import [\"']([^\"']+)")
 
@@ -54,6 +56,12 @@ def test_lists_and_tables_are_such_here_as_well(site):
     texts = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     kept = {path: re.sub(r"<pre.*?</pre>", "", text, flags=re.S) for path, text in texts.items()}
     assert [path.name for path, text in kept.items() if re.search(r"^(- |\| ?---|```)", text, flags=re.M)] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    """And not under another heading twice."""
+    written = re.findall(r"^::: volseg\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(written) == sorted({*volseg.__all__} - {"__version__"} | {"errors"})
 
 
 @pytest.mark.parametrize(
