@@ -21,6 +21,8 @@ SETUP = """
 set -e
 mount --make-rprivate /
 mount --bind {root} {root}
+touch {root}/etc/hosts
+mount --bind /etc/hosts {root}/etc/hosts
 mount -o remount,bind,ro {root}
 mount -t proc proc {root}/proc
 mount -t tmpfs -o mode=1777 tmpfs {root}/tmp
@@ -35,7 +37,7 @@ mount -t tmpfs -o mode=1777,size={shared_memory} tmpfs {root}/dev/shm
 {mounts}
 exec {inside} {command}
 """
-"""Everything is mounted in a namespace that goes with the container."""
+"""Everything is mounted in a namespace that goes with the container; names such as localhost are the machine's."""
 
 
 class Container:

@@ -1,7 +1,7 @@
 """Write the lock files of the image: every distribution by version and SHA-256, as ``pip --require-hashes`` wants them.
 
-``python docker/lock.py [VARIANT...]`` needs ``uv`` (``pip install uv``), a network with PyPI, and for ``p3`` and ``cpu``
-with that of PyTorch. ``--torch-wheels FOLDER`` takes torch from a folder of wheels instead.
+``python docker/lock.py [VARIANT...]`` needs ``uv`` (``pip install uv``) and a network with PyPI, and with PyTorch's own
+index for ``p3`` and ``cpu``. ``--torch-wheels FOLDER`` takes torch from a folder of wheels instead.
 
 The versions of what volseg itself asks for are those of ``constraints.txt``, so that the image holds what is tested.
 """

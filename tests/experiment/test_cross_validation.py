@@ -19,9 +19,8 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
-from volseg.experiment import RunFolder, cross_validate, train
+from volseg.experiment import RunFolder, cross_validate, fold_processes, train
 from volseg.experiment.cross_validation_report import cross_validation_report
-from volseg.experiment import fold_processes
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import plan_folds
 from volseg.workflow import load_checkpoint

@@ -6,12 +6,19 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_key
 from volseg.monitoring.console import set_up_logs
 
 __all__ = ["Checkpoint", "Components", "JsonLogs", "NoCache", "Overrides", "Quiet"]
 
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one value, such as training.epochs=5.",
+        autocompletion=complete_key,
+    ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
 Components = Annotated[

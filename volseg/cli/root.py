@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.configs import configs_app
 from volseg.cli.data import data_app
 from volseg.cli.doctor import doctor_app
 from volseg.cli.evaluation import evaluation_app
@@ -34,6 +35,7 @@ app.add_typer(postprocessing_app)
 app.add_typer(status_app)
 app.add_typer(tools_app)
 app.add_typer(doctor_app)
+app.add_typer(configs_app)
 app.add_typer(exchange_app)
 app.add_typer(data_app)
 

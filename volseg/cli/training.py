@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet
 
 __all__ = ["training_app"]
@@ -43,7 +44,12 @@ def configure(
 @training_app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment; or a data set, to be planned for.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML file of the experiment; or a data set, to be planned for.",
+            autocompletion=complete_config,
+        ),
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
@@ -118,7 +124,10 @@ def train(
     "cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2"
 )
 def cross_validate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
+    ],
     more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
     overrides: Overrides = None,
     output: Annotated[

@@ -8,7 +8,9 @@ from typing import Any
 import yaml
 
 from volseg.config.base import find_other_name, require_sound_parts, validated
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
+from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
@@ -31,7 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Parameters
     ----------
     path : path
-        Of the YAML file.
+        Of the YAML file; where there is none, the name of a config that comes with volseg, such as ``task04_unet``.
     overrides : sequence of str
         Such as ``training.epochs=5``: a dotted key, and a value as YAML has it; a number in the key indexes a list.
 
@@ -40,10 +42,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     ConfigError
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
+    file = Path(path)
+    if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
+        file = shipped
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as fault:
-        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_hint(path)}") from fault
     except UnicodeDecodeError as fault:
         raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
     values = parse_yaml(text, f"config {path}")
@@ -54,6 +59,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         values = override(values, assignment)
     changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
     return validated(ExperimentConfig, values, f"{path}{changed}")
+
+
+def _hint(path: str | Path) -> str:
+    """Return what a file that is not there might have meant."""
+    near = did_you_mean(Path(path).stem, list_shipped())
+    return f"name a YAML file, or a config that comes with volseg: {near}"
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:

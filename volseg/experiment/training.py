@@ -43,6 +43,7 @@ from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.spot_notices import heeding_spot_notices
+from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
@@ -288,4 +289,4 @@ def _own_hooks(
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), memory, log, signs, WaitingAdvice(), *stopping, checkpoints]
+    return [Progress(), memory, StageTimes(log), log, signs, WaitingAdvice(), *stopping, checkpoints]

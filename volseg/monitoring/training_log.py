@@ -57,7 +57,7 @@ class TrainingLog(Hook):
         self._loggers = list(loggers)
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
-        self._more = more
+        self._sources = [more]
         self._meter = meter or GpuMeter()
         self._ends = ends
         self._heard: list[Logger] = []
@@ -79,7 +79,9 @@ class TrainingLog(Hook):
         memory = self._gather_memory()
         if not self._heard:
             return
-        values = {**list_scalars(record), **_list_memory(memory), **self._more()}
+        values = {**list_scalars(record), **_list_memory(memory)}
+        for source in self._sources:
+            values |= source()
         self._tell_all("scalars", values, record.epoch)
         if record.score is not None and (pictures := self._draw(training)):
             self._tell_all("images", pictures, record.epoch)
@@ -89,6 +91,10 @@ class TrainingLog(Hook):
         del training
         if self._ends:
             self.end()
+
+    def ask(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Ask for further scalars by tag, after each epoch."""
+        self._sources.append(source)
 
     def add_text(self, name: str, text: str) -> None:
         """Tell a text that is known later."""

@@ -13,6 +13,7 @@ from volseg.parallel import RecordedStep
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
+from volseg.parallel.timeline import find_timeline
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
@@ -189,6 +190,8 @@ class TrainingStep:
                 fields = self.objective({**tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
+        if (timeline := find_timeline()) is not None:
+            timeline.end_pass()
         return {name: fields[name].detach() for name in self.objective.names}
 
 
