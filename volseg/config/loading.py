@@ -8,7 +8,9 @@ from typing import Any
 import yaml
 
 from volseg.config.base import find_other_name, require_sound_parts, validated
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
+from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
@@ -42,17 +44,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as fault:
-        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
+        raise ConfigError(
+            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by its folder"
+        ) from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
-        raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
+        came = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
+    if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
+        raise ConfigError(
+            f"{path} is no config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, of which a config has "
+            f"none; name one, or a data set by its folder, such as {Path(path).parent}"
+        )
     overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
         values = override(values, assignment)
     changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
     return validated(ExperimentConfig, values, f"{path}{changed}")
+
+
+def _name_configs(path: Path) -> str:
+    """Return what may be named in place of a file that cannot be read."""
+    if (path / "config.yaml").is_file():
+        return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
+    if path.is_dir():
+        return "it is a folder; name a YAML file"
+    parent = path.parent
+    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
+    shipped = list_shipped().get(path.stem)
+    own = did_you_mean(str(path), files) if files else "name a YAML file"
+    return own if shipped is None or not path.name else f"{own}; volseg's own of that name is {shipped}"
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:

@@ -36,6 +36,7 @@ from volseg.experiment.same_run import (
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
+from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
@@ -244,4 +245,4 @@ def _own_hooks(config: ExperimentConfig, role: Member, memory: FirstSteps) -> li
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
     shown = TensorBoard(folder.tensorboard, more=memory.scalars)
-    return [Progress(), memory, shown, WaitingAdvice(), *stopping, checkpoints]
+    return [Progress(), memory, shown, WaitingAdvice(), DurationWarning(), *stopping, checkpoints]
