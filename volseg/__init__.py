@@ -3,7 +3,7 @@
 Whole experiments, from a YAML file: `load_config`, `train`, `cross_validate`, `validate`, `predict`.
 Data: `load_task`, `make_task`, `read_volume`. Scores of anybody's label maps: `evaluate_folders`.
 A loop of your own: `Training`, `Validation`, `Testing`, `Predictor`, `Named`, `build_network`, and the hooks `Hook`,
-`Checkpoints`, `Patience`, `Progress`, `TensorBoard`.
+`Checkpoints`, `Patience`, `Progress` and `TrainingLog`, which tells loggers such as `TensorBoard`.
 Networks over several GPUs: `ModelParallel`, `FastKernels`, `plan`. Your components in configs: `register`,
 `load_components`. Everything raised on purpose is a `VolsegError`.
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from volseg.models.networks import build_network
     from volseg.monitoring.progress import Progress
     from volseg.monitoring.tensorboard import TensorBoard
+    from volseg.monitoring.training_log import TrainingLog
     from volseg.parallel import FastKernels, ModelParallel
     from volseg.parallel.candidates import plan
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
@@ -47,6 +48,7 @@ __all__ = [
     "TensorBoard",
     "Testing",
     "Training",
+    "TrainingLog",
     "Validation",
     "VolsegError",
     "__version__",
@@ -71,6 +73,7 @@ _HOMES = {
     "Predictor": "volseg.inference.predictor",
     "Progress": "volseg.monitoring.progress",
     "TensorBoard": "volseg.monitoring.tensorboard",
+    "TrainingLog": "volseg.monitoring.training_log",
     "VolsegError": "volseg.errors",
     "build_network": "volseg.models.networks",
     "cross_validate": "volseg.experiment.cross_validation",

@@ -11,7 +11,7 @@ from volseg.errors import ConfigError
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 SETTINGS = [
-    ("losses.0.weight=2", "losses: needed: a list in brackets, of which --set could change item 0; the config has none"),
+    ("losses.0.weight=2", "losses: needed: a list in brackets, of which --set could change item 0; .* has none"),
     ("metrics.0.name=MeanIoU", "metrics: needed: a list .* such as metrics: [{name: NAME}]"),
     ("preprocessing.5.name=ZScore", "'5' must be an index below 3"),
     ("trainin.epochs=2", "trainin: unknown key; did you mean 'training'?"),
@@ -35,9 +35,9 @@ SETTINGS = [
     ("inference.overlap=50", "inference.overlap: Input should be less than 1, got 50"),
     ("network=UNet", "network: needed: a section of `key: value` lines, such as network: {name: UNet}, got 'UNet'"),
     ("schedule=cosine", "such as schedule: {name: cosine}, got 'cosine'"),
-    ("split=none", "split: needed: a section of `key: value` lines with keys of file, fold, num_folds, seed, validation"),
+    ("split=none", "split: needed: a section of `key: value` lines with keys of file, fold, .*validation"),
     ("data=Task04", "data: needed: a section of `key: value` lines with keys of cache, .*root, .*got 'Task04'"),
-    ("augmentation.elastic=0.5", "augmentation.elastic: needed: a section of `key: value` lines with keys of .*probability"),
+    ("augmentation.elastic=0.5", "augmentation.elastic: needed: a section .* keys of .*probability"),
     ("preprocessing=ZScore", "preprocessing: needed: a list in brackets, such as preprocessing: [{name: ZScore}]"),
     ("losses=DiceLoss", "losses: needed: a list in brackets, such as losses: [{name: DiceLoss}], got 'DiceLoss'"),
     ("losses={name: DiceLoss}", "losses: needed: a list in brackets, such as losses: [{name: DiceLoss}]"),
@@ -59,7 +59,7 @@ FILES = {
     "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent by spaces: YAML takes no tabs"),
     "twice": (b"name: a\nname: b\n", "the key 'name' stands twice; keep one"),
     "image": (b"\x1f\x8b\x08\xff", "is no text in UTF-8 .*; name a YAML file, saved as UTF-8"),
-    "manifest": (b'{"name": "Task04", "labels": {"0": "a"}, "training": []}', "is no config of volseg: it has labels, name, training, .*a data set by its folder"),
+    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is no config .*: it has labels, name, .*data set by its folder"),
 }  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def test_a_wrong_file_is_told(tmp_path, name):
 def test_a_file_that_is_not_there_is_told_with_the_nearest_and_with_our_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_task.yaml").touch()
-    with pytest.raises(ConfigError, match="my_taks.yaml cannot be read: No such file .*; did you mean 'my_task.yaml'?"):
+    with pytest.raises(
+        ConfigError, match=r"my_taks.yaml cannot be read: No such file .*; did you mean 'my_task.yaml'?"
+    ):
         load_config("my_taks.yaml")
     with pytest.raises(
         ConfigError, match=re.escape(f"volseg's own of that name is {CONFIG.parent / 'task04_cpu.yaml'}")

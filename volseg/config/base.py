@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.wording import is_comma_number, say_what_is_needed
@@ -38,6 +41,19 @@ class ConfigModel(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
 
+    also_takes: ClassVar[Sequence[JsonDict]] = ()
+    """JSON schemas of what stands in a config for this section, besides a mapping of its keys."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe what validators take besides the fields: old names, and a word in place of the section."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for old, new in cls.renamed.items():
+            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
+            told = {"deprecated": True, "description": f"The old name of ``{now}``."}
+            schema["properties"][before] = {**schema["properties"][now], **told}
+        return {"anyOf": [*cls.also_takes, schema]} if cls.also_takes else schema
+
     @model_validator(mode="before")
     @classmethod
     def _take_old_names(cls, values: Any) -> Any:
@@ -56,9 +72,10 @@ class ConfigModel(BaseModel):
 class ComponentConfig(BaseModel):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: str
+    """Of the component in the registry of its kind (`volseg components`); its own parameters stand beside it."""
 
     @model_validator(mode="after")
     def _numbers_are_finite(self) -> Self:

@@ -18,6 +18,7 @@ from volseg.files import replacing
 __all__ = [
     "differences",
     "dump_config",
+    "format_config",
     "load_config",
     "override",
     "path_override",
@@ -32,7 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Parameters
     ----------
     path : path
-        Of the YAML file.
+        Of the YAML file; where there is none, the name of a config that comes with volseg, such as ``task04_unet``.
     overrides : sequence of str
         Such as ``training.epochs=5``: a dotted key, and a value as YAML has it; a number in the key indexes a list.
 
@@ -41,13 +42,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     ConfigError
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
+    file = Path(path)
+    if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
+        file = shipped
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as fault:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     except UnicodeDecodeError as fault:
         raise ConfigError(
-            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by its folder"
+            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by "
+            "its folder"
         ) from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
@@ -73,9 +78,11 @@ def _name_configs(path: Path) -> str:
         return "it is a folder; name a YAML file"
     parent = path.parent
     files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
-    shipped = list_shipped().get(path.stem)
     own = did_you_mean(str(path), files) if files else "name a YAML file"
-    return own if shipped is None or not path.name else f"{own}; volseg's own of that name is {shipped}"
+    shipped = list_shipped()
+    if path.stem in shipped:
+        return f"{own}; volseg's own of that name is {shipped[path.stem]}"
+    return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, shipped)}"
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
@@ -173,10 +180,14 @@ def _without(node: Any, keys: Sequence[str]) -> Any:
 def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
     """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
     path = Path(path)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(format_config(config), encoding="utf-8")
     return path
+
+
+def format_config(config: ExperimentConfig) -> str:
+    """Return every value of ``config``, defaults too, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:

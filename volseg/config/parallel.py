@@ -4,10 +4,12 @@ What is trained is said by the rest of the config: ``patch.batch`` is the batch 
 GPUs. Hence the same run may go on elsewhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from pydantic.config import JsonDict
 
 from volseg.config.base import ConfigModel
 from volseg.errors import ConfigError
@@ -51,6 +53,8 @@ class ParallelConfig(ConfigModel):
     ``data`` and ``spatial`` count processes, one GPU each, and ``pipeline`` the GPUs of each process. What is left out
     is chosen by the number of processes.
     """
+
+    also_takes: ClassVar[Sequence[JsonDict]] = ({"const": "auto"},)
 
     data: Count | None = None
     """Replicas of the network, which share the samples of every batch."""

@@ -1,4 +1,4 @@
-"""What pydantic found, in the words of whoever writes the YAML: tuples and models are its words, lists and sections ours."""
+"""What pydantic found, in the words of who writes the YAML: its tuples and models are lists and sections there."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -77,8 +77,8 @@ def _show_list(came: Any, key: str, fields: Collection[str]) -> str:
     if isinstance(came, Mapping):
         if came and all(str(name).isdigit() for name in came):
             return (
-                f", of which --set could change item {next(iter(came))}; the config has none, so write it whole, such as "
-                f"{key}: [{{name: NAME}}]"
+                f", of which --set could change item {next(iter(came))}; the config has none, so write it whole, such "
+                f"as {key}: [{{name: NAME}}]"
             )
         shown = ", ".join(f"{name}: {value}" for name, value in came.items())
         return f", such as {key}: [{{{shown}}}]"

@@ -1,5 +1,6 @@
 """The first thing to try: synthetic data, a small network, its Dice, and what to type next; no data, no GPU needed."""
 
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from shlex import quote
@@ -17,7 +18,7 @@ from volseg.parallel.devices import count_gpus
 __all__ = ["quickstart"]
 
 
-def quickstart(output: str | Path | None = None) -> str:
+def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
     """Make data, train, validate on unseen cases, predict cases without labels.
 
     Parameters
@@ -25,6 +26,8 @@ def quickstart(output: str | Path | None = None) -> str:
     output : path, optional
         Folder for the run; data are made in its folder ``data``. By default ``runs/quickstart``, or
         ``runs/quickstart-2`` and so on where that holds a run.
+    overrides : sequence of str
+        Of its config, such as ``training.epochs=1``.
 
     Returns
     -------
@@ -39,9 +42,8 @@ def quickstart(output: str | Path | None = None) -> str:
     folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
     root = make_task(folder.path / "data" / "Task00_Synthetic")
-    config = load_config(
-        find_shipped("quickstart"), [path_override("data.root", root), path_override("output", folder.path)]
-    )
+    places = [path_override("data.root", root), path_override("output", folder.path)]
+    config = load_config(find_shipped("quickstart"), [*overrides, *places])
     outcome = train(config)
     predict(folder, [root / "imagesTs"]).require_all()
     real = quote(show_path(find_shipped("task04_unet" if count_gpus() else "task04_cpu")))

@@ -51,9 +51,9 @@ class DurationWarning(Hook):
         self._ends = None
         if seconds * left >= LONG_SECONDS:
             logger.warning(
-                "%d batches of %.1f s will take about %s on this CPU, validations aside. Take a GPU, or fewer and smaller "
-                "batches and a smaller network (training.epochs, training.iterations, patch.batch, network): %s trains "
-                "Task04 in about a quarter of an hour on two cores",
+                "%d batches of %.1f s will take about %s on this CPU, validations aside. Take a GPU, or fewer and "
+                "smaller batches and a smaller network (training.epochs, training.iterations, patch.batch, network): "
+                "%s trains Task04 in about a quarter of an hour on two cores",
                 left,
                 seconds,
                 describe_duration(seconds * left),

@@ -42,12 +42,16 @@ Show = Callable[[Iterable[Any]], Iterable[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One validated case to look at; ``(D, H, W)`` each, on the original grid, on the CPU."""
+    """One validated case to look at, on the original grid, on the CPU."""
 
     case: str
     image: Tensor
+    """``(C, D, H, W)``, every channel."""
     label: Tensor
+    """``(D, H, W)``, as ``prediction``: the known values counted from 0 on, 0 where nobody annotated."""
     prediction: Tensor
+    affine: Tensor
+    """4 x 4, voxel index to RAS+ position in mm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +226,17 @@ class Validation:
         return scores
 
     def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-        """Return the first channel of the image, back on its original grid, with label and prediction."""
-        image = case["image"]
-        original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
+        """Return the image, back on its original grid, with label and prediction."""
+        image, grid = case["image"], Grid.original(case["image"])
+        original = resample(grid, image.as_tensor().float(), Grid.of(image))
         label, found = (self._number(volume.as_tensor()[0]) for volume in (case["reference"], prediction))
-        return Example(case=case["case"], image=original.cpu(), label=label.cpu(), prediction=found)
+        return Example(
+            case=case["case"],
+            image=original.cpu(),
+            label=label.cpu(),
+            prediction=found,
+            affine=grid.affine.cpu(),
+        )
 
     def _number(self, label_map: Tensor) -> Tensor:
         """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""

@@ -14,7 +14,11 @@ compares what was measured with what is forecast, which takes no GPU, and writes
 configurations at random sizes, each run as is forecast to be fastest within a limit, to be measured by ``--rows``.
 
 ``--histories`` keeps the allocator's own account of some configurations: what it was asked for, in which order, and
-what it asked the device for.
+what it asked the device for. A row that comes with what is forecast of it (``--forecast``) has its account kept where
+it reserves more than a tenth more or less.
+
+    python workflows/benchmarks/plan_accuracy.py --forecast --only spatial2 > rows.json
+    python workflows/benchmarks/plan_accuracy.py --rows rows.json --result accuracy.json --histories histories.json.gz
 """
 
 import argparse
@@ -48,7 +52,10 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="default all that are visible")
     parser.add_argument("--ahead", type=int, default=10, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rows", help="JSON list of configurations instead of the script's own")
+    parser.add_argument("--rows", type=Path, help="JSON list of configurations instead of the script's own")
+    parser.add_argument(
+        "--forecast", action="store_true", help="print the configurations with what is forecast of them"
+    )
     parser.add_argument("--compare", type=Path, metavar="RESULT", help="forecast what this result measured")
     parser.add_argument("--plot", type=Path, help="SVG to draw of the comparison")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
@@ -59,14 +66,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.worker:
         return work()
-    if chosen.compare or chosen.random:
+    if chosen.compare or chosen.random or chosen.forecast:
         return forecast(chosen)
-    # A worker imports torch by itself; this program needs it for the list of rows and for the environment only.
-    from plan_accuracy_rows import list_rows, name_row
-
-    rows = json.loads(chosen.rows) if chosen.rows else list_rows()
-    rows = [{"name": name_row(row), **row} for row in rows]
-    rows = [row for row in rows if all(words in row["name"] for words in chosen.only)]
+    rows = find_rows(chosen)
     if chosen.list:
         return print("\n".join(row["name"] for row in rows))
     if chosen.result is None:
@@ -74,13 +76,26 @@ def main() -> None:
     return measure_all(rows, chosen)
 
 
+def find_rows(chosen: argparse.Namespace) -> list[Row]:
+    """Return the configurations that were asked for."""
+    # It imports torch: a worker does so by itself, and this program needs the list only.
+    from plan_accuracy_rows import list_rows, name_row
+
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_rows()
+    rows = [{"name": name_row(row), **row} for row in rows]
+    return [row for row in rows if all(words in row["name"] for words in chosen.only)]
+
+
 def forecast(chosen: argparse.Namespace) -> None:
-    """Compare a result with what is forecast of its rows, or print random configurations."""
+    """Compare a result with what is forecast of its rows, or print configurations with what is forecast of them."""
     # They import torch and volseg.
     import plan_accuracy_compared as compared
 
     if chosen.random:
         print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed))))
+        return
+    if chosen.forecast:
+        print(json.dumps([row | compared.foretell(row) for row in find_rows(chosen)]))
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
@@ -196,7 +211,7 @@ class Pool:
             asked.bind(("127.0.0.1", 0))
             port = asked.getsockname()[1]
         for number, process in enumerate(processes):
-            history = str(self.scratch / f"history {row['name']}") if row.get("history") and number == 0 else None
+            history = str(self.scratch / f"history {row['name']}") if self._keeps(row) and number == 0 else None
             own = [] if self.chosen.device == "cpu" else [gpus[number]] if count > 1 else list(gpus)
             job = {"row": row, "number": number, "processes": count, "port": port, "history": history, "gpus": own}
             process.result = job["result"] = str(self.scratch / f"result {process.pid}")  # type: ignore[attr-defined]
@@ -208,18 +223,26 @@ class Pool:
                 pass  # it has ended: `_look` tells why
         self.running[processes[0].pid] = (row, processes, list(gpus), time.monotonic())
 
+    def _keeps(self, row: Row) -> bool:
+        """Say whether the allocator's account of a configuration may be wanted."""
+        return self.chosen.histories is not None and bool(row.get("history") or row.get("forecast_reserved"))
+
     def _look(self, row: Row, processes: Sequence["subprocess.Popen[str]"], begun: float) -> Row | None:
         """Return what a configuration gave, once it has ended or its time is up."""
         late = time.monotonic() - begun > self.chosen.limit
         ended = [process.poll() is not None for process in processes]
         failed = [process for process in processes if process.poll() is not None and read_result(process) is None]
-        if not (all(ended) or failed or late):
+        # Who is out of memory is waited for by the others, in an exchange that it does not come to any more.
+        full = [process for process in processes if "out_of_memory" in (read_result(process) or {})]
+        if not (all(ended) or failed or full or late):
             return None
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
         seconds = round(time.monotonic() - begun, 2)
+        if full:
+            return row | (read_result(full[0]) or {}) | {"wall_s": seconds}
         if failed or late:
             told = "\n".join(read_log(process) for process in failed or processes)
             why = f"no result within {self.chosen.limit} s" if late else "a process failed"

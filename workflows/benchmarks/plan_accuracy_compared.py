@@ -25,7 +25,7 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["compare", "describe", "draw_random", "forecast_row", "plot", "summarise"]
+__all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "plot", "summarise"]
 
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -81,6 +81,15 @@ def forecast_row(row: Row, gpu: str = "h200") -> Forecast:
     candidate = Candidate(**{name: row[name] for name in names})
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=find_links(kind), gpu_bytes=kind.memory)
     return forecast_work(build_work(row), candidate, machine)
+
+
+def foretell(row: Row) -> Row:
+    """Return what is forecast of a configuration, as fields of its row; none where it is refused."""
+    forecast = forecast_row(row)
+    if forecast.memory is None:
+        return {}
+    memory = forecast.memory
+    return {"forecast_reserved": memory.reserved, "forecast_used": memory.used, "forecast_seconds": forecast.seconds}
 
 
 def compare(

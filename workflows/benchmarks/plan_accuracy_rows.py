@@ -248,7 +248,13 @@ def build_step(
 ) -> Callable[[], Mapping[str, Tensor]]:
     """Return one training step of a configuration, as ``volseg train`` makes it, on a batch that stays the same."""
     torch.manual_seed(0)
-    model, net = place(row, devices, marks)
+    return train_by(row, devices, marks, *place(row, devices, marks))
+
+
+def train_by(
+    row: Row, devices: Sequence[torch.device], marks: Callable[[str], None], model: nn.Module, net: nn.Module
+) -> Callable[[], Mapping[str, Tensor]]:
+    """Return one training step of a network that is in its place."""
     shape = (row["batch"], 1, *row["patch"])
     own = slab_shape(model, shape) if row["spatial"] > 1 else shape  # type: ignore[arg-type]
     image: Any = torch.rand(own, device=devices[0])
@@ -311,7 +317,9 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
     noted = _Account(devices) if history is not None and gpus else None
     try:
         begin = time.perf_counter()
-        step = build_step(row, devices, marks)
+        torch.manual_seed(0)
+        model, net = place(row, devices, marks)
+        step = train_by(row, devices, marks, model, net)
         found["beside"]["placed"] = [_beside(gpu) for gpu in gpus]
         found["placed_s"] = time.perf_counter() - begin
         warm = 14 if row["pipeline"] > 1 and row["recorded"] else 6 if row["recorded"] else 3
@@ -324,7 +332,8 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
             if count == 0:
                 found["beside"]["first step"] = [_beside(gpu) for gpu in gpus]
         if noted is not None and history is not None:
-            noted.write(history, marks.found)
+            marks.read()
+            noted.end(history if row.get("history") or misses(row, marks.reserved) else None, marks.found)
         marks.watched = False
         found |= _time_steps(step, gpus, marks, together=row["spatial"] > 1)
     except torch.OutOfMemoryError as fault:
@@ -335,13 +344,45 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
     found["memory_reserved_at_end"] = [torch.cuda.memory_reserved(gpu) for gpu in gpus]
     found["memory_stats_at_end"] = [_read_statistics(gpu) for gpu in gpus]
     found["marks"] = marks.found
-    is_plain = row["kernels"] == "torch" and not row["recorded"] and len(gpus) == 1
-    if noted is not None and is_plain and "out_of_memory" not in found:
+    if row["pipeline"] > 1 and "out_of_memory" not in found:
+        found["partition"] = tell_partition(model)
+    is_plain = not row["recorded"] and row["checkpoint"] is None and count_places(row) == 1
+    if row.get("history") and gpus and is_plain and "out_of_memory" not in found:
         found["operators"] = _watch_operators(step, gpus[0])
         torch.backends.cudnn.benchmark = True
         step()
         found["operators_with_cudnn_benchmark"] = _watch_operators(step, gpus[0])
     return found
+
+
+MISSED = 0.1
+"""By so much of what is reserved a forecast is wrong enough for its cause to be looked for."""
+
+
+def misses(row: Row, reserved: Sequence[int]) -> bool:
+    """Say whether what was reserved is far from the forecast that a row came with."""
+    forecast = row.get("forecast_reserved")
+    return forecast is not None and abs(forecast / max(reserved) - 1) > MISSED
+
+
+def tell_partition(model: nn.Module) -> list[Row]:
+    """Return the stages of a pipeline: which modules each runs first, and what the measurement said of it."""
+    assert isinstance(model, ModelParallel)
+    return [
+        {
+            "begins": stage.modules[0],
+            "modules": len(stage.modules),
+            "ms": stage.ms,
+            "activation_bytes": stage.activation_bytes,
+            "parameter_bytes": stage.parameter_bytes,
+        }
+        for stage in model.partition.stages
+    ]
+
+
+def count_places(row: Row) -> int:
+    """Return how many GPUs a configuration takes."""
+    return row["spatial"] * row["pipeline"]
 
 
 def _time_steps(step: Callable[[], Any], gpus: Sequence[torch.device], marks: Marks, *, together: bool) -> Row:
@@ -447,10 +488,12 @@ class _Account:
         self.devices = devices
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=300_000)
 
-    def write(self, path: Path, marks: Sequence[Mapping[str, Any]]) -> None:
-        """Stop, and write events and segments, addresses numbered in the order in which they appear."""
-        snapshot = torch.cuda.memory._snapshot()
+    def end(self, path: Path | None, marks: Sequence[Mapping[str, Any]]) -> None:
+        """Stop; where there is a path write events and segments, addresses numbered as they appear."""
+        snapshot = None if path is None else torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
+        if path is None or snapshot is None:
+            return
         told: Row = {"settings": {key: str(value) for key, value in snapshot.get("allocator_settings", {}).items()}}
         told["devices"] = {}
         for device in self.devices:
