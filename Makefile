@@ -22,11 +22,12 @@ ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # A file's tests share fixtures and processes. In the order of their names: else files of few tests come last, which are
 # those of whole trainings, and one worker waits for the other.
 SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+CODE := volseg tests workflows docker docs/site
 # What is quick: a folder per part of volseg, without the comparison with torch's database, which takes half a minute.
-UNIT := $(filter-out tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
+UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels lint format clean
+.PHONY: quickstart check test test-all test-gpu test-kernels test-image wheel lint format docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -38,7 +39,7 @@ test: lint
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
 
 test-all: lint
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu"
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu and not image"
 
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'
@@ -49,22 +50,35 @@ test-gpu: $(READY)
 test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
 
+# Built, installed into an environment of its own, and used from an empty folder.
+wheel: $(INSTALLED)
+	$(BIN)/python tests/try_wheel.py --types
+
+# Builds docker/Dockerfile without Docker and trains in it; needs Linux, root, buildah and mmdebstrap, else it skips.
+test-image: $(INSTALLED)
+	$(PYTEST) -s -m image tests/docker
+
+# A site in build/docs; a warning is an error. Its makers announce their next products at every build.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
+
 lint: $(INSTALLED)
-	$(BIN)/ruff format --check volseg tests workflows
-	$(BIN)/ruff check volseg tests workflows
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/codespell volseg workflows docs configs datasets *.md
+	$(BIN)/codespell volseg workflows docs configs datasets docker *.md
+	$(BIN)/hadolint docker/Dockerfile
 
 format: $(INSTALLED)
-	$(BIN)/ruff format volseg tests workflows
-	$(BIN)/ruff check --fix volseg tests workflows
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "volseg needs Python >= 3.11, this is " + sys.version)'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 $(INTERPRETER): $(INSTALLED)

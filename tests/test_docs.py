@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from documented import PAGES, ROOT, name_page, read_blocks
 
 import volseg
 
-ROOT = Path(__file__).parents[1]
 RESULTS, DECISIONS = ROOT / "workflows" / "benchmarks" / "results", ROOT / "docs" / "decisions"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("datasets/*.md"), *ROOT.glob("docker/*.md")])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_PATH = re.compile(r"`((?:docs|configs|workflows)/[\w./-]+)`")
@@ -47,7 +46,7 @@ def broken_links(page: Path) -> list[str]:
     return broken + [path for path in NAMED_PATH.findall(prose(page)) if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_links_and_paths_of_a_page_exist(page: Path) -> None:
     assert broken_links(page) == []
 
@@ -100,6 +99,37 @@ def broken_names(code: str) -> list[str]:
     return broken
 
 
+NAMED_IN_PROSE = re.compile(r"`((?:volseg|monai)(?:\.\w+)+)")
+GROUPS = re.compile(
+    r"volseg\.(networks|losses|transforms|augmentations|metrics|hooks|optimizers|schedules|readers|loggers)"
+)
+"""Of entry points, which are called like modules."""
+
+
+def is_there(path: str) -> bool:
+    """Say whether a dotted name is a module, or what one has."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        if _is_module(module):
+            found: object = import_module(module)
+            for name in parts[length:]:
+                found = getattr(found, name, None)
+            return found is not None
+    return False
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in ("CHANGELOG.md", "measurements.md") and page.parent != DECISIONS],
+    ids=name_page,
+)
+def test_dotted_names_of_a_page_are_there(page: Path) -> None:
+    """Also those that a table of another framework's names maps to ours. Some pages tell of what there was."""
+    named = {path for path in NAMED_IN_PROSE.findall(prose(page)) if not GROUPS.fullmatch(path)}
+    assert {path for path in named if not is_there(path)} == set()
+
+
 def _is_module(path: str) -> bool:
     try:
         return find_spec(path) is not None
@@ -107,11 +137,10 @@ def _is_module(path: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
     """``volseg.parallel.verification.verify(...)`` stood in a page: a module, since the move, and no function."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert [name for block in blocks for name in broken_names(block)] == []
+    assert [name for block in read_blocks(page, "python") for name in broken_names(block.text)] == []
 
 
 def test_a_call_of_a_module_and_an_absent_name_are_found() -> None:

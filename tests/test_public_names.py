@@ -1,7 +1,11 @@
+import ast
 import importlib
+import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +31,42 @@ def test_the_package_gives_its_public_names_and_no_other():
         assert getattr(volseg, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
         _ = volseg.Trainer
+
+
+def test_the_public_names_are_listed_and_a_near_one_is_told():
+    assert set(dir(volseg)) == {*volseg.__all__, "experiment", "parallel"}
+    with pytest.raises(AttributeError, match=r"'Trainning'; did you mean 'Training'\?"):
+        _ = volseg.Trainning
+
+
+@pytest.mark.parametrize("name", [name for name in volseg.__all__ if name != "__version__"])
+def test_a_public_name_is_documented_with_all_its_parameters_and_stands_on_a_page(name):
+    documented = inspect.getdoc(getattr(volseg, name))
+    assert documented
+    parameters = inspect.signature(getattr(volseg, name)).parameters if name != "VolsegError" else {}
+    assert [each for each in parameters if not re.search(rf"\b{each}\b", documented)] == []
+    assert f"`{name}`" in volseg.__doc__
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *root.glob("docs/*.md")]
+    assert any(re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in pages)
+
+
+def test_what_a_type_checker_sees_is_what_there_is():
+    told = {
+        name.name: statement.module
+        for node in ast.parse(inspect.getsource(volseg)).body
+        if isinstance(node, ast.If)
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+    }
+    assert set(told) == set(volseg.__all__) - {"__version__"}
+    for name, module in told.items():
+        assert getattr(importlib.import_module(module), name) is getattr(volseg, name)
+
+
+def test_importing_the_package_imports_no_torch():
+    subprocess.run([sys.executable, "-c", "import sys, volseg; assert 'torch' not in sys.modules"], check=True)
 
 
 @pytest.mark.parametrize("name", errors.__all__)

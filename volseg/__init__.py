@@ -1,6 +1,13 @@
 """Train 3D medical segmentation networks; several GPUs behave as one large one.
 
-The public names are loaded when they are first used, so that ``import volseg`` and the command line answer at once.
+Whole experiments, from a YAML file: `load_config`, `train`, `cross_validate`, `validate`, `predict`.
+Data: `load_task`, `make_task`, `read_volume`. Scores of anybody's label maps: `evaluate_folders`.
+A loop of your own: `Training`, `Validation`, `Testing`, `Predictor`, `Named`, `build_network`, and the hooks `Hook`,
+`Checkpoints`, `Patience`, `Progress` and `TrainingLog`, which tells loggers such as `TensorBoard`.
+Networks over several GPUs: `ModelParallel`, `FastKernels`, `plan`. Your components in configs: `register`,
+`load_components`. Everything raised on purpose is a `VolsegError`.
+
+The names are loaded when they are first used, so that ``import volseg`` and the command line answer at once.
 """
 
 from importlib import import_module
@@ -9,8 +16,22 @@ from typing import TYPE_CHECKING, Any
 from volseg.version import __version__
 
 if TYPE_CHECKING:
+    from volseg.config.loading import load_config
+    from volseg.data.layouts import load_task
+    from volseg.data.readers import read_volume
+    from volseg.data.synthetic import make_task
+    from volseg.errors import VolsegError
+    from volseg.evaluation.folders import evaluate_folders
+    from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.own_components import load_components, register
+    from volseg.experiment.predicting import predict
+    from volseg.experiment.training import train
+    from volseg.experiment.validating import validate
     from volseg.inference.predictor import Predictor
+    from volseg.models.networks import build_network
+    from volseg.monitoring.progress import Progress
+    from volseg.monitoring.tensorboard import TensorBoard
+    from volseg.monitoring.training_log import TrainingLog
     from volseg.parallel import FastKernels, ModelParallel
     from volseg.parallel.candidates import plan
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
@@ -23,28 +44,70 @@ __all__ = [
     "Named",
     "Patience",
     "Predictor",
+    "Progress",
+    "TensorBoard",
     "Testing",
     "Training",
+    "TrainingLog",
     "Validation",
+    "VolsegError",
     "__version__",
+    "build_network",
+    "cross_validate",
+    "evaluate_folders",
     "load_components",
+    "load_config",
+    "load_task",
+    "make_task",
     "plan",
+    "predict",
+    "read_volume",
     "register",
+    "train",
+    "validate",
 ]
 
 _HOMES = {
     "FastKernels": "volseg.parallel",
     "ModelParallel": "volseg.parallel",
     "Predictor": "volseg.inference.predictor",
+    "Progress": "volseg.monitoring.progress",
+    "TensorBoard": "volseg.monitoring.tensorboard",
+    "TrainingLog": "volseg.monitoring.training_log",
+    "VolsegError": "volseg.errors",
+    "build_network": "volseg.models.networks",
+    "cross_validate": "volseg.experiment.cross_validation",
+    "evaluate_folders": "volseg.evaluation.folders",
     "load_components": "volseg.experiment.own_components",
+    "load_config": "volseg.config.loading",
+    "load_task": "volseg.data.layouts",
+    "make_task": "volseg.data.synthetic",
     "plan": "volseg.parallel.candidates",
+    "predict": "volseg.experiment.predicting",
+    "read_volume": "volseg.data.readers",
     "register": "volseg.experiment.own_components",
+    "train": "volseg.experiment.training",
+    "validate": "volseg.experiment.validating",
 }
+
+_PACKAGES = ("experiment", "parallel")
+"""Reached without a second import: volseg.experiment.configure; volseg.parallel.verify, whole."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("experiment", "parallel"):  # volseg.experiment.train; volseg.parallel.verify, whole
+    if name in _PACKAGES:
         return import_module(f"volseg.{name}")
     if name not in __all__:
-        raise AttributeError(f"module 'volseg' has no attribute {name!r}")
+        raise AttributeError(_explain_absence(name))
     return getattr(import_module(_HOMES.get(name, "volseg.workflow")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PACKAGES})
+
+
+def _explain_absence(name: str) -> str:
+    from difflib import get_close_matches  # where it is needed, as nearly never
+
+    near = "" if name.startswith("_") else "".join(get_close_matches(name, __all__, n=1))
+    return f"module 'volseg' has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from volseg.errors import ConfigError
 
-__all__ = ["digest_file", "remove_partials", "replacing", "require_new"]
+__all__ = ["digest_file", "remove_partials", "replacing", "require_new", "require_writable"]
 
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
@@ -58,6 +58,29 @@ def replacing(
             _flush_names(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_writable(folder: str | os.PathLike[str]) -> Path:
+    """Return ``folder`` as a path, if files can be written there or it can be made; nothing is made yet.
+
+    Raises
+    ------
+    ConfigError
+        If it is no path, or what stands there or above it is no folder, or one that may not be written to.
+
+    Examples
+    --------
+    >>> require_writable("runs/first").name
+    'first'
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"a folder to write to is named by its path, such as 'runs/first', got {folder!r}")
+    path = Path(folder)
+    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "may not be written to" if above.is_dir() else "is no folder"
+        raise ConfigError(f"{path} cannot be written to, as {above} {what}; choose another folder")
+    return path
 
 
 def remove_partials(folder: Path) -> None:

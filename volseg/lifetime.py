@@ -17,12 +17,22 @@ from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
 
-__all__ = ["begin_anew", "call_before_last_words", "end_at_exit", "end_now", "end_with_launcher", "say_last"]
+__all__ = [
+    "begin_anew",
+    "call_before_last_words",
+    "end_at_exit",
+    "end_now",
+    "end_with_launcher",
+    "say_last",
+    "shape_last_words",
+]
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
 
 _before_last_words: list[Callable[[], object]] = []
+
+_shape: Callable[[str], str] | None = None
 
 
 def end_with_launcher() -> None:
@@ -56,6 +66,12 @@ def call_before_last_words(close: Callable[[], object]) -> None:
     _before_last_words.append(close)
 
 
+def shape_last_words(shape: Callable[[str], str] | None) -> None:
+    """Have `say_last` write ``shape(message)``, for whoever reads the lines of this process; None for the message."""
+    global _shape
+    _shape = shape
+
+
 def say_last(message: str) -> None:
     """Write why this process ends, on lines of its own, if standard error can be written."""
     for close in _before_last_words:
@@ -63,7 +79,7 @@ def say_last(message: str) -> None:
     if sys.stderr is None:
         return
     with suppress(OSError, ValueError):  # a full disk, nobody who reads it any more, or closed
-        sys.stderr.write(f"{message}\n")
+        sys.stderr.write(f"{message if _shape is None else _shape(message)}\n")
         sys.stderr.flush()
 
 

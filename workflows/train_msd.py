@@ -20,6 +20,7 @@ from volseg.data.splits import folds
 from volseg.models import FitGrid, build_network
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.training_log import TrainingLog
 from volseg.planning import PRESETS, plan
 from volseg.planning.published import published_fingerprint
 from volseg.transforms.augmentation import BatchAugmentation
@@ -85,7 +86,7 @@ def main() -> None:
         average_decay=0.999,
         validation=Validation(predictor, validation_cases, task.labels),
         validate_every=10,
-        hooks=[Progress(), TensorBoard(output / "tensorboard"), Checkpoints(output / "checkpoints")],
+        hooks=[Progress(), TrainingLog([TensorBoard(output / "tensorboard")]), Checkpoints(output / "checkpoints")],
     )
     training.run()
 

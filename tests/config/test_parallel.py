@@ -148,7 +148,18 @@ def test_volseg_train_starts_the_processes_of_the_mesh():
     assert count(None, 8, strategy="spatial") == 1
     assert count(4, 8) == 4
     assert count(4, 8, pipeline=2) == 2
-    assert count(2, 0, data=2) == 2  # on a CPU
+    assert count(2, None, data=2) == 2  # on a CPU
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "parallel", "asks"),
+    [(1, {}, "--gpus 1 asks"), (2, {}, "--gpus 2 asks"), (None, {"data": 2}, r"mesh \(data: 2, .*\) asks")],
+)
+def test_without_gpus_nothing_is_tried_out_on_a_cpu_unless_told(num_gpus, parallel, asks):
+    with pytest.raises(ConfigError, match=f"{asks} for GPUs, and none is visible; .* by --set device=cpu"):
+        count(num_gpus, 0, **parallel)
+    assert count(None, 0) == 1
+    assert count(None, 0, data=4, spatial=2, fixed_order=True) == 1  # which computes the same bits
 
 
 def test_too_few_gpus_are_refused_or_compute_the_same_bits():

@@ -1,18 +1,17 @@
 """Values of files become class indices, and class indices values again."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented import ROOT, read_blocks
 from monai.data import MetaTensor
 
 from volseg.data import load_task
 from volseg.data.cases import Case, Task
 from volseg.data.labels import num_indices, targets_of, to_classes, to_values
-from volseg.data.synthetic_labels import make_annotated_task
 from volseg.errors import DataError
 
 BRATS = {"whole": (1, 2, 4), "core": (1, 4), "enhancing": (4,)}
@@ -131,10 +130,10 @@ def test_a_case_that_was_looked_through_for_nothing_known_is_refused():
         to_classes(torch.zeros(1, 1, 1, 1), task(1, 2), {"case": "a", "labelled": (2,)})
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "labels.md").read_text(encoding="utf-8")
+DECLARED = [block.text for block in read_blocks(ROOT / "docs" / "labels.md", "json")]
 
 
-@pytest.mark.parametrize("block", re.findall(r"^```json\n(.*?)^```", PAGE, flags=re.M | re.S))
+@pytest.mark.parametrize("block", DECLARED)
 def test_what_the_page_declares_is_read(block, tmp_path):
     """Each manifest of the page, completed by what it leaves out, is that of a task."""
     declared = {"modality": {"0": "CT"}, "training": [{"image": "imagesTr/a.nii", "label": "labelsTr/a.nii"}]}
@@ -143,13 +142,3 @@ def test_what_the_page_declares_is_read(block, tmp_path):
     read = load_task(tmp_path, require_files=False)
     assert len(read.structures) == read.num_outputs - (not read.regions)
     assert targets_of(read).is_plain == ("regions" not in block and "ignore" not in block and "labelled" not in block)
-
-
-def test_the_page_in_python(tmp_path, monkeypatch):
-    make_annotated_task(tmp_path / "Task01_BrainTumour", "regions", num_cases=2)
-    monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/labels.md", "exec"), names)
-    logits = torch.randn(1, names["task"].num_outputs, 4, 4, 4)
-    assert names["loss"](logits, torch.ones(1, 1, 4, 4, 4, dtype=torch.uint8)) > 0

@@ -1,4 +1,4 @@
-"""Our residual encoder U-Net is nnU-Net's: ``workflows/nnunet_residual_encoder.py`` recorded what that one puts out."""
+"""Our residual encoder U-Net is nnU-Net's, as ``workflows/benchmarks/nnunet_residual_encoder.py`` has recorded it."""
 
 import json
 from pathlib import Path

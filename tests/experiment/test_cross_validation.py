@@ -19,7 +19,7 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
-from volseg.experiment import RunFolder, cross_validate, train
+from volseg.experiment import RunFolder, cross_validate, fold_processes, train
 from volseg.experiment.cross_validation_report import cross_validation_report
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import plan_folds
@@ -290,7 +290,7 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     broken.folder.checkpoints.mkdir()
     (broken.folder.checkpoints / "latest.pt").write_bytes(b"")
     arguments = [part for value in SHORT for part in ("--set", value)]
-    arguments += ["--folds", "0", "1", "--gpus", "2", "--resume"]
+    arguments += ["--set", "device=cpu", "--folds", "0", "1", "--gpus", "2", "--resume"]
     result = CliRunner().invoke(app, ["cross-validate", str(config_file), *arguments], catch_exceptions=False)
     assert result.exit_code == 1
     assert "Incomplete: fold(s) 0 of 3." in result.output
@@ -327,8 +327,14 @@ def test_without_gpus_processes_share_the_cpu(quick):
     assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
 
 
+def test_without_gpus_processes_are_refused_unless_the_config_says_cpu(quick, monkeypatch):
+    monkeypatch.setattr(fold_processes, "count_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
+        choose_gpus(quick(), 3)
+
+
 def test_a_fold_on_several_gpus_starts_its_own_processes(quick):
-    config = quick("parallel.data=2")
+    config = quick("parallel.data=2", "device=cpu")
     crossed = cross_validate(config, folds=[0])
     assert [fold.number for fold in crossed.folds] == [0]
     assert "2 replicas of the network" in (config.folder / "fold_0.log").read_text(encoding="utf-8")

@@ -193,7 +193,7 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
 
 def test_processes_that_are_started_know_the_same_components(own, tmp_path):
     config, components = own
-    call("train", config, "--gpus", "2", "--components", components)
+    call("train", config, "--gpus", "2", "--set", "device=cpu", "--components", components)
     assert (tmp_path / "epochs.txt").read_text(encoding="utf-8") == "0 1 "
     folds = (
         "cross-validate",
@@ -207,7 +207,7 @@ def test_processes_that_are_started_know_the_same_components(own, tmp_path):
         "--gpus",
         "2",
     )
-    said = call(*folds, "--set", "training.epochs=1")
+    said = call(*folds, "--set", "device=cpu", "--set", "training.epochs=1")
     assert "mean" in said
     assert (tmp_path / "folds" / "fold_2" / "components.json").exists()
 
@@ -215,7 +215,7 @@ def test_processes_that_are_started_know_the_same_components(own, tmp_path):
 def test_two_processes_train_what_one_trains(own, registered, tmp_path):
     config, _ = own
     train(load_config(config, [f"output={tmp_path / 'one'}"]))
-    call("train", config, "--gpus", "2", "-o", tmp_path / "two", "--components", own[1])
+    call("train", config, "--gpus", "2", "--set", "device=cpu", "-o", tmp_path / "two", "--components", own[1])
     one, two = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("one", "two"))
     for name in one:  # own augmentations draw by the sample's place in the batch; sums round otherwise
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)

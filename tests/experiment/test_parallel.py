@@ -68,6 +68,7 @@ def test_devices_of_one_process(parallel, plain, configured, task, tmp_path):
     ids=["dealt", "cut", "cut by its old name", "started by the config"],
 )
 def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):
+    mesh = ["device=cpu", *mesh]
     train_on(num_gpus, config_file, mesh)
     told = capfd.readouterr().err
     assert told.count(says) == 1  # by process 0
@@ -99,7 +100,7 @@ def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
     with pytest.raises(ConfigError, match="no network is called 'Unett'"):
         train_on(2, config_file, ["network.name=Unett"])
     with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
-        train_on(2, config_file, ["parallel={strategy: spatial, devices: 2}"])
+        train_on(2, config_file, ["device=cpu", "parallel={strategy: spatial, devices: 2}"])
 
 
 def test_verify_tells_that_the_network_is_the_same_on_four_devices(configured):

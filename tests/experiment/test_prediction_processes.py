@@ -27,7 +27,7 @@ def images(task, tmp_path):
 
 
 def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplog):
-    source = train(configured()).folder
+    source = train(configured("device=cpu")).folder
     (images / "scan_again.nii.gz").write_bytes((images / "scan_2.nii.gz").read_bytes())
     alone = predict(source, [images], tmp_path / "alone")
     remarks = [line for line in caplog.messages if line.startswith("look at")]
@@ -48,7 +48,7 @@ def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplo
 
 
 def test_a_case_is_cut_over_gpus_of_which_there_are_more(configured, images, tmp_path, caplog):
-    source = train(configured()).folder
+    source = train(configured("device=cpu")).folder
     chosen, windows = [images / "scan_0.nii.gz", images / "scan_broken.nii.gz"], ["inference.window=[16,16,16]"]
     alone = predict(source, chosen, tmp_path / "alone", overrides=windows)
     with caplog.at_level("INFO"):
@@ -61,7 +61,7 @@ def test_a_case_is_cut_over_gpus_of_which_there_are_more(configured, images, tmp
 
 def test_what_would_keep_every_case_from_being_written_ends_all(configured, images, tmp_path):
     """Each process failed with each of its cases in turn, as with a full disk."""
-    source = train(configured()).folder
+    source = train(configured("device=cpu")).folder
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "uncertainty").touch()
     with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*go on by --resume"):
@@ -69,7 +69,7 @@ def test_what_would_keep_every_case_from_being_written_ends_all(configured, imag
 
 
 def test_a_config_that_takes_several_gpus_is_told_what_that_means(configured, images, tmp_path):
-    source = train(configured()).folder
+    source = train(configured("device=cpu")).folder
     with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
         predict(source, [images], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
 

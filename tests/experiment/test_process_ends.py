@@ -40,7 +40,8 @@ def wait_until(holds, seconds: float) -> None:
 
 
 def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_file, tmp_path):
-    mesh = ["--set", "parallel.spatial=2", "--set", "training.epochs=8", "--set", "training.checkpoint_minutes=0.001"]
+    mesh = ["--set", "device=cpu", "--set", "parallel.spatial=2"]
+    mesh += ["--set", "training.epochs=8", "--set", "training.checkpoint_minutes=0.001"]
     job = start(volseg("train", str(config_file), *mesh, "--gpus", "2", "--max-restarts", "1"), **TOLD)
     wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest.pt").exists(), 120)
     killed = children(job)[-1]
@@ -80,7 +81,7 @@ def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
 
 
 def test_an_error_is_told_once_and_without_gloo(start, config_file):
-    settings = ["--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30"]
+    settings = ["--set", "device=cpu", "--set", "parallel.spatial=2", "--set", "optimizer.lr=1e30"]
     job = start(volseg("train", str(config_file), "--gpus", "2", *settings), **TOLD)
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 1
@@ -98,7 +99,7 @@ def test_an_error_is_told_once_and_without_gloo(start, config_file):
 )
 def test_nobody_outlives_a_killed_launcher(start, command, config_file, tmp_path):
     job = start(
-        volseg(command[0], str(config_file), *command[1:], *ENDLESS),
+        volseg(command[0], str(config_file), *command[1:], "--set", "device=cpu", *ENDLESS),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -12,6 +12,7 @@ from volseg import Named, Training
 from volseg.forecast.memory_use import MemoryUse
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter, MemoryForecast
 from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel.devices import find_rank
 from volseg.parallel.processes import start_group
 
@@ -128,7 +129,7 @@ def test_one_that_refuses_is_one_line(caplog):
 
 def test_tensorboard_shows_both(tmp_path):
     hook = FirstSteps(Meter(), Asked(forecast(22 * GIB)))
-    train(hook, TensorBoard(tmp_path, more=hook.scalars))
+    train(hook, TrainingLog([TensorBoard(tmp_path)], more=hook.scalars))
     (file,) = tmp_path.iterdir()
     shown = {
         value.tag: value.tensor.float_val[0] if value.tensor.float_val else value.simple_value

@@ -1,11 +1,17 @@
 """Bars on streams that cannot be written; the stream is that of a process, so each is one."""
 
 import errno
+import fcntl
 import io
+import json
 import logging
 import os
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 
@@ -16,7 +22,8 @@ BARS = """
 import logging, sys, traceback
 sys.excepthook = lambda *fault: print(*traceback.format_exception(*fault), flush=True)
 {before}
-logging.basicConfig(level=logging.INFO)
+from volseg.monitoring.console import set_up_logs
+set_up_logs()
 import torch
 from volseg import Named, Training
 from volseg.monitoring.progress import Progress, count_up, progress
@@ -66,48 +73,96 @@ def test_a_bar_never_ends_a_training(before, stream):
     assert done.returncode in (0, 120)  # 120: Python could not flush its own standard error
 
 
-def test_a_bar_is_drawn_on_standard_error():
+def run_bars(tmp_path, **variables):
+    """Return what a program says on a terminal of 200 columns, as the lines that it leaves there."""
+    reading, writing = os.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    program = tmp_path / "bars.py"
+    program.write_text(BARS.format(before=""), encoding="utf-8")
+    environment = {**os.environ, "TERM": "xterm", **variables}
+    with subprocess.Popen(
+        [sys.executable, program], stderr=writing, stdout=subprocess.PIPE, env=environment
+    ) as running:
+        os.close(writing)
+        said = b""
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(reading, 65536):
+                said += piece
+        os.close(reading)
+        assert running.wait() == 0
+    return said.decode("utf-8").replace("\r\n", "\n")
+
+
+def test_bars_are_drawn_on_a_terminal_and_stay_there(tmp_path):
+    said = run_bars(tmp_path)
+    assert re.search(r"epoch 2/2 .* 6/6 batch .*loss \d\.\d{3}", said)
+    assert re.search(r"three .* 3 case", said)
+    assert "epoch 1/2: loss" not in said  # a line for each epoch is for logs
+    assert "\x1b[?25l" not in said  # a cursor that is hidden stays so when the process is killed
+
+
+def test_a_log_gets_a_line_for_each_epoch_and_no_bars():
     command = [sys.executable, "-c", BARS.format(before="")]
     said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
-    assert "training: 100%" in said
-    assert "6/6" in said
-    assert "three: 100%" in said
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["epoch 1/2", "epoch 2/2"]
+    assert re.match(r"epoch 1/2: loss \d\.\d{4}, .* s \(.* s waiting\)", said)
 
 
-def test_a_line_of_the_log_stands_by_itself_beside_an_open_bar(monkeypatch):
-    """It stood behind the bar: tqdm clears those that share the line's stream, and took ours for another one."""
-    shown = io.StringIO()
+def test_scripts_get_each_epoch_as_json():
+    command = [sys.executable, "-c", BARS.format(before="import os; os.environ['VOLSEG_LOGS'] = 'json'")]
+    said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
+    told = [json.loads(line) for line in said.splitlines()]
+    assert [line["epoch"] for line in told] == [0, 1]
+    assert told[0]["scalars"]["train/loss"] > told[1]["scalars"]["train/loss"]
+    assert told[0]["message"].startswith("epoch 1/2: loss")
+
+
+def test_quiet_says_warnings_alone():
+    before = "import os; os.environ['VOLSEG_LOGS'] = 'quiet'"
+    code = f"{BARS.format(before=before)}\nlogging.info('not this'); logging.warning('this')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b"this\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_line_of_the_log_stands_by_itself_above_an_open_bar(monkeypatch):
+    """It stood behind the bar, which was drawn on the same stream."""
+    shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
     handler = BesideBars()
-    with open_bar(total=3, desc="counted"):
+    with open_bar("counted", 3):
         handler.emit(logging.makeLogRecord({"msg": "a line"}))
-        assert shown.getvalue().split("\n")[0].rpartition("\r")[2] == "a line"
+        assert "\r\x1b[2Ka line\ncounted" in shown.getvalue()  # the bar's line is cleared, and drawn anew below
         say_last("the last words")
     assert "\nthe last words\n" in shown.getvalue()
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_bar_is_opened_beside_a_stream_that_cannot_be_flushed(monkeypatch, name):
-    """tqdm flushed both when it took the bar's stream for standard error, which a full disk refuses."""
+    """Both were flushed when the bar's stream was taken for standard error, which a full disk refuses."""
 
-    class Full(io.StringIO):
+    class Full(Terminal):
         def flush(self):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, name, Full())
-    with open_bar(total=3, desc="counted") as bar:
-        bar.update()
-    assert bar.n == 1
+    with open_bar("counted", 3) as bar:
+        bar.advance()
+    assert bar.done == 1
 
 
 def test_a_line_of_the_log_on_a_closed_stream_ends_nothing(monkeypatch):
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
-    with open_bar(total=3, desc="counted") as bar:
+    with open_bar("counted", 3) as bar:
         BesideBars().emit(logging.makeLogRecord({"msg": "a line"}))
-        bar.update()
-    assert bar.n == 1
+        bar.advance()
+    assert bar.done == 1
 
 
 @pytest.mark.parametrize("before", ["", "sys.stderr = None", "sys.stderr.close()"], ids=["full", "none", "closed"])

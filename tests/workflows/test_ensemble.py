@@ -9,7 +9,7 @@ import pytest
 from volseg.data import load_task, read_splits
 from volseg.data.synthetic import make_task
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 from ensemble import compare, describe, hold_out
 

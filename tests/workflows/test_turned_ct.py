@@ -17,7 +17,7 @@ from volseg.models import build_network
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 from turned_ct import AIR, MARGIN_MM, RESAMPLED, bring, lie_inside, list_orders, place_grid, predict, reorder, save
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_run
 from volseg.cli.options import Checkpoint, Components
 
 __all__ = ["exchange_app"]
@@ -15,7 +16,10 @@ exchange_app = typer.Typer()
 @exchange_app.command(epilog="Example: volseg export runs/task04_unet model.zip --licence CC-BY-4.0")
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN|CV", help="Folder of `volseg train` or `volseg cross-validate`.")
+        Path,
+        typer.Argument(
+            metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
+        ),
     ],
     output: Annotated[
         Path, typer.Argument(metavar="OUT", help="File to write, such as model.zip; with monai-bundle a new folder.")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, Overrides
 
 __all__ = ["planning_app"]
@@ -18,7 +19,10 @@ NOTHING_FITS = 3
 
 @planning_app.command(epilog="Example: volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
+    ] = None,
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of one machine; default 1.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of each of them, such as 16GiB.")] = None,

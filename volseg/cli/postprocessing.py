@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_run
 from volseg.cli.options import Components
 
 __all__ = ["postprocessing_app"]
@@ -17,7 +18,10 @@ postprocessing_app = typer.Typer()
 )
 def postprocess(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN|CV", help="Folder of `volseg train` or `volseg cross-validate`.")
+        Path,
+        typer.Argument(
+            metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
+        ),
     ],
     apply: Annotated[
         Path | None,

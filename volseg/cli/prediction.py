@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_run
 from volseg.cli.options import Checkpoint, Components
 
 __all__ = ["prediction_app"]
@@ -16,6 +17,7 @@ SourceArgument = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
+        autocompletion=complete_run,
         help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
         "`volseg export` wrote, or a model folder of nnU-Net 2.",
     ),
@@ -33,7 +35,12 @@ Settings = Annotated[
 @prediction_app.command(epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true")
 def validate(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN|CV", help="Folder of `volseg train`, or of `volseg cross-validate`.")
+        Path,
+        typer.Argument(
+            metavar="RUN|CV",
+            autocompletion=complete_run,
+            help="Folder of `volseg train`, or of `volseg cross-validate`.",
+        ),
     ],
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,

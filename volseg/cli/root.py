@@ -4,12 +4,16 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.configs import configs_app
 from volseg.cli.data import data_app
+from volseg.cli.doctor import doctor_app
 from volseg.cli.evaluation import evaluation_app
 from volseg.cli.exchange import exchange_app
+from volseg.cli.options import JsonLogs, Quiet
 from volseg.cli.planning import planning_app
 from volseg.cli.postprocessing import postprocessing_app
 from volseg.cli.prediction import prediction_app
+from volseg.cli.status import status_app
 from volseg.cli.tools import tools_app
 from volseg.cli.training import training_app
 from volseg.version import __version__
@@ -28,7 +32,10 @@ app.add_typer(planning_app)
 app.add_typer(evaluation_app)
 app.add_typer(prediction_app)
 app.add_typer(postprocessing_app)
+app.add_typer(status_app)
 app.add_typer(tools_app)
+app.add_typer(doctor_app)
+app.add_typer(configs_app)
 app.add_typer(exchange_app)
 app.add_typer(data_app)
 
@@ -44,6 +51,8 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Hold the options that come before a verb."""
-    del version
+    del version, json_logs, quiet  # their callbacks have heard them

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,8 +20,8 @@ import typer
 from volseg.cli.root import app
 from volseg.errors import VolsegError
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
-from volseg.lifetime import end_at_exit, end_with_launcher
-from volseg.monitoring.console import BesideBars, close_bars
+from volseg.lifetime import end_at_exit, end_with_launcher, say_last
+from volseg.monitoring.console import are_logs_json, close_bars, set_up_logs
 
 __all__ = ["main"]
 
@@ -29,6 +30,16 @@ ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 """Exit statuses."""
+
+FOREIGN = (
+    # torch 2.13 renames these collectives, and calls them by their old names itself (in its device mesh, in DDP).
+    (r"`torch\.distributed\.(_\w+|all_gather_into_tensor|reduce_scatter_tensor)` is", r"torch\."),
+    # torch asks an old package for the names of GPUs where somebody has it installed.
+    (r"The pynvml package is deprecated", r"torch\.cuda"),
+    # MONAI imports torch.cuda.amp, whose names moved to torch.amp.
+    (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
+)
+"""FutureWarnings that are not shown, by message and module: each between two libraries, with its reason above."""
 
 WAYS_ON = {
     "train": "a training that had begun is saved, go on with it by --resume",
@@ -66,7 +77,8 @@ def main() -> None:
     launch = find_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[BesideBars()])
+    set_up_logs()
+    _keep_foreign_warnings_back()
     logging.getLogger("highdicom").setLevel(logging.WARNING)  # it tells of every module of a header that it copies
     if launch is not None:
         _run_launched(launch)
@@ -85,8 +97,17 @@ def main() -> None:
         raise
 
 
+def _keep_foreign_warnings_back() -> None:
+    """Hide warnings that libraries give each other, about which nobody who trains can do anything."""
+    for message, module in FOREIGN:
+        warnings.filterwarnings("ignore", message, FutureWarning, module)
+
+
 def _say(words: str, colour: str | None = None) -> None:
     """Print the last words of the process, on a line of their own."""
+    if are_logs_json():
+        say_last(words)
+        return
     close_bars()
     typer.secho(words, fg=colour, err=True)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.completion import complete_config, complete_kind, complete_network
 from volseg.cli.options import Components, Overrides
 
 __all__ = ["tools_app"]
@@ -17,7 +18,10 @@ tools_app = typer.Typer()
     epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet"
 )
 def verify(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
+    ],
     overrides: Overrides = None,
     devices: Annotated[
         int, typer.Option(min=2, help="Shards or stages; without as many GPUs, one device stands for all.")
@@ -28,7 +32,11 @@ def verify(
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Another network than the config's; parameters by --set network.KEY=VALUE."),
+        typer.Option(
+            metavar="NAME",
+            help="Another network than the config's; parameters by --set network.KEY=VALUE.",
+            autocompletion=complete_network,
+        ),
     ] = None,
     strategy: Annotated[
         str | None, typer.Option(help="spatial or pipeline; default the config's, spatial where it names none.")
@@ -57,17 +65,21 @@ def quickstart(
         Path | None,
         typer.Option("--output", "-o", help="Folder for data and run; default runs/quickstart, numbered if taken."),
     ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
     from volseg import experiment  # imports torch: not for --help
 
-    typer.echo(experiment.quickstart(output))
+    typer.echo(experiment.quickstart(output, overrides or ()))
 
 
 @tools_app.command("components", epilog="Example: volseg components network --components components.py")
 def list_components(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="network, loss, transform, ...; default all kinds.")
+        str | None,
+        typer.Argument(
+            metavar="[KIND]", help="network, loss, transform, ...; default all kinds.", autocompletion=complete_kind
+        ),
     ] = None,
     components: Components = None,
 ) -> None:

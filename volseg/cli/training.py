@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Components, NoCache, Overrides
+from volseg.cli.completion import complete_config
+from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet
 
 __all__ = ["training_app"]
 
@@ -43,7 +44,12 @@ def configure(
 @training_app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment; or a data set, to be planned for.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML file of the experiment; or a data set, to be planned for.",
+            autocompletion=complete_config,
+        ),
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
@@ -72,8 +78,11 @@ def train(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
     ] = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a network, validate it, and leave a run folder."""
+    del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
     from volseg.parallel.devices import count_launched, is_launched
@@ -115,7 +124,10 @@ def train(
     "cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2"
 )
 def cross_validate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
+    ],
     more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
     overrides: Overrides = None,
     output: Annotated[
@@ -128,8 +140,11 @@ def cross_validate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
     no_cache: NoCache = False,
     components: Components = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train every fold that is not finished, and write one table of all their cases."""
+    del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override
 

@@ -8,35 +8,96 @@ from typing import Any
 import yaml
 
 from volseg.config.base import find_other_name, require_sound_parts, validated
+from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
+from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
-__all__ = ["differences", "dump_config", "load_config", "override", "path_override", "require_sound_overrides"]
+__all__ = [
+    "differences",
+    "dump_config",
+    "format_config",
+    "load_config",
+    "override",
+    "path_override",
+    "require_config",
+    "require_sound_overrides",
+]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Read a YAML config and apply overrides such as ``training.epochs=5``.
+    """Read a YAML config and apply overrides.
+
+    Parameters
+    ----------
+    path : path
+        Of the YAML file; where there is none, the name of a config that comes with volseg, such as ``task04_unet``.
+    overrides : sequence of str
+        Such as ``training.epochs=5``: a dotted key, and a value as YAML has it; a number in the key indexes a list.
 
     Raises
     ------
     ConfigError
         If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known one.
     """
+    file = Path(path)
+    if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
+        file = shipped
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as fault:
-        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; name a YAML file") from fault
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
+        raise ConfigError(
+            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by "
+            "its folder"
+        ) from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
-        raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
+        came = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
+    if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
+        raise ConfigError(
+            f"{path} is no config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, of which a config has "
+            f"none; name one, or a data set by its folder, such as {Path(path).parent}"
+        )
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
         values = override(values, assignment)
     changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
     return validated(ExperimentConfig, values, f"{path}{changed}")
+
+
+def _name_configs(path: Path) -> str:
+    """Return what may be named in place of a file that cannot be read."""
+    if (path / "config.yaml").is_file():
+        return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
+    if path.is_dir():
+        return "it is a folder; name a YAML file"
+    parent = path.parent
+    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
+    own = did_you_mean(str(path), files) if files else "name a YAML file"
+    shipped = list_shipped()
+    if path.stem in shipped:
+        return f"{own}; volseg's own of that name is {shipped[path.stem]}"
+    return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, shipped)}"
+
+
+def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
+    """Return a config, read if its path came.
+
+    Raises
+    ------
+    ConfigError
+        As `load_config`, and for what is neither.
+    """
+    if isinstance(config, ExperimentConfig):
+        return config
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"needed: a config of `volseg.load_config`, or the path of a YAML file; got {config!r}")
+    return load_config(config)
 
 
 def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
@@ -72,7 +133,7 @@ def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def path_override(key: str, path: Path) -> str:
+def path_override(key: str, path: str | Path) -> str:
     """Return the override that sets ``key`` to a path, whatever YAML would take its text for.
 
     >>> path_override("output", Path("2024-05-01"))
@@ -116,12 +177,17 @@ def _without(node: Any, keys: Sequence[str]) -> Any:
     return {name: value for name, value in node.items() if name != key}
 
 
-def dump_config(config: ExperimentConfig, path: Path) -> Path:
+def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
     """Write every value of ``config``, defaults too, atomically; `load_config` reads the same config back."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    path = Path(path)
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(format_config(config), encoding="utf-8")
     return path
+
+
+def format_config(config: ExperimentConfig) -> str:
+    """Return every value of ``config``, defaults too, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:

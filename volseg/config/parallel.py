@@ -4,8 +4,9 @@ What is trained is said by the rest of the config: ``patch.batch`` is the batch 
 GPUs. Hence the same run may go on elsewhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,6 +52,8 @@ class ParallelConfig(ConfigModel):
     ``data`` and ``spatial`` count processes, one GPU each, and ``pipeline`` the GPUs of each process. What is left out
     is chosen by the number of processes.
     """
+
+    words: ClassVar[Sequence[str]] = ("auto",)
 
     data: Count | None = None
     """Replicas of the network, which share the samples of every batch."""
@@ -188,7 +191,7 @@ def plan_mesh(
 
 
 def choose_num_processes(
-    parallel: ParallelConfig, num_gpus: int | None, visible: int, *, batch_size: int, fixed_order: bool
+    parallel: ParallelConfig, num_gpus: int | None, visible: int | None, *, batch_size: int, fixed_order: bool
 ) -> int:
     """Return how many processes ``volseg train`` starts.
 
@@ -198,8 +201,8 @@ def choose_num_processes(
         What is asked for.
     num_gpus : int or None
         ``--gpus``: in all, of this machine; None for as many as the mesh has.
-    visible : int
-        GPUs that there are; 0 where the processes share the CPU.
+    visible : int or None
+        GPUs that there are; None where the processes are to share the CPU.
     batch_size, fixed_order
         See `plan_mesh`.
 
@@ -209,13 +212,18 @@ def choose_num_processes(
         If there are fewer.
     """
     wanted, per_process = num_gpus or parallel.num_gpus, parallel.pipeline or 1
-    if 0 < visible < wanted:
+    if visible is not None and visible < wanted and (num_gpus is not None or wanted > 1):
         if num_gpus is None and fixed_order:
-            counts = (count for count in range(visible // per_process, 0, -1))
+            counts = (count for count in range(max(visible, 1) // per_process, 0, -1))
             for count in counts:
                 if _may_spread(parallel.data or 1, parallel.spatial or 1, count):
                     return count
         asks = f"--gpus {wanted} asks" if num_gpus is not None else f"the config's mesh ({_describe(parallel)}) asks"
+        if not visible:
+            raise ConfigError(
+                f"{asks} for GPUs, and none is visible; leave that out and one process trains on the CPU, or have "
+                "processes share the CPU by --set device=cpu, which is for trying things out"
+            )
         raise ConfigError(
             f"{asks} for more than the {visible} GPU(s) that are visible; set parallel.data and parallel.spatial to "
             "null and the number of GPUs decides, or with training.deterministic: true fewer compute the same bits"

@@ -7,11 +7,11 @@ follows from the data (channels, classes) is not written here.
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.config.base import ComponentConfig, ConfigModel, validated
@@ -25,6 +25,7 @@ __all__ = [
     "EvaluationConfig",
     "ExperimentConfig",
     "InferenceConfig",
+    "LoggingConfig",
     "LossConfig",
     "MetricConfig",
     "NetworkConfig",
@@ -75,12 +76,20 @@ class OptimizerConfig(ComponentConfig):
     which ``*`` stands for anything."""
 
 
+def _also_a_number(schema: dict[str, Any]) -> None:
+    """Describe what `LossConfig` still takes for its factor."""
+    schema["anyOf"] = [
+        *schema["anyOf"],
+        {"type": "number", "deprecated": True, "description": "factor, by its old name"},
+    ]
+
+
 class LossConfig(ComponentConfig):
     """One term of the objective; several are added up with their factors."""
 
     factor: Finite = 1.0
     """Of the term in the sum."""
-    weight: tuple[ClassWeight, ...] | None = None
+    weight: Annotated[tuple[ClassWeight, ...] | None, Field(json_schema_extra=_also_a_number)] = None
     """Class weights, one for each class, for losses that take them."""
     inputs: Annotated[tuple[str, ...], Field(min_length=1)] = ("logits", "label")
     """What the loss is called with: fields of the batch and outputs of the network."""
@@ -116,6 +125,7 @@ class MetricConfig(ComponentConfig):
     """A further metric of the validation, beside Dice: of the foreground, on the original grid, in mm."""
 
     inputs: tuple[str, ...] = ("pred", "label")
+    """What the metric is called with: the prediction and fields of the case."""
     output: str
     """Name of the number in TensorBoard and in the records."""
 
@@ -146,7 +156,9 @@ class SplitConfig(ConfigModel):
     validation: Literal["fold", "none"] = "fold"
     """``fold``: the cases of one fold. ``none``: train on every case, validate on none."""
     fold: NonNegative = 0
+    """Which of the folds validates; the others train."""
     num_folds: Annotated[int, Field(ge=2)] = 5
+    """Into how many folds the cases are dealt."""
     seed: Seed = 12345
     """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
     file: Path | None = None
@@ -175,8 +187,11 @@ class ScheduleConfig(ComponentConfig):
     """Learning rate over the training."""
 
     name: str = "polynomial"
+    """``polynomial``, ``cosine``, ``constant``, or one of your own."""
     power: float | None = None
+    """Exponent of ``polynomial``; null takes 0.9."""
     floor: float | None = None
+    """Of ``cosine``: the fraction of the peak that is left at the end; null takes 0."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training over which the rate rises linearly to its peak."""
 
@@ -191,9 +206,12 @@ class TrainingConfig(ConfigModel):
     renamed: ClassVar[Mapping[str, str]] = {"training.capture": "training.record"}
 
     epochs: Count = 100
+    """Epochs of the training."""
     iterations: Count = 250
     """Batches per epoch."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of activations and gradients; ``auto`` takes bf16 on GPUs from compute capability 8.0 on, fp16 on older ones, and
+    fp32 on a CPU. Weights are float32 in any case."""
     clip: Positive | None = 12.0
     """Largest norm of the gradient."""
     accumulate: Count = 1
@@ -267,6 +285,22 @@ class EvaluationConfig(ConfigModel):
     """Intersection over union from which on a predicted lesion is a true one."""
 
 
+class LoggingConfig(ConfigModel):
+    """Where the numbers of a training go; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
+
+    loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
+    """``tensorboard``, ``wandb`` (pip install 'volseg[wandb]'), ``mlflow`` (pip install 'volseg[mlflow]') or loggers of
+    your own; names alone, or with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _take_names(cls, loggers: Any) -> Any:
+        """Take a name alone for a logger without parameters."""
+        if not isinstance(loggers, Sequence) or isinstance(loggers, str):
+            return loggers
+        return [{"name": logger} if isinstance(logger, str) else logger for logger in loggers]
+
+
 KERNELS_OF = {
     "none": ("auto", "fast", "torch"),
     "spatial": ("auto", "fast"),
@@ -286,25 +320,42 @@ class ExperimentConfig(ConfigModel):
     seed: Seed = 12345
     """Everything random follows from it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; ``auto`` takes GPUs where there are any."""
     data: DataConfig
+    """Where the cases are and how they are kept."""
     split: SplitConfig = SplitConfig()
+    """Which cases train and which validate."""
     preprocessing: tuple[ComponentConfig, ...] = (
         ComponentConfig(name="Orientation"),
         ComponentConfig(name="ZScore"),
     )
+    """What is done to every image before it is cut into patches, in this order."""
     patch: PatchConfig
+    """Training patches."""
     augmentation: AugmentationConfig = AugmentationConfig()
+    """Random changes to training batches, in the order in which they are applied."""
     network: NetworkConfig
+    """The network, and its own parameters; channels and classes follow from the data."""
     losses: Annotated[tuple[LossConfig, ...], Field(min_length=1)] = (LossConfig(name="DiceCELoss"),)
+    """Terms of the objective, which are added up."""
     metrics: tuple[MetricConfig, ...] = ()
+    """Further metrics of the validation, beside Dice."""
     optimizer: OptimizerConfig
+    """The optimizer, and its own parameters, such as ``lr``."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """Learning rate over the training."""
     training: TrainingConfig = TrainingConfig()
+    """The loop."""
     hooks: tuple[ComponentConfig, ...] = ()
     """Of the user's own, called after the framework's."""
     inference: InferenceConfig = InferenceConfig()
+    """How a whole volume is predicted."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """What a validation measures of each case and label."""
+    logging: LoggingConfig = LoggingConfig()
+    """Where a training's numbers and pictures go, besides its run folder."""
     parallel: ParallelConfig = ParallelConfig()
+    """How one training uses several devices; ``auto`` chooses."""
 
     @model_validator(mode="after")
     def _strategy_has_these_kernels(self) -> "ExperimentConfig":
@@ -341,7 +392,7 @@ class ExperimentConfig(ConfigModel):
         cuts_nothing = num_processes == 1 and parallel.only_chooses_kernels
         return self.model_copy(update={"parallel": ParallelConfig() if cuts_nothing else parallel})
 
-    def count_processes(self, num_gpus: int | None, visible: int) -> int:
+    def count_processes(self, num_gpus: int | None, visible: int | None) -> int:
         """Return how many processes train on ``num_gpus`` of the ``visible`` GPUs; see `choose_num_processes`."""
         fixed_order = self.training.deterministic
         return choose_num_processes(

@@ -48,6 +48,7 @@ class Task:
     """Which cases train and which validate, fold by fold, where the data set itself says so."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))
         shown = sorted(self.labels)
         if 0 not in self.labels or not 0 <= shown[0] <= max(shown[-1], self.ignore or 0) <= LARGEST_VALUE:
             raise DataError(

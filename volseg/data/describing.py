@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from volseg.commands import spell
 from volseg.data.cases import Task
 from volseg.data.catalogue import PublicTask, list_public_tasks
 from volseg.data.readers import list_files, read_volume
@@ -37,7 +38,7 @@ def describe_public_task(task: PublicTask) -> str:
         *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
         *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
     ]
-    return f"{_align(facts)}\nfetch it by: volseg data fetch {task.name}"
+    return f"{_align(facts)}\nfetch it by: {spell(f'volseg data fetch {task.name}')}"
 
 
 def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:

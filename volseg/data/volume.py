@@ -23,7 +23,7 @@ BLOCK_SIDE = 32
 """Voxels along two axes that are put in order together."""
 
 
-def require_numbers(stored: np.dtype, path: Path) -> None:
+def require_numbers(stored: np.dtype, path: str | Path) -> None:
     """Raise unless voxels of type ``stored`` are integers or floats of 64 bits at most: no colours, complex numbers."""
     if stored.kind not in "biuf" or stored.itemsize > 8:
         raise ReaderError(f"{path} stores voxels of type {stored}; convert them to integers or floats")
@@ -32,7 +32,7 @@ def require_numbers(stored: np.dtype, path: Path) -> None:
 def as_volume(
     voxels: np.ndarray,
     affine: np.ndarray,
-    path: Path,
+    path: str | Path,
     *,
     stored: np.dtype,
     sform_code: int = SCANNER_ANATOMICAL,

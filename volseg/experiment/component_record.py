@@ -147,6 +147,7 @@ def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         "hook": config.hooks,
         "transform": config.preprocessing,
         "augmentation": config.augmentation.own,
+        "logger": config.logging.loggers,
     }
     for kind, components in lists.items():
         for component in components:

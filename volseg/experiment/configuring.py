@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from volseg.commands import spell
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.data import load_task
 from volseg.data.cases import Task
@@ -80,7 +81,7 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def configure_words(planned: Plan, path: Path) -> str:
+def configure_words(planned: Plan, path: str | Path) -> str:
     """Return what was planned, in a few lines."""
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
@@ -94,17 +95,29 @@ def configure_words(planned: Plan, path: Path) -> str:
     }
     return "\n".join(
         [*(f"{what:12} {text}" for what, text in lines.items()), f"written to {path}; why each number is what it is, "
-         "stands there. Next:", f"  volseg train {quote(str(path))}"]
+         "stands there. Next:", f"  {spell(f'volseg train {quote(str(path))}')}"]
     )  # fmt: skip
 
 
-def is_data_set(path: Path) -> bool:
-    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths."""
+def is_data_set(path: str | Path) -> bool:
+    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths.
+
+    Raises
+    ------
+    ConfigError
+        For the folder of a run.
+    """
+    path = Path(path)
+    if RunFolder(path).exists:
+        words = spell(f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume")
+        raise ConfigError(
+            f"{path} is the folder of a run, and neither a config nor a data set; go on with it by {words}"
+        )
     return path.is_dir() or path.suffix.casefold() in TABLES
 
 
 def plan_run(
-    folder: Path,
+    folder: str | Path,
     *,
     preset: str = "unet",
     gpu_memory: float = DEFAULT_MEMORY,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def cross_validate(
-    config: ExperimentConfig, *, folds: Sequence[int] | None = None, gpus: int = 1, resume: bool = False
+    config: ExperimentConfig | str | Path, *, folds: Sequence[int] | None = None, gpus: int = 1, resume: bool = False
 ) -> CrossValidated:
     """Train the folds of a config's split, gather their out-of-fold results, and write them.
 
@@ -47,8 +48,8 @@ def cross_validate(
 
     Parameters
     ----------
-    config : ExperimentConfig
-        Of one fold, whichever; ``split.fold`` and ``output`` are set for each (``OUTPUT/fold_K``).
+    config : ExperimentConfig or path
+        Of one fold, whichever, or its YAML file; ``split.fold`` and ``output`` are set for each (``OUTPUT/fold_K``).
     folds : sequence of int, optional
         Which to train; all by default.
     gpus : int
@@ -64,6 +65,7 @@ def cross_validate(
     ParallelError, NonFiniteLossError, NonFinitePredictionError
         If folds failed and none is finished. As long as one is, failures are in the result.
     """
+    config = require_config(config)
     check_components(config)
     _require_own_folder(config)
     task = load_task(config.data.root, require_files=False)

@@ -36,9 +36,9 @@ def choose_gpus(
     count: int,
     words: tuple[str, str] = ("trains each fold", "train one fold after another"),
 ) -> Sequence[str | None]:
-    """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None on a machine without GPUs.
+    """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None for processes that share the CPU.
 
-    There the processes share the CPU, which is for trying things out.
+    That is what ``device: cpu`` means, and for trying things out.
 
     Parameters
     ----------
@@ -61,9 +61,14 @@ def choose_gpus(
             f"--gpus {count} {words[0]} on one GPU, but parallel.strategy is {parallel.strategy} with devices "
             f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to {words[1]} on all of them"
         )
-    visible = 0 if config.device == "cpu" else count_gpus()
-    if not visible and config.device != "cuda":
+    if config.device == "cpu":
         return [None] * count
+    visible = count_gpus()
+    if not visible:
+        raise ConfigError(
+            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to {words[1]} on "
+            "the CPU, or have processes share the CPU by --set device=cpu"
+        )
     if visible < count:
         raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")
     # Within what the user has made visible, which may be names (MIG slices) and need not begin at 0.

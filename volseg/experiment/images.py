@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def find_images(
-    paths: Sequence[str | Path], modalities: Sequence[str] = ("image",), *, series: Sequence[str] = ()
+    paths: str | Path | Sequence[str | Path], modalities: Sequence[str] = ("image",), *, series: Sequence[str] = ()
 ) -> list[Case]:
     """Return a case per image: a file, every image in a folder, every DICOM series below one, every row of a table.
 
     Parameters
     ----------
-    paths : sequence of path
+    paths : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `volseg.data.layouts.table`.
     modalities : sequence of str
         Names of the channels. Of several, a file holds all, or the channels of a case lie in files beside each other:
@@ -47,7 +47,8 @@ def find_images(
     loose: list[Path] = []
     dicom: list[Path] = []
     is_chosen = not series
-    for path in map(Path, paths):
+    named: Sequence[str | Path] = [paths] if isinstance(paths, str | Path) else paths
+    for path in map(Path, named):
         if path.suffix.lower() in TABLES and path.is_file():
             cases.extend(read_images(path, modalities))
         elif path.is_file() and find_suffix(path) is None and is_dicom(path):

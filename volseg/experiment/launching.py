@@ -15,7 +15,7 @@ from volseg.experiment.component_record import require_components
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.what_fits import list_settings
 from volseg.parallel.candidates.report import PlanReport
-from volseg.parallel.devices import count_gpus
+from volseg.parallel.devices import count_gpus, is_launched
 from volseg.parallel.launcher import launch
 from volseg.workflow.interrupts import Interruption
 
@@ -32,13 +32,15 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
     ConfigError
         If the config cannot be run so, or there are fewer GPUs.
     """
-    visible = 0 if config.device == "cpu" else count_gpus()
+    visible = None if config.device == "cpu" else count_gpus()
+    if is_launched():  # whoever started this process chose how many there are
+        visible = visible or None
     return config.count_processes(num_gpus, visible)
 
 
 def train_on(
     num_gpus: int | None,
-    config: Path,
+    config: str | Path,
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
@@ -47,14 +49,14 @@ def train_on(
     """Run ``volseg train`` in processes of its own, one per GPU, or one for the GPUs of a pipeline.
 
     If one fails, all are started again ``max_restarts`` times, and go on from the last checkpoint.
-    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. On a machine without GPUs the processes share
-    the CPU, which is for trying things out.
+    ``torchrun --nproc-per-node N -m volseg train CONFIG`` does the same. With ``device: cpu`` the processes share the
+    CPU, which is for trying things out.
 
     Parameters
     ----------
     num_gpus : int or None
         GPUs in all; None for as many as the config's mesh has.
-    config : Path
+    config : path
         YAML file of the experiment.
     overrides : sequence of str
         Such as ``training.epochs=5``.
@@ -94,7 +96,7 @@ def train_on(
 
 
 def _choose_settings(
-    loaded: ExperimentConfig, config: Path, overrides: Sequence[str], num_gpus: int
+    loaded: ExperimentConfig, config: str | Path, overrides: Sequence[str], num_gpus: int
 ) -> tuple[list[str], int]:
     """Return the settings that are forecast to be fastest on GPUs of this machine, and how many of these they take.
 

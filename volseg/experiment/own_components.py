@@ -19,6 +19,7 @@ from volseg.config.sources import EXECUTED, Source
 from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, VolsegError
 from volseg.models.networks import NETWORKS
+from volseg.monitoring.logger_table import LOGGERS
 from volseg.transforms.augmentation.own import AUGMENTATIONS
 from volseg.transforms.preprocessing import PREPROCESSING
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS
@@ -41,6 +42,7 @@ REGISTRIES: Mapping[str, Registry] = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "reader": SUFFIXES,
+    "logger": LOGGERS,
 }
 """The kinds of component, and what is known of each."""
 
@@ -68,8 +70,8 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
     Parameters
     ----------
     kind : str
-        ``network``, ``loss``, ``transform``, ``augmentation``, ``metric``, ``hook``, ``optimizer``, ``schedule`` or
-        ``reader``.
+        ``network``, ``loss``, ``transform``, ``augmentation``, ``metric``, ``hook``, ``optimizer``, ``schedule``,
+        ``reader`` or ``logger``.
     name : str
         By which configs call it; of a reader the suffix of its files. No other component of the kind has it.
     component : callable, optional
@@ -104,7 +106,7 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
     return component
 
 
-def load_components(files: Sequence[str | Path]) -> None:
+def load_components(files: str | Path | Sequence[str | Path]) -> None:
     """Run files of Python that register components, each once in a process.
 
     Parameters
@@ -117,7 +119,7 @@ def load_components(files: Sequence[str | Path]) -> None:
     ConfigError
         If a file cannot be read or run, or was changed since this process ran it; names the line.
     """
-    for path in map(Path, files):
+    for path in map(Path, [files] if isinstance(files, str | Path) else files):
         try:
             content = path.read_bytes()
         except OSError as fault:

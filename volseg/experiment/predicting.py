@@ -37,7 +37,7 @@ PREDICTING = ("predicts each case", "predict one case after another")
 
 def predict(
     source: Source | Sequence[Source],
-    images: Sequence[str | Path],
+    images: str | Path | Sequence[str | Path],
     output: str | Path | None = None,
     *,
     checkpoint: str = "latest",
@@ -61,7 +61,7 @@ def predict(
     ----------
     source : path, RunFolder, or sequence of them
         What predicts; see `load_trained`.
-    images : sequence of path
+    images : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `find_images`.
     output : path, optional
         Folder for the label maps; ``predictions`` in the folder of the run or the cross-validation by default.
@@ -80,8 +80,8 @@ def predict(
     strict : bool
         Read every image before the first is predicted, and raise for what cannot be used; then for the first failure.
     gpus : int, optional
-        Predict on so many GPUs, or as if, on the CPU where there is none: in a process for each, or, of fewer cases
-        than GPUs, each case cut over all of them.
+        Predict on so many GPUs (with ``device=cpu`` among the overrides, as if on so many, on the CPU): in a process
+        for each, or, of fewer cases than GPUs, each case cut over all of them.
     postprocessing : bool
         Apply what `determine_postprocessing` measured to help, where it did.
     probabilities, uncertainty : bool
@@ -99,8 +99,8 @@ def predict(
     """
     if sum((resume, skip_existing, overwrite)) > 1:
         raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
+    trained = load_trained(source, checkpoint, overrides)  # first: what cannot predict is told as that
     folder = _choose_folder(source, output)
-    trained = load_trained(source, checkpoint, overrides)
     asked: dict[str, Any] = {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty}
     files = PredictionFiles(folder=folder, postprocessing=trained.postprocessing if postprocessing else None, **asked)
     cases = find_images(images, trained.task.modalities, series=series)

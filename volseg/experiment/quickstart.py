@@ -1,26 +1,33 @@
 """The first thing to try: synthetic data, a small network, its Dice, and what to type next; no data, no GPU needed."""
 
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from shlex import quote
 
+from volseg.commands import show_path, spell
 from volseg.config.loading import load_config, path_override
+from volseg.config.shipped import find_shipped
 from volseg.data.synthetic import make_task
 from volseg.experiment.predicting import predict
 from volseg.experiment.report import closing_words
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
+from volseg.parallel.devices import count_gpus
 
 __all__ = ["quickstart"]
 
 
-def quickstart(output: Path | None = None) -> str:
+def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
     """Make data, train, validate on unseen cases, predict cases without labels.
 
     Parameters
     ----------
-    output : Path, optional
+    output : path, optional
         Folder for the run; data are made in its folder ``data``. By default ``runs/quickstart``, or
         ``runs/quickstart-2`` and so on where that holds a run.
+    overrides : sequence of str
+        Of its config, such as ``training.epochs=1``.
 
     Returns
     -------
@@ -32,21 +39,18 @@ def quickstart(output: Path | None = None) -> str:
     ConfigError
         If ``output`` holds a run already.
     """
-    folder = RunFolder(_free_folder() if output is None else output)
+    folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
     root = make_task(folder.path / "data" / "Task00_Synthetic")
-    config = load_config(_config_file(), [path_override("data.root", root), path_override("output", folder.path)])
+    places = [path_override("data.root", root), path_override("output", folder.path)]
+    config = load_config(find_shipped("quickstart"), [*overrides, *places])
     outcome = train(config)
     predict(folder, [root / "imagesTs"]).require_all()
-    return f"{closing_words(outcome)}\n  volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus"
+    real = quote(show_path(find_shipped("task04_unet" if count_gpus() else "task04_cpu")))
+    more = ["volseg data fetch Task04_Hippocampus", f"volseg train {real} --set data.root=Task04_Hippocampus"]
+    return "\n  ".join([closing_words(outcome), *map(spell, more)])
 
 
 def _free_folder() -> Path:
     candidates = (Path("runs") / ("quickstart" if number == 1 else f"quickstart-{number}") for number in count(1))
     return next(path for path in candidates if not RunFolder(path).exists)
-
-
-def _config_file() -> Path:
-    """Return ``quickstart.yaml``: beside this file where volseg is installed, else in the source tree's configs."""
-    installed = Path(__file__).with_name("quickstart.yaml")
-    return installed if installed.exists() else Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from shlex import quote
 
+from volseg.commands import spell
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
@@ -93,8 +94,8 @@ def closing_words(outcome: Outcome) -> str:
 The run is in {folder} ({outcome.seconds:.0f} s); report: {folder / "report.md"}
 
 Next:
-  tensorboard --logdir {quote(str(outcome.folder.tensorboard))}
-  volseg predict {quote(str(folder))} IMAGES... -o predictions"""
+  {spell(f"tensorboard --logdir {quote(str(outcome.folder.tensorboard))}")}
+  {spell(f"volseg predict {quote(str(folder))} IMAGES... -o predictions")}"""
 
 
 def dice_table(summary: Summary, task: Task) -> str:

@@ -16,13 +16,15 @@ from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
-from volseg.experiment.folder_lock import only_process_in
+from volseg.experiment.folder_lock import LOCK, only_process_in
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.report import Outcome, training_report
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.same_run import require_same_config
 from volseg.monitoring.environment import environment
+from volseg.monitoring.run_files import STATUS, TIMES
+from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
@@ -129,6 +131,9 @@ class Member:
     def put_down(self, name: str, content: Mapping[str, Any]) -> None:
         """Write what is known by now into a JSON file of the run folder."""
 
+    def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+        """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
+
     def abandon(self) -> None:
         """Leave no run behind, as it failed before its first step."""
 
@@ -155,7 +160,7 @@ class Leader(Member):
         self._held = held
         self._require_lock: Callable[[], None] | None = None
         if self.folder.path.is_dir():
-            self._require_lock = held.enter_context(only_process_in(self.folder.path))
+            self._lock()
             self.folder.remove_partials()
 
     def require_folder(self) -> None:
@@ -168,7 +173,23 @@ class Leader(Member):
         goes_on = super().claim(resume)
         if not goes_on:
             self.folder.require_free()
+        self._lock()
         return goes_on
+
+    def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+        """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
+        self._held.callback(self._forget_signs)
+        self._held.enter_context(signs.writing(self.folder.path, begins_again=begins_again))
+
+    def _forget_signs(self) -> None:
+        """Leave nothing behind where no run was begun."""
+        if {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
+            self.folder.status_file.unlink(missing_ok=True)
+            self.folder.times_file.unlink(missing_ok=True)
+
+    def _lock(self) -> None:
+        if self._require_lock is None:
+            self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
 
     def _goes_on(self, resume: bool) -> bool:
         return resume and self.folder.may_go_on()
@@ -189,8 +210,7 @@ class Leader(Member):
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the run folder and describe the run in it."""
-        if self._require_lock is None:
-            self._require_lock = self._held.enter_context(only_process_in(self.folder.path))
+        self._lock()
         self._require_shared_folder()
         write_components(self.folder.path, self.config, chosen)
         for name, content in (more or {}).items():

@@ -15,6 +15,9 @@
         memory.json              what the first steps took of each GPU, and what was forecast
         replanned.json           how the run goes on since a step was out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
+        history.jsonl            the numbers of each epoch, a line for each
+        status.json              how far the training is, rewritten every few seconds
+        times.json               what the time went by with, process by process
         tensorboard/
         validation/              summary.json, predictions of the validation cases
         postprocessing.json      what `volseg postprocess` found to help
@@ -39,6 +42,17 @@ from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing
+from volseg.monitoring.run_files import (
+    HISTORY,
+    STATUS,
+    TIMES,
+    EpochLine,
+    RunPart,
+    RunStatus,
+    read_history,
+    read_status,
+    read_times,
+)
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
 
@@ -59,11 +73,14 @@ DESCRIPTION = ("environment.json", "task.json", "split.json")
 """What a training writes before the config; a config without them is somebody's own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RunFolder:
     """Paths in the folder of a run, and the files that describe it."""
 
     path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @property
     def config_file(self) -> Path:
@@ -79,6 +96,21 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Folder of the event files."""
         return self.path / "tensorboard"
+
+    @property
+    def history_file(self) -> Path:
+        """The numbers of each epoch."""
+        return self.path / HISTORY
+
+    @property
+    def status_file(self) -> Path:
+        """How far the training is."""
+        return self.path / STATUS
+
+    @property
+    def times_file(self) -> Path:
+        """What the time went by with."""
+        return self.path / TIMES
 
     @property
     def validation(self) -> Path:
@@ -235,6 +267,18 @@ class RunFolder:
         with replacing(path) as partial:
             partial.write_text(text, encoding="utf-8")
         return path
+
+    def history(self) -> list[EpochLine]:
+        """Read the numbers of each epoch; none of a run of an older volseg."""
+        return read_history(self.history_file)
+
+    def status(self) -> RunStatus | None:
+        """Read how far the training is; None where nothing is known."""
+        return read_status(self.status_file)
+
+    def times(self) -> tuple[RunPart, ...]:
+        """Read what the time went by with, process by process; none of a run of an older volseg."""
+        return read_times(self.times_file)
 
     def newest_checkpoint(self) -> TrainingState:
         """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.

@@ -25,7 +25,7 @@ __all__ = [
 
 PLACES = (
     *("output", "data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file"),
-    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot"),
+    *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot", "logging."),
 )
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is
 trained; not what. A name that ends with a dot stands for a whole section. The cases are compared by id."""

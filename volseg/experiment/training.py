@@ -1,15 +1,17 @@
 """A training from its config to its summary: begin, fit, finish."""
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components
@@ -17,6 +19,7 @@ from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.network_plan import plan_network
+from volseg.experiment.network_text import describe_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.placed_network import build_model, choose_device, count_devices
 from volseg.experiment.reading import Follower, choose_reading
@@ -34,28 +37,34 @@ from volseg.experiment.same_run import (
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
+from volseg.monitoring.duration import DurationWarning
+from volseg.monitoring.logger_table import build_logger
+from volseg.monitoring.loggers import History, LoggedRun
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
+from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.spot_notices import heeding_spot_notices
-from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.stage_times import StageTimes
+from volseg.monitoring.training_log import TrainingLog
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
+from volseg.workflow.records import Score
 from volseg.workflow.training import Training
 from volseg.workflow.validation import Validated
 
 __all__ = ["train"]
 
 
-def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
+def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
     """Train, validate, and leave a run folder.
 
     Parameters
     ----------
-    config : ExperimentConfig
-        What to do; see `volseg.config.load_config`.
+    config : ExperimentConfig or path
+        What to do, as `volseg.load_config` reads it from a YAML file, or that file.
     resume : bool
         Go on from the run folder's newest checkpoint; without one, begin. Processes that their launcher has started
         again do so by themselves.
@@ -71,19 +80,20 @@ def train(config: ExperimentConfig, *, resume: bool = False, hooks: Sequence[Hoo
     OutOfMemoryError
         If a batch or a volume does not fit its device.
     """
-    started = time.perf_counter()
+    signs = SignsOfLife()
+    config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
     check_components(config)
     replanning = Replanning(config)
     with suppress(BeginAgain):
-        return _train(config, resume, hooks, replanning, started)
+        return _train(config, resume, hooks, replanning, signs)
     free_memory()  # here, where no traceback holds the model
-    return _train(config, True, hooks, replanning, started)
+    return _train(config, True, hooks, replanning, signs)
 
 
 def _train(
-    config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], replanning: Replanning, started: float
+    config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], replanning: Replanning, signs: SignsOfLife
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     with (
@@ -93,10 +103,15 @@ def _train(
         ExitStack() as held,
     ):
         held.enter_context(heeding_spot_notices(config.training.spot))
-        join_processes(config)
-        run = _begin(choose_role(config, held), resume or count_restarts() > 0, hooks, replanning, held)
+        with signs.span("start"):
+            join_processes(config)
+            role = choose_role(config, held)
+            resume = role.claim(resume or count_restarts() > 0)
+            role.show_life(signs, BeginAgain)
+        with signs.span("building"):
+            run = _begin(role, resume, hooks, replanning, signs, held)
         _fit(run)
-        return _finish(run, started)
+        return _finish(run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +127,17 @@ class _Run:
     training: Training
     replanning: Replanning
     memory: FirstSteps
+    log: TrainingLog
+    signs: SignsOfLife
 
 
-def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replanning, held: ExitStack) -> _Run:
+def _begin(
+    role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replanning, signs: SignsOfLife, held: ExitStack
+) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
     folder, device = role.folder, choose_device(role.config)
-    resume = role.claim(resume)
-    chosen = choose_cases(role.config)
+    with signs.span("reading"):
+        chosen = choose_cases(role.config)
     require_plausible_sizes(role.config, chosen.task, device)
     build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
@@ -135,7 +154,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     reading = choose_reading(config, mesh, plan.spacing)
-    prepared = reading.prepare(chosen)
+    with signs.span("preparing"):
+        prepared = reading.prepare(chosen)
     meter = GpuMeter()
     before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
@@ -146,12 +166,14 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
         require_same_cases(folder, prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
+    log = _open_log(config, role, signs, memory, chosen.task)
+    held.callback(log.end)  # without scores, where the training does not reach its end
     training = build_training(
         config,
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, role, memory), *build_hooks(config), *hooks],
+        hooks=[*_own_hooks(config, role, memory, log, signs), *build_hooks(config), *hooks],
         task=chosen.task,
     )
     if resume:
@@ -171,6 +193,8 @@ def _begin(role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replan
         training=training,
         replanning=replanning,
         memory=memory,
+        log=log,
+        signs=signs,
     )
 
 
@@ -199,7 +223,7 @@ def _fit(run: _Run) -> None:
         run.role.forget_validation()
 
 
-def _finish(run: _Run, started: float) -> Outcome:
+def _finish(run: _Run) -> Outcome:
     """Validate as the config asks for, and report."""
     role, config, chosen = run.role, run.role.config, run.chosen
     final = None
@@ -213,7 +237,9 @@ def _finish(run: _Run, started: float) -> Outcome:
             folder=role.folder.validation,
             show=True,
         )
-        final = run.training.validate(validation)
+        with run.signs.validating():
+            final = run.training.validate(validation)
+        run.log.end(_name_final(final))
     outcome = Outcome(
         folder=role.folder,
         task=chosen.task,
@@ -221,7 +247,7 @@ def _finish(run: _Run, started: float) -> Outcome:
         validated=final if isinstance(final, Validated) else None,
         problems=run.held_out.problems,
         remarks=run.held_out.remarks,
-        seconds=time.perf_counter() - started,
+        seconds=run.signs.seconds,
         iterations=config.training.iterations,
         memory=run.memory.describe(),
         replanned=None if run.replanning.replanned is None else str(run.replanning.replanned),
@@ -230,7 +256,31 @@ def _finish(run: _Run, started: float) -> Outcome:
     return outcome
 
 
-def _own_hooks(config: ExperimentConfig, role: Member, memory: FirstSteps) -> list[Hook]:
+def _open_log(
+    config: ExperimentConfig, role: Member, signs: SignsOfLife, memory: FirstSteps, task: Task
+) -> TrainingLog:
+    """Return what tells the config's loggers of the training; only the leader's are made."""
+    if not is_main_process():
+        return TrainingLog([], ends=False)
+    run = LoggedRun(
+        id=f"{config.name}-{signs.begun:.0f}",
+        name=config.name,
+        folder=role.folder.path,
+        config=config.model_dump(mode="json"),
+    )
+    loggers = [History(), *(build_logger(logger.spec()) for logger in config.logging.loggers)]
+    texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
+    return TrainingLog(loggers, run, texts=texts, more=memory.scalars, ends=False)
+
+
+def _name_final(final: Score) -> dict[str, float]:
+    """Return the scores of the final validation by tag."""
+    return {"final/dice_mean": final.score, **{f"final/{name}": value for name, value in final.scores.items()}}
+
+
+def _own_hooks(
+    config: ExperimentConfig, role: Member, memory: FirstSteps, log: TrainingLog, signs: SignsOfLife
+) -> list[Hook]:
     settings, folder = config.training, role.folder
     checkpoints = Checkpoints(
         folder.checkpoints,
@@ -240,5 +290,4 @@ def _own_hooks(config: ExperimentConfig, role: Member, memory: FirstSteps) -> li
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    shown = TensorBoard(folder.tensorboard, more=memory.scalars)
-    return [Progress(), memory, shown, WaitingAdvice(), *stopping, checkpoints]
+    return [Progress(), memory, StageTimes(log), log, signs, WaitingAdvice(), DurationWarning(), *stopping, checkpoints]

@@ -52,7 +52,7 @@ COUNTS = ("inference", "training.precision", "metrics", "evaluation")
 
 
 def validate(
-    folder: RunFolder,
+    folder: RunFolder | str | Path,
     *,
     checkpoint: str = "latest",
     overrides: Sequence[str] = (),
@@ -66,7 +66,7 @@ def validate(
 
     Parameters
     ----------
-    folder : RunFolder
+    folder : RunFolder or path
         Of the training.
     checkpoint : str
         ``latest``, ``best`` or ``previous``.
@@ -87,6 +87,7 @@ def validate(
         If a volume does not fit its device.
     """
     require_keys(overrides, VALIDATION_KEYS)
+    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     trained = load_run(folder, checkpoint, overrides)
     target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
     _require_new(target, overwrite=overwrite, is_named=output is not None)

@@ -1,10 +1,12 @@
 """Show that an experiment's network computes the same on several devices as on one."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.layouts import load_task
 from volseg.experiment.building import check_components
@@ -25,7 +27,7 @@ PLANES = 4
 
 
 def verify(
-    config: ExperimentConfig,
+    config: ExperimentConfig | str | Path,
     *,
     num_devices: int = 4,
     shape: Sequence[int] | None = None,
@@ -35,7 +37,7 @@ def verify(
 
     Parameters
     ----------
-    config : ExperimentConfig
+    config : ExperimentConfig or path
         Its network, with the channels and classes of its task.
     num_devices : int
         Shards, or stages at most. GPUs where as many are visible; otherwise the one GPU stands for all, or copies on
@@ -54,6 +56,7 @@ def verify(
     UnsupportedOperatorError
         If the network uses a function without a sharded form: names it and the module.
     """
+    config = require_config(config)
     check_components(config)
     task = load_task(config.data.root, require_files=False)
     planned = plan_network(config, task).complete(config)

@@ -102,14 +102,16 @@ def _resize(described: Described, machine: Machine, sides: tuple[int, int, int])
     return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
 
 
-def plan_words(plan: StepPlan, config: Path, overrides: Sequence[str] = (), components: Sequence[Path] = ()) -> str:
+def plan_words(
+    plan: StepPlan, config: str | Path, overrides: Sequence[str] = (), components: Sequence[str | Path] = ()
+) -> str:
     """Return a plan for people: the table, the choice and how to take it.
 
     Parameters
     ----------
     plan : StepPlan
         As `plan_training` made it.
-    config : Path
+    config : path
         File that was planned for.
     overrides, components : sequence
         Values of the config and files of components with which it was: the command to train has them too.
@@ -144,7 +146,7 @@ def plan_words(plan: StepPlan, config: Path, overrides: Sequence[str] = (), comp
 
 
 def _list_command(
-    candidate: Candidate, config: Path, overrides: Sequence[str], components: Sequence[Path]
+    candidate: Candidate, config: str | Path, overrides: Sequence[str], components: Sequence[str | Path]
 ) -> list[str]:
     """Return the command that trains what was planned in the way of a candidate."""
     gpus = ["--gpus", str(candidate.num_gpus)] if candidate.num_gpus > 1 else []

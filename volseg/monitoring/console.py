@@ -1,22 +1,50 @@
-"""The bars of the terminal, and the lines between them: each line stands by itself, whatever bar is open."""
+"""What a terminal shows: bars while something runs, and the lines of the log above them.
 
+Bars are drawn where somebody looks: on a terminal. In the log of a cluster or of CI, where each redrawing would be a
+line of its own, there are none, and a training says one line for each epoch. Scripts take every line as JSON
+(``--json-logs``), or warnings alone (``--quiet``).
+"""
+
+import json
 import logging
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Literal, Self, get_args
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from volseg.lifetime import call_before_last_words
+from volseg.lifetime import call_before_last_words, shape_last_words
+from volseg.monitoring.run_files import replace_nan
 
-__all__ = ["BesideBars", "close_bars", "open_bar"]
+__all__ = [
+    "FIELDS",
+    "LOGS",
+    "Bar",
+    "BesideBars",
+    "are_logs_json",
+    "close_bars",
+    "open_bar",
+    "set_up_logs",
+    "shows_bars",
+]
 
 logger = logging.getLogger(__name__)
 
-_open: WeakSet[tqdm] = WeakSet()
-"""Of the process, as the terminal is."""
+Form = Literal["text", "json", "quiet"]
+
+LOGS = "VOLSEG_LOGS"
+"""Variable of the environment: ``text``, ``json`` or ``quiet``, for processes that a command starts as for its own."""
+
+FIELDS = "fields"
+"""Attribute of a log record with what its line of JSON says besides: ``extra={FIELDS: {...}}``."""
+
+REDRAWN_PER_SECOND = 2
+"""Each redrawing takes a millisecond of the host, which the training wants too."""
 
 
 class _Stream:
@@ -36,6 +64,12 @@ class _Stream:
     def flush(self) -> None:
         self._attempt(lambda: self._stream.flush())
 
+    def isatty(self) -> bool:
+        try:
+            return not self._is_lost and self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
     def _attempt(self, act: Callable[[], object]) -> None:
         if self._is_lost:
             return
@@ -50,32 +84,125 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-class _Terminal:
-    """Where lines are written, as tqdm compares it with the streams of the open bars: equal to each on it.
+class _Terminal(Console):
+    """Standard error as rich draws on it; the cursor stays, which a killed process would not bring back."""
 
-    The bars' own streams must not be equal to standard error: tqdm would flush that, and standard output, past the
-    guard of `_Stream` whenever a bar is opened.
+    def show_cursor(self, show: bool = True) -> bool:
+        del show
+        return False
+
+
+class _Bars:
+    """The open bars of the process, one below the other; a thread redraws them while there is one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.form: Form = "text"
+        self.shown: Progress | None = None
+
+    def add(self, **settings: Any) -> tuple[Progress, TaskID] | None:
+        """Show one more bar, if bars are shown."""
+        if not shows_bars():
+            return None
+        with self.lock:
+            if self.shown is None:
+                columns: list[ProgressColumn] = [
+                    TextColumn("{task.description}"),
+                    BarColumn(bar_width=20),
+                    TextColumn("{task.fields[count]}"),
+                    TimeRemainingColumn(),
+                    TextColumn("{task.fields[told]}"),
+                ]
+                self.shown = Progress(
+                    *columns,
+                    console=_Terminal(file=_Stream(), highlight=False),  # type: ignore[arg-type]  # all that rich asks of it
+                    refresh_per_second=REDRAWN_PER_SECOND,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self.shown.start()
+            return self.shown, self.shown.add_task(**settings)
+
+    def remove(self, shown: Progress) -> None:
+        """End the display when its last bar is closed; the bars stay on the screen as they are."""
+        with self.lock:
+            if self.shown is shown and shown.finished:
+                self.shown = None
+                shown.stop()
+
+
+_bars = _Bars()
+"""Of the process, as the terminal is."""
+
+
+class Bar:
+    """Counts something that goes on, and draws it on a terminal.
+
+    Parameters
+    ----------
+    title : str
+        What goes on.
+    total : int, optional
+        Of how many; None where that is not known.
+    done : int
+        How many are done already.
+    unit : str
+        What is counted; ``B`` for bytes, which are shown in MiB.
     """
 
-    def __init__(self, stream: object) -> None:
-        self._stream = stream
+    def __init__(self, title: str, total: int | None = None, *, done: int = 0, unit: str = "case") -> None:
+        self.title, self.total, self.done, self._unit = title, total, done, unit
+        self._place = _bars.add(description=title, total=total, completed=done, count=self._describe(), told="")
+        _open.add(self)
 
-    def __eq__(self, other: object) -> bool:
-        return other is self._stream or (isinstance(other, _Stream) and other._stream is self._stream)
+    def advance(self, count: int = 1) -> None:
+        """Count some more."""
+        self.set(self.done + count)
 
-    def __hash__(self) -> int:
-        return hash(self._stream)
+    def set(self, done: int, **changes: Any) -> None:
+        """Say how many are done; ``told`` is a text behind the bar, ``total`` and ``title`` are new ones."""
+        self.done = done
+        self.total = changes.pop("total", self.total)
+        if "title" in changes:
+            self.title = changes["description"] = changes.pop("title")
+        if self._place is not None:
+            shown, task = self._place
+            shown.update(task, completed=done, total=self.total, count=self._describe(), **changes)
+
+    def close(self) -> None:
+        """Leave the bar as it is; a second time does nothing."""
+        _open.discard(self)
+        if self._place is not None:
+            (shown, task), self._place = self._place, None
+            # What stopped short of its total is over too, and shown as far as it came.
+            shown.update(
+                task, total=max(self.done, 1), completed=max(self.done, 1), count=self._describe(), refresh=True
+            )
+            _bars.remove(shown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def _describe(self) -> str:
+        if self._unit == "B":
+            total = "" if self.total is None else f"/{self.total / 2**20:.1f}"
+            return f"{self.done / 2**20:.1f}{total} MiB"
+        return f"{self.done}{'' if self.total is None else f'/{self.total}'} {self._unit}"
 
 
-def open_bar(*args: Any, **settings: Any) -> tqdm:
-    """Return a bar that `close_bars` closes too, where an error leaves it open."""
-    bar: tqdm = tqdm(*args, file=_Stream(), dynamic_ncols=True, **settings)  # type: ignore[call-overload]
-    _open.add(bar)
-    return bar
+_open: set[Bar] = set()
+
+
+def open_bar(title: str, total: int | None = None, *, done: int = 0, unit: str = "case") -> Bar:
+    """Return a `Bar` that `close_bars` closes too, where an error leaves it open."""
+    return Bar(title, total, done=done, unit=unit)
 
 
 def close_bars() -> None:
-    """End the line of every open bar, before the last words of a process."""
+    """End every open bar, before the last words of a process."""
     for bar in list(_open):
         bar.close()
 
@@ -83,14 +210,27 @@ def close_bars() -> None:
 call_before_last_words(close_bars)
 
 
+def are_logs_json() -> bool:
+    """Whether every line is a JSON object."""
+    return _bars.form == "json"
+
+
+def shows_bars() -> bool:
+    """Whether bars are drawn: on a terminal that can move its cursor, where nobody asked for other lines."""
+    return _bars.form == "text" and os.environ.get("TERM") != "dumb" and _Stream().isatty()
+
+
 class BesideBars(logging.StreamHandler):
-    """Write each line of the log where bars are redrawn below it, on standard error."""
+    """Write each line of the log above the bars, on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
+        shown = _bars.shown
         try:
-            with tqdm.external_write_mode(file=_Terminal(self.stream)):  # type: ignore[arg-type]  # is only compared
+            if shown is None:
                 super().emit(record)
+            else:
+                shown.console.print(Text(self.format(record)), soft_wrap=True)
         except Exception:  # a log on a full disk: as logging's own handlers do
             self.handleError(record)
 
@@ -98,3 +238,47 @@ class BesideBars(logging.StreamHandler):
         """Say on standard error why a line could not be written, unless that is closed: logging raises then."""
         with suppress(ValueError):
             super().handleError(record)
+
+
+class _JsonLine(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        fields = getattr(record, FIELDS, {})
+        return json.dumps(replace_nan({**told, **fields}), default=str)
+
+
+def set_up_logs(form: str | None = None) -> None:
+    """Say how this process tells what it does, and those that it starts; for a program's first lines.
+
+    Parameters
+    ----------
+    form : str, optional
+        ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (warnings and errors alone);
+        default ``$VOLSEG_LOGS``, else ``text``. Of an unknown one that is said.
+    """
+    wanted = form or os.environ.get(LOGS) or "text"
+    known: Mapping[str, Form] = {one: one for one in get_args(Form)}
+    _bars.form = known.get(wanted, "text")
+    os.environ[LOGS] = _bars.form
+    handler = BesideBars()
+    handler.setFormatter(_JsonLine() if _bars.form == "json" else logging.Formatter("%(message)s"))
+    level = logging.WARNING if _bars.form == "quiet" else logging.INFO
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    shape_last_words(_shape_as_json if _bars.form == "json" else None)
+    if wanted not in known:
+        logger.warning("%s is %s, %s or %s, got %r; taking text", LOGS, *known, wanted)
+
+
+def _shape_as_json(words: str) -> str:
+    record = logging.LogRecord("volseg", logging.ERROR, __file__, 0, words, None, None)
+    return _JsonLine().format(record)

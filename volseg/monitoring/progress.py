@@ -1,46 +1,55 @@
-"""One bar for a whole training, and one for any list of cases being worked on."""
+"""One bar for a whole training, or a line for each epoch; and a bar for any list of cases being worked on."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
-from volseg.monitoring.console import open_bar
+from volseg.monitoring.console import FIELDS, Bar, open_bar, shows_bars
+from volseg.monitoring.memory import GIB, GpuMeter
+from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["Progress", "count_up", "progress", "show_bytes"]
 
+logger = logging.getLogger(__name__)
+
 Item = TypeVar("Item")
+
+EVERY_SECONDS = 0.5
+"""Between two looks at what stands behind the training's bar."""
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
     """Yield ``items`` while a bar called ``title`` counts them."""
-    yield from open_bar(items, desc=title, total=total, unit="case", leave=True)
+    with open_bar(title, total) as bar:
+        for item in items:
+            yield item
+            bar.advance()
 
 
 @contextmanager
 def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
     """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
-    with open_bar(total=total, initial=done, desc=title, unit="case") as bar:
-        yield bar.update
+    with open_bar(title, total, done=done) as bar:
+        yield bar.advance
 
 
 @contextmanager
 def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
     """Give a function to call with what is being done, how many bytes of it are, and of how many: a bar for each."""
-    bar: tqdm[Any] | None = None
+    bar: Bar | None = None
 
     def show(title: str, done: int, total: int | None) -> None:
         nonlocal bar
-        if bar is None or bar.desc != f"{title}: ":
+        if bar is None or bar.title != title:
             if bar is not None:
                 bar.close()
-            bar = open_bar(desc=title, total=total, initial=done, unit="B", unit_scale=True, unit_divisor=1024)
-        bar.total = total
-        bar.update(done - bar.n)  # less than before, where a server begins anew
+            bar = open_bar(title, total, done=done, unit="B")
+        bar.set(done, total=total)  # less than before, where a server begins anew
 
     try:
         yield show
@@ -50,36 +59,51 @@ def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 class Progress(Hook):
-    """A bar over every batch of the training, with the loss and the best score so far.
+    """How a training goes: a bar on a terminal, elsewhere a line for each epoch, in the log of this module.
 
-    The loss shown is the one the training looked at last; the bar itself never waits for the device.
+    Epoch and batch, the newest loss, Dice, voxels per second, the time left, and memory of the fullest GPU of this
+    process. Nothing here waits for a device.
     """
 
     def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+        self._bar: Bar | None = None
+        self._meter = GpuMeter()
+        self._next = 0.0
+        self._began, self._batches = 0.0, 0
+        self._seconds, self._epochs = 0.0, 0
 
     def on_training_begin(self, training: Training) -> None:
         """Open the bar where the training stands."""
         if not training.is_main_process:
             return
         done = training.epoch * training.num_batches + training.position
-        total = training.epochs * training.num_batches
-        self._bar = open_bar(total=total, initial=done, desc="training", unit="batch")
+        self._bar = open_bar(_name_epoch(training), training.epochs * training.num_batches, done=done, unit="batch")
+
+    def on_epoch_begin(self, training: Training) -> None:
+        """Measure the speed anew: validations do not count."""
+        del training
+        self._began, self._batches = time.perf_counter(), 0
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Count the batch."""
         del fields
-        if self._bar is None:
+        self._batches += 1
+        now = time.perf_counter()
+        if self._bar is None or now < self._next:
             return
-        self._bar.update()
-        if training.latest_losses:
-            self._bar.set_postfix(self._numbers(training), refresh=False)
+        self._next = now + EVERY_SECONDS
+        self._show(training, self._batches / max(now - self._began, 1e-9))
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Show the newest score."""
-        del record
-        if self._bar is not None:
-            self._bar.set_postfix(self._numbers(training))
+        """Show the newest score; say a line where there is no bar."""
+        if self._bar is None:
+            return
+        self._seconds += record.seconds + record.seconds_validating
+        self._epochs += 1
+        self._show(training, record.batches / max(record.seconds, 1e-9))
+        if not shows_bars():
+            fields = {"epoch": record.epoch, "epochs": training.epochs, "scalars": list_scalars(record)}
+            logger.info("%s", self._describe(training, record), extra={FIELDS: fields})
 
     def on_training_end(self, training: Training) -> None:
         """Close the bar."""
@@ -88,10 +112,46 @@ class Progress(Hook):
             self._bar.close()
             self._bar = None
 
-    @staticmethod
-    def _numbers(training: Training) -> dict[str, str]:
-        numbers = {"epoch": f"{min(training.epoch + 1, training.epochs)}/{training.epochs}"}
-        numbers |= {name: f"{value:.3f}" for name, value in training.latest_losses.items()}
-        if training.best is not None and training.best.score is not None:
-            numbers["best Dice"] = f"{training.best.score:.4f}"
-        return numbers
+    def _show(self, training: Training, batches_per_second: float) -> None:
+        assert self._bar is not None
+        told = [f"{name} {value:.3f}" for name, value in training.latest_losses.items()]
+        told += _tell_scores(training)
+        if training.voxels_per_batch is not None:
+            told.append(_tell_speed(training.voxels_per_batch * batches_per_second))
+        told += self._tell_memory()
+        done = training.epoch * training.num_batches + training.position
+        self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
+
+    def _describe(self, training: Training, record: EpochRecord) -> str:
+        """Return the line of an epoch."""
+        told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
+        told += _tell_scores(training, record)
+        if record.voxels_per_second is not None:
+            told.append(_tell_speed(record.voxels_per_second))
+        parts = [f"{record.seconds_waited:.1f} s waiting"]
+        parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
+        told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
+        left = (training.epochs - training.epoch) * self._seconds / self._epochs
+        told += [f"{left / 60:.0f} min left"] if left else []
+        return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join([*told, *self._tell_memory()])}"
+
+    def _tell_memory(self) -> list[str]:
+        reserved = max((device.reserved for device in self._meter.read()), default=0)
+        return [f"{reserved / GIB:.1f} GiB"] if reserved else []
+
+
+def _name_epoch(training: Training) -> str:
+    return f"epoch {min(training.epoch + 1, training.epochs)}/{training.epochs}"
+
+
+def _tell_scores(training: Training, record: EpochRecord | None = None) -> list[str]:
+    """Return the score of an epoch, by default of the last that was validated, beside the best one."""
+    scores = [one.score for one in training.history if one.score is not None] if record is None else [record.score]
+    if not scores or scores[-1] is None:
+        return []
+    best = training.best.score if training.best is not None and training.best.score is not None else scores[-1]
+    return [f"Dice {scores[-1]:.4f} (best {best:.4f})"]
+
+
+def _tell_speed(voxels_per_second: float) -> str:
+    return f"{voxels_per_second / 1e6:.1f} Mvoxel/s"

@@ -1,100 +1,92 @@
-"""A training in TensorBoard: numbers per epoch, and slices of a few validation cases."""
+"""A training in TensorBoard: numbers per epoch, slices of a few validation cases, settings with their final scores."""
 
 import itertools
-import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
-from torch.utils.tensorboard.summary import image, scalar
+from torch.utils.tensorboard.summary import hparams, image, scalar
+from torch.utils.tensorboard.summary import text as make_text
 
-from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
-from volseg.workflow.training import Training
+from volseg.monitoring.loggers import LoggedRun, Logger, flatten
 
-__all__ = ["TensorBoard", "overlay"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["TensorBoard"]
 
 NUMBERS = itertools.count()
 """Two trainings of one process may begin within a second."""
 
-PALETTE = torch.tensor(
-    [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
-    dtype=torch.float32,
-)
-"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
+FINAL, SHOWN = "final/dice_mean", ("val/dice_mean", "train/loss")
+"""Scalars that the tab HPARAMS shows beside the settings."""
 
 
-class TensorBoard(Hook):
-    """Write scalars and images that ``tensorboard --logdir FOLDER`` shows.
+class TensorBoard(Logger):
+    """Write what ``tensorboard --logdir FOLDER`` shows.
 
-    Tags: ``train/loss`` (and each further loss), ``lr``, ``val/dice_mean``, ``val/dice/LABEL`` and whatever else a
-    validation measures by label, ``val/undefined/LABEL`` (cases without a distance), ``time/epoch_seconds``,
-    ``time/data_wait_seconds``, ``gpu/peak_gib``, ``memory/...`` (`FirstSteps`); images ``val/CASE`` with the image, its
-    label and the prediction side by side, in the slice along each axis that holds most label voxels.
+    Scalars, images with lines around label and prediction, texts, and the settings with the final scores in the tab
+    HPARAMS; which tags there are says docs/monitoring.md.
 
     Parameters
     ----------
-    folder : Path
-        Where the event files lie; a resumed training adds to them. Where they cannot be written, on a full disk say,
-        that is said once and the training goes on without.
-    more : callable, optional
-        Returns further scalars by tag, after each epoch.
+    folder : path, optional
+        Where the event files lie, in place of the run folder's ``tensorboard``; a resumed training adds to them.
     """
 
-    def __init__(self, folder: Path, *, more: Callable[[], Mapping[str, float]] = dict) -> None:
-        self.folder, self._more = folder, more
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._settings: dict[str, Any] = {}
+        self._epoch = 0
         self._events: _EventFile | None = None
 
-    def on_training_begin(self, training: Training) -> None:
-        """Open the event file; events past the epoch from which a training is resumed are dropped."""
-        if training.is_main_process:
-            self._attempt(lambda: self._open(purge_step=training.epoch))
+    def __str__(self) -> str:
+        return f"TensorBoard ({self.folder})"
 
-    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Write the epoch's numbers, and pictures where it was validated."""
+    def begin(self, run: LoggedRun) -> None:
+        """Open the event file; events past the epoch from which a training is resumed are dropped."""
+        if self.folder is None:
+            self.folder = run.require_folder("tensorboard") / "tensorboard"
+        self._settings, self._epoch = flatten(run.config), run.epoch
+        self._events = _EventFile(self.folder, purge_step=run.epoch)
+        if self._settings:  # at once: a training that is killed has settings too
+            self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write the epoch's numbers."""
+        self._epoch = step
+        self._write([scalar(tag, value) for tag, value in values.items()], step)
+
+    def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        """Write pictures."""
+        self._write([image(tag, picture, dataformats="CHW") for tag, picture in pictures.items()], step)
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text for the tab TEXT."""
+        self._write([make_text(name, text)], 0)
+
+    def end(self, scores: Mapping[str, float]) -> None:
+        """Write the final scores beside the settings, and close the event file."""
         if self._events is None:
             return
-        summaries = [scalar(tag, value) for tag, value in {**_scalars(record), **self._more()}.items()]
-        if record.score is not None:
-            for example in getattr(training.validation, "examples", ()):
-                picture = overlay(example.image, example.label, example.prediction)
-                summaries.append(image(f"val/{example.case}", picture, dataformats="CHW"))
-        self._attempt(lambda: self._write(summaries, record.epoch))
-
-    def on_training_end(self, training: Training) -> None:
-        """Close the event file."""
-        del training
-        if self._events is not None:
-            self._attempt(self._events.close)
-            self._events = None
-
-    def _open(self, purge_step: int) -> None:
-        self._events = _EventFile(self.folder, purge_step)
+        ended = [hparams(self._settings, {})[2]] if self._settings else []
+        self._write([*(scalar(tag, value) for tag, value in scores.items()), *ended], self._epoch)
+        self._events.close()
+        self._events = None
 
     def _write(self, summaries: Sequence[Any], step: int) -> None:
-        assert self._events is not None
-        self._events.write([Event(summary=summary, step=step) for summary in summaries])
-
-    def _attempt(self, act: Callable[[], None]) -> None:
-        """Write, or say once why it cannot be: curves are no reason to end a training."""
+        assert self._events is not None, "begin was not called"
         try:
-            act()
-        except OSError as fault:
-            logger.warning("%s: no more events for TensorBoard, %s; the training goes on", self.folder, fault)
-            events, self._events = self._events, None
-            if events is not None:
-                with suppress(OSError):  # what is still in the buffer cannot be written either
-                    events.close()
+            self._events.write([Event(summary=summary, step=step) for summary in summaries])
+        except OSError:
+            with suppress(OSError):  # what is still in the buffer cannot be written either
+                self._events.close()
+            self._events = None
+            raise
 
 
 class _EventFile:
@@ -131,56 +123,3 @@ class _EventFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _scalars(record: EpochRecord) -> dict[str, float]:
-    scalars = {f"train/{name}": value for name, value in record.losses.items()}
-    scalars["lr"] = record.learning_rate
-    scalars["time/epoch_seconds"] = record.seconds
-    scalars["time/data_wait_seconds"] = record.seconds_waited
-    if record.score is not None:
-        scalars["val/dice_mean"] = record.score
-    scalars |= {f"val/{name}": value for name, value in record.scores.items()}
-    if record.peak_bytes is not None:
-        scalars["gpu/peak_gib"] = record.peak_bytes / 2**30
-    return scalars
-
-
-def overlay(image: Tensor, label: Tensor, prediction: Tensor, *, opacity: float = 0.45) -> Tensor:
-    """Return a picture ``(3, height, width)`` in [0, 1]: image, label and prediction, one row per axis.
-
-    Parameters
-    ----------
-    image : Tensor
-        ``(D, H, W)``, any intensity scale.
-    label, prediction : Tensor
-        ``(D, H, W)``, integers.
-    opacity : float
-        Of the labels' colours.
-    """
-    low, high = (
-        image.float().quantile(torch.tensor([0.005, 0.995])).tolist() if image.numel() < 2**24 else _range(image)
-    )
-    grey = ((image.float() - low) / max(high - low, 1e-12)).clamp(0, 1)
-    rows = []
-    for axis in range(3):
-        others = [dim for dim in range(3) if dim != axis]
-        index = int((label > 0).sum(others).argmax()) if bool((label > 0).any()) else label.shape[axis] // 2
-        plane, truth, guess = (volume.select(axis, index) for volume in (grey, label, prediction))
-        panels = [_tinted(plane, labels, opacity) for labels in (torch.zeros_like(truth), truth, guess)]
-        rows.append(torch.cat([panel.flip(-1).transpose(-1, -2) for panel in panels], dim=-1))
-    width = max(row.shape[-1] for row in rows)
-    rows = [torch.nn.functional.pad(row, (0, width - row.shape[-1])) for row in rows]
-    return torch.cat(rows, dim=-2)
-
-
-def _range(image: Tensor) -> tuple[float, float]:
-    """Return a range for images of more voxels than ``torch.quantile`` takes."""
-    return float(image.min()), float(image.max())
-
-
-def _tinted(plane: Tensor, labels: Tensor, opacity: float) -> Tensor:
-    """Return a grey plane ``(height, width)`` with its labels in colour, ``(3, height, width)``."""
-    colours = PALETTE[(labels.long() - 1).clamp_min(0) % len(PALETTE)].permute(2, 0, 1) / 255
-    painted = (1 - opacity) * plane + opacity * colours
-    return torch.where(labels > 0, painted, plane.expand(3, -1, -1))

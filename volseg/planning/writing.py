@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from volseg.config.json_schema import refer_to_schema
 from volseg.config.loading import load_config
 from volseg.files import replacing, require_new
 from volseg.planning.geometry import PRESETS
@@ -51,6 +52,7 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
 
 def _list_lines(plan: Plan) -> Iterator[str]:
     fingerprint = plan.fingerprint
+    yield refer_to_schema()
     yield from _comment(
         f"{fingerprint.task}: {PRESETS[plan.preset]}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
         f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases of {len(fingerprint.channels)} "

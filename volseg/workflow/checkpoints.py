@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from volseg.errors import CheckpointError, NonFiniteLossError
-from volseg.files import replacing
+from volseg.files import replacing, require_writable
+from volseg.parallel.devices import is_main_process
 from volseg.workflow.background import BackgroundWriter, HostCopies, Snapshot
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
@@ -33,16 +34,18 @@ PREVIOUS = "previous.pt"
 BEST = "best.pt"
 
 
-def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path, *, previous: Path | None = None) -> Path:
+def save_checkpoint(
+    state: TrainingState | Mapping[str, Any], path: str | Path, *, previous: str | Path | None = None
+) -> Path:
     """Write a training's state to ``path`` atomically.
 
     Parameters
     ----------
     state : TrainingState or mapping
         What is written; as a mapping, what `Training.state_dict` returns.
-    path : Path
+    path : path
         Of the checkpoint.
-    previous : Path, optional
+    previous : path, optional
         In the same folder; takes the checkpoint that ``path`` was before.
 
     Raises
@@ -50,6 +53,7 @@ def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path, *, pre
     CheckpointError
         If the disk is full or the folder cannot be written; what was at ``path`` before is still there.
     """
+    path = Path(path)
     content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
         # Into an open file: given a path torch writes in C++ without a pause in which Python could train on.
@@ -66,7 +70,7 @@ def save_checkpoint(state: TrainingState | Mapping[str, Any], path: Path, *, pre
     return path
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> TrainingState:
+def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> TrainingState:
     """Read a checkpoint that ``save_checkpoint`` wrote, of this format or an older one.
 
     Raises
@@ -75,6 +79,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> TrainingS
         If the file is absent, damaged in any bit, of a newer format, lacks a part of the state, or holds anything but
         tensors and plain values.
     """
+    path = Path(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
     if not path.is_file():
@@ -111,7 +116,7 @@ class Checkpoints(Hook):
 
     Parameters
     ----------
-    folder : Path
+    folder : path
         Where the checkpoints lie; made when the first one is written.
     every_minutes : float
         ``latest.pt`` is written when this much time has passed since the last one, in the middle of an epoch too, and
@@ -121,17 +126,22 @@ class Checkpoints(Hook):
         Returns plain values to store beside the state (the config).
     require_folder : callable, optional
         Called before each writing, in its thread; raises if nothing may be written to the folder any more.
+
+    Raises
+    ------
+    ConfigError
+        If the folder cannot be written to: now, and not when there is a checkpoint to lose.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         every_minutes: float = 5.0,
         metadata: Callable[[], dict[str, Any]] | None = None,
         require_folder: Callable[[], object] = lambda: None,
     ) -> None:
-        self.folder = folder
+        self.folder = require_writable(folder) if is_main_process() else Path(folder)
         self.every_seconds = 60 * every_minutes
         self.metadata = metadata or dict
         self.require_folder = require_folder

@@ -37,6 +37,9 @@ class Hook:
     def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
         """After the step on a batch; ``fields`` has the batch and the losses, on the device."""
 
+    def on_validation_begin(self, training: "Training") -> None:
+        """Before the validation of an epoch that is validated."""
+
     def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
         """After an epoch and its validation."""
 

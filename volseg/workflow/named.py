@@ -44,6 +44,24 @@ class Named(nn.Module):
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
 
+    @classmethod
+    def wrap(cls, module: Callable[..., Any], inputs: Sequence[str], output: str) -> "Named":
+        """Return ``module`` if it is a `Named`, else one that binds it to the fields that it has by convention.
+
+        Raises
+        ------
+        ConfigError
+            If it cannot be called.
+        """
+        if isinstance(module, Named):
+            return module
+        if not callable(module) or isinstance(module, type):
+            raise ConfigError(
+                f"needed: a module that takes {', '.join(inputs)} and gives {output}, or "
+                f"Named(module, inputs=[...], outputs=[...]); got {module!r}"
+            )
+        return cls(module, inputs, [output])
+
     @property
     def title(self) -> str:
         """The wrapped module's own name, for messages."""

@@ -1,17 +1,19 @@
 """Several losses, one number to minimise."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from volseg.device.pretended import find_pretended
-from volseg.errors import ConfigError
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.workflow.named import Named
 
 __all__ = ["Objective", "require_mean_of_shares", "require_mean_over_samples"]
+
+Loss = Named | Callable[..., Any]
 
 TRIED_SIDES = (16, 16, 16)
 """Of the volumes on which losses are tried, in voxels: what a loss of windows of 11 voxels still takes."""
@@ -31,14 +33,16 @@ class Objective:
 
     Parameters
     ----------
-    losses : Named or sequence of Named
-        Each gives one scalar. A single loss may be called ``loss``; among several that name is the sum's.
+    losses : Named, callable, or sequence of them
+        Each gives one scalar. A single loss may be called ``loss``; among several that name is the sum's. One that is
+        not `Named` reads ``logits`` and ``label``, and gives ``loss``.
     weights : sequence of float, optional
         One factor per loss, 1 by default.
     """
 
-    def __init__(self, losses: Named | Sequence[Named], weights: Sequence[float] | None = None) -> None:
-        self.losses = [losses] if isinstance(losses, Named) else list(losses)
+    def __init__(self, losses: Loss | Sequence[Loss], weights: Sequence[float] | None = None) -> None:
+        several = losses if isinstance(losses, Iterable) else [losses]
+        self.losses = [Named.wrap(loss, ("logits", "label"), "loss") for loss in several]
         self.weights = [1.0] * len(self.losses) if weights is None else list(weights)
         if not self.losses or len(self.losses) != len(self.weights):
             raise ConfigError(
@@ -63,7 +67,14 @@ class Objective:
         """Return ``fields`` with every loss and their weighted sum ``loss`` added."""
         fields = dict(fields)
         for loss in self.losses:
-            fields.update(loss(fields))
+            found = loss(fields)
+            for name, value in found.items():
+                if getattr(value, "ndim", 0) > 0 and value.numel() != 1:
+                    raise BatchFieldError(
+                        f"the loss {loss.title} gave {name} of shape {tuple(value.shape)}, where one number per batch "
+                        'is needed; average it, such as by reduction="mean"'
+                    )
+            fields.update(found)
         if self.names != ("loss",):
             fields["loss"] = sum(
                 weight * fields[name]

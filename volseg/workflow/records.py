@@ -39,6 +39,15 @@ class EpochRecord:
     """Further numbers of the validation by name (Dice per label)."""
     peak_bytes: int | None = None
     """Most device memory allocated so far; None on CPU."""
+    batches: int = 0
+    """How many went by in ``seconds``; 0 in records of an older volseg."""
+    seconds_validating: float = 0.0
+    """Wall-clock time of the epoch's validation."""
+    voxels_per_second: float | None = None
+    """Voxels of all patches of all processes that were trained on, by ``seconds``; None where a batch has no image."""
+    gradient_norm: float | None = None
+    """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped; of those since the training
+    went on, in an epoch that was interrupted. Steps that float16 left out, for an infinite one, are not counted."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain Python values."""

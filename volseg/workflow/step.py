@@ -13,6 +13,7 @@ from volseg.parallel import RecordedStep
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
+from volseg.parallel.timeline import find_timeline
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
@@ -48,6 +49,9 @@ class TrainingStep:
     scaler : GradScaler
         Of half precision; elsewhere it does nothing.
     recorded : RecordedStep or None
+    gradient_norm : Tensor or None
+        Of the last whole step, before it was clipped, on the device; None before there was one. Gradients are those of
+        all shards and replicas when the optimizer gets them, so it is the norm of the whole batch's in every process.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class TrainingStep:
             )
         self.scaler = precision.scaler()
         self._is_tried = False
+        self.gradient_norm: Tensor | None = None
         self.recorded: RecordedStep | None = None
         if record and not self.scaler.is_enabled() and can_be_recorded(model.module, optimizer):
             self.recorded = RecordedStep(model.module, self._run, optimizer=optimizer)
@@ -97,9 +102,14 @@ class TrainingStep:
             Whether this batch is the last of them.
         """
         if self.recorded is None:
-            return self._run(tensors, gathered, completes)
-        assert gathered == 1, "a recorded step is whole"
-        return {name: loss.clone() for name, loss in self.recorded(tensors).items()}  # the next replay overwrites them
+            losses, norm = self._run(tensors, gathered, completes)
+        else:
+            assert gathered == 1, "a recorded step is whole"
+            losses, norm = self.recorded(tensors)
+            losses = {name: loss.clone() for name, loss in losses.items()}  # the next replay overwrites them
+            norm = norm.clone()
+        self.gradient_norm = norm if norm is not None else self.gradient_norm
+        return losses
 
     def check_replicas(self) -> None:
         """Refuse replicas whose networks came to differ, by a state that one loaded or a buffer that one changed.
@@ -117,18 +127,27 @@ class TrainingStep:
         if self.recorded is not None:
             self.recorded.release()
 
-    def _run(self, tensors: Mapping[str, Tensor], gathered: int = 1, completes: bool = True) -> dict[str, Tensor]:
+    def _run(
+        self, tensors: Mapping[str, Tensor], gathered: int = 1, completes: bool = True
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the batch's losses, and the norm of the gradient where it completes a step."""
         losses = self._compute_gradients(tensors, gathered)
         if next(iter(losses.values())).device.type == "cpu":  # looking at them costs nothing there
             self.look(losses)
-        if completes:
-            if self.clip:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-        return losses
+        return losses, self._take_step() if completes else None
+
+    def _take_step(self) -> Tensor:
+        """Let the optimizer take its step; return the norm of the gradient before it was clipped."""
+        self.scaler.unscale_(self.optimizer)
+        if self.clip:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        else:
+            gradients = (parameter.grad for parameter in self.model.parameters())
+            norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
 
     def _compute_gradients(self, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
         """Add the batch's gradients to those that are gathered; return its losses."""
@@ -171,6 +190,8 @@ class TrainingStep:
                 fields = self.objective({**tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
+        if (timeline := find_timeline()) is not None:
+            timeline.end_pass()
         return {name: fields[name].detach() for name in self.objective.names}
 
 

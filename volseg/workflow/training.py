@@ -2,7 +2,7 @@
 
 ``Training.run`` reads as its pseudocode; what happens around it is a hook's business. The loop never waits for the
 device inside an epoch except once in ``CHECK_EVERY`` batches, or two seconds where these take longer, when the losses
-gathered so far are checked and handed to the progress display, and signals are looked at.
+gathered so far are checked, and signals are looked at. What is shown of the losses meanwhile has come by itself.
 """
 
 import logging
@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
-from volseg.errors import ConfigError
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
+from volseg.workflow.glimpse import Glimpse
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.named import Named
-from volseg.workflow.objective import Objective
+from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
@@ -49,10 +50,11 @@ class Training:
 
     Parameters
     ----------
-    model : Named
-        The network. It trains where its parameters are.
-    losses : Named or sequence of Named
-        Each reads fields of the batch and of the model's outputs, and gives one scalar.
+    model : Named or nn.Module
+        The network. It trains where its parameters are. One that is not `Named` reads ``image`` and gives ``logits``.
+    losses : Named, callable, or sequence of them
+        Each reads fields of the batch and of the model's outputs, and gives one scalar. One that is not `Named` reads
+        ``logits`` and ``label``, and gives ``loss``.
     optimizer : Optimizer
         Over the model's parameters.
     batches : iterable of dict
@@ -93,6 +95,10 @@ class Training:
         Epochs completed; batches completed in the current one.
     history : list of EpochRecord
     best : EpochRecord or None
+    latest_losses : dict
+        Losses of a batch of the last second, for display; none before the first one.
+    voxels_per_batch : int or None
+        Voxels of the images of the newest batch, of all processes together; None before one, and without images.
 
     Examples
     --------
@@ -110,8 +116,8 @@ class Training:
 
     def __init__(
         self,
-        model: Named,
-        losses: Named | Sequence[Named],
+        model: Named | nn.Module,
+        losses: Loss | Sequence[Loss],
         optimizer: Optimizer,
         batches: Iterable[Batch] | EpochBatches,
         *,
@@ -139,6 +145,7 @@ class Training:
         for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        model = Named.wrap(model, ["image"], "logits")
         if not isinstance(model.module, nn.Module):
             raise ConfigError(f"Training needs a Named nn.Module, got a Named {model.title}")
         self.model = model
@@ -165,7 +172,7 @@ class Training:
             look=lambda losses: self._losses.require_finite(losses),
         )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
-        self.num_batches = len(batches)  # type: ignore[arg-type]
+        self.num_batches = _count(batches)
         steps_per_epoch = -(-self.num_batches // accumulate)
         self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup=warmup)
 
@@ -173,8 +180,11 @@ class Training:
         self.history: list[EpochRecord] = []
         self.best: EpochRecord | None = None
         self.latest_losses: dict[str, float] = {}
+        self.voxels_per_batch: int | None = None
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
+        self._glimpse = Glimpse()
+        self._norms: list[Tensor] = []  # of this epoch's gradients, on the device, since the training went on
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._stopping = Stopping(self.device)
 
@@ -187,6 +197,11 @@ class Training:
     def is_main_process(self) -> bool:
         """Whether this process writes files and shows progress."""
         return is_main_process()
+
+    @property
+    def seconds_of_epoch(self) -> tuple[float, float]:
+        """Seconds of the epoch that is not ended yet, over all interruptions, and those of them spent waiting."""
+        return self._seconds, self._seconds_waited
 
     @property
     def is_between_steps(self) -> bool:
@@ -260,8 +275,12 @@ class Training:
         completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
         losses = self.step(tensors, gathered=self._group_size(), completes=completes)
         self._losses.add(losses)
+        self.latest_losses = self._glimpse.exchange(losses) or self.latest_losses
+        self.voxels_per_batch = self._count_voxels(tensors.get("image"))
         self.position += 1
         if completes:
+            if self.step.gradient_norm is not None:
+                self._norms.append(self.step.gradient_norm)
             self.schedule.step()
             if self.average:
                 self.average.update()
@@ -274,6 +293,13 @@ class Training:
         left = self.num_batches - self.position + self.position % self.accumulate
         return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
 
+    def _count_voxels(self, image: Tensor | None) -> int | None:
+        """Return the voxels of a batch, of which this process may have some of the samples only."""
+        if image is None or image.ndim < 3:
+            return None
+        samples = self.step.batch_size if self.step.replicated is not None else None
+        return (samples or image.shape[0]) * math.prod(image.shape[2:])
+
     def _close_epoch(self) -> bool:
         """Validate where it is due, write the record, tell the hooks; return False if a signal stopped the validation.
 
@@ -282,8 +308,9 @@ class Training:
         is_last = self.epoch + 1 == self.epochs
         due = (self.epoch + 1) % self.validate_every == 0 or is_last
         drawn = random_state()
+        begin = time.perf_counter()
         try:
-            outcome = self.validate(self.validation) if self.validation is not None and due else None
+            outcome = self._validate_epoch() if due else None
         except StopRequested:
             restore_random_state(drawn)  # the validation begins again where this one began
             self._stopping.agree()  # tells which signal it was to the processes that did not get it
@@ -297,10 +324,15 @@ class Training:
             score=outcome.score if outcome else None,
             scores=dict(outcome.scores) if outcome else {},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            batches=self.position,
+            seconds_validating=time.perf_counter() - begin if outcome else 0.0,
+            voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._seconds),
+            gradient_norm=_mean_of_finite(self._norms),
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
         self._losses = self._new_losses()
+        self._norms = []
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -308,6 +340,12 @@ class Training:
             self._emit("on_best", record)
         self._emit("on_epoch_end", record)
         return True
+
+    def _validate_epoch(self) -> Score | None:
+        if self.validation is None:
+            return None
+        self._emit("on_validation_begin")
+        return self.validate(self.validation)
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
@@ -319,6 +357,11 @@ class Training:
             return validation()
 
     def _on_device(self, batch: Batch) -> Batch:
+        if not isinstance(batch, Mapping):
+            raise BatchFieldError(
+                'a batch is a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
+                f"{type(batch).__name__}; have the data set return a dict for each sample"
+            )
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
@@ -395,7 +438,29 @@ class Training:
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
         self._losses = self._new_losses(losses, state.cases)
+        self._norms = []
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         with taking_over("random"):
             restore_random_state(state.random, self.network)
+
+
+def _find_speed(voxels_per_batch: int | None, batches: int, seconds: float) -> float | None:
+    return None if voxels_per_batch is None else voxels_per_batch * batches / max(seconds, 1e-9)
+
+
+def _mean_of_finite(norms: Sequence[Tensor]) -> float | None:
+    """Return the mean of numbers that lie on a device, for which it waits; None without a finite one."""
+    values = [value for value in torch.stack(list(norms)).tolist() if math.isfinite(value)] if norms else []
+    return math.fsum(values) / len(values) if values else None
+
+
+def _count(batches: Any) -> int:
+    """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it."""
+    try:
+        return len(batches)
+    except TypeError:
+        raise ConfigError(
+            f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
+            "DataLoader, a list, or an object with __len__ and __iter__"
+        ) from None

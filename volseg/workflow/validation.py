@@ -11,7 +11,7 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import Case
-from volseg.errors import BatchFieldError
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import (
@@ -23,6 +23,7 @@ from volseg.evaluation.summary import (
     summarise,
     write_summary,
 )
+from volseg.files import require_writable
 from volseg.inference.original_grid import resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
@@ -41,12 +42,16 @@ Show = Callable[[Iterable[Any]], Iterable[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One validated case to look at; ``(D, H, W)`` each, on the original grid, on the CPU."""
+    """One validated case to look at, on the original grid, on the CPU."""
 
     case: str
     image: Tensor
+    """``(C, D, H, W)``, every channel."""
     label: Tensor
+    """``(D, H, W)``, as ``prediction``: the known values counted from 0 on, 0 where nobody annotated."""
     prediction: Tensor
+    affine: Tensor
+    """4 x 4, voxel index to RAS+ position in mm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ class Validation:
         others are counted, of labels that a case has.
     scoring : Scoring, optional
         What is measured in mm and ml; counts and overlap alone by default.
-    folder : Path, optional
+    folder : path, optional
         Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
         Volumes of equal size that go through the model together.
@@ -119,11 +124,12 @@ class Validation:
         values: Collection[int] = (),
         metrics: Sequence[Named] = (),
         scoring: Scoring | None = None,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         batch_size: int = 1,
         num_examples: int = 2,
         show: Show = iter,
     ) -> None:
+        _require_predictor(predictor, "Validation")
         if missing := [case.get("case") for case in cases if "reference" not in case]:
             raise BatchFieldError(
                 f"Validation needs the field 'reference', which {len(missing)} case(s) lack, first {missing[0]}; "
@@ -136,7 +142,7 @@ class Validation:
         self.values = tuple(values)
         self.metrics = list(metrics)
         self.scoring = scoring
-        self.folder = folder
+        self.folder = None if folder is None else require_writable(folder)
         self.batch_size = batch_size
         self.num_examples = num_examples
         self.show = show
@@ -220,11 +226,17 @@ class Validation:
         return scores
 
     def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-        """Return the first channel of the image, back on its original grid, with label and prediction."""
-        image = case["image"]
-        original = resample(Grid.original(image), image.as_tensor()[:1].float(), Grid.of(image))[0]
+        """Return the image, back on its original grid, with label and prediction."""
+        image, grid = case["image"], Grid.original(case["image"])
+        original = resample(grid, image.as_tensor().float(), Grid.of(image))
         label, found = (self._number(volume.as_tensor()[0]) for volume in (case["reference"], prediction))
-        return Example(case=case["case"], image=original.cpu(), label=label.cpu(), prediction=found)
+        return Example(
+            case=case["case"],
+            image=original.cpu(),
+            label=label.cpu(),
+            prediction=found,
+            affine=grid.affine.cpu(),
+        )
 
     def _number(self, label_map: Tensor) -> Tensor:
         """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
@@ -275,7 +287,7 @@ class Testing:
         The model and how it is applied to a volume.
     cases : iterable of Case
         Prepared; may be a generator, so that only a few volumes are in memory.
-    folder : Path
+    folder : path
         Where the predictions are written.
     batch_size : int
         Volumes of equal size that go through the model together.
@@ -286,11 +298,12 @@ class Testing:
     __test__ = False  # a workflow, which pytest would take for a class of tests
 
     def __init__(
-        self, predictor: Predictor, cases: Iterable[Case], folder: Path, *, batch_size: int = 1, show: Show = iter
+        self, predictor: Predictor, cases: Iterable[Case], folder: str | Path, *, batch_size: int = 1, show: Show = iter
     ) -> None:
+        _require_predictor(predictor, "Testing")
         self.predictor = predictor
         self.cases = cases
-        self.folder = folder
+        self.folder = require_writable(folder)
         self.batch_size = batch_size
         self.show = show
 
@@ -300,6 +313,15 @@ class Testing:
             case["case"]: write_prediction(predicted.labels, case["image"], self.folder / f"{case['case']}.nii.gz")
             for case, predicted in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
         }
+
+
+def _require_predictor(predictor: Any, workflow: str) -> None:
+    """Raise for what cannot predict whole volumes, such as the network itself."""
+    if not callable(getattr(predictor, "stream", None)):
+        raise ConfigError(
+            f"{workflow} needs a Predictor, which says how a network is applied to a whole volume, got a "
+            f"{type(predictor).__name__}; pass Predictor(model=network, num_classes=K)"
+        )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ r"""How long scoring takes: a CT of 512 x 512 x 300 with 15 labels; with ``--sit
 
 ``--labels``: 42 label maps of a folder besides, each beside itself moved by a voxel, as many as validate in a fold.
 
-``SITE`` is a folder as ``workflows/scores_compared.py`` needs it. CPU seconds are those of all threads: on a machine
+``SITE`` is a folder as ``scores_compared.py`` needs it. CPU seconds are those of all threads: on a machine
 that others use, the wall clock says nothing.
 """
 

@@ -29,6 +29,7 @@ from volseg.parallel.pipeline.flow.statistics import (
 from volseg.parallel.pipeline.flow.transfer import send
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
+from volseg.parallel.timeline import find_timeline
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
 
@@ -201,9 +202,11 @@ class PlacedRun(runs.Run):
         if self.here.device.type == "cuda":
             self._device_before = torch.cuda.current_device()
             torch.cuda.set_device(self.here.device)
+        self._mark(is_end=False)
         return self
 
     def __exit__(self, *failure: Any) -> None:
+        self._mark(is_end=True)
         if self._device_before is not None:
             torch.cuda.set_device(self._device_before)
         super().__exit__(*failure)
@@ -245,10 +248,18 @@ class PlacedRun(runs.Run):
     def turn_to(self, location: Location) -> None:
         """Continue on another stage."""
         if location is not self.here:
+            self._mark(is_end=True)
             if location.device.type == "cuda":
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
             self.here = location
+            self._mark(is_end=False)
+
+    def _mark(self, *, is_end: bool) -> None:
+        """Note that the stage begins or ends, if the step is watched."""
+        timeline = find_timeline()
+        if timeline is not None:
+            timeline.mark(self.here.stage, self.here.device, "forward", timeline.micro_batch, is_end=is_end)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -331,6 +342,8 @@ class PlacedRun(runs.Run):
             # The next micro-batch may change the buffer while this one's copy is on its way.
             tensor = tensor.clone()
         copied, passage = send(tensor, self.here.device)
+        at = getattr(tensor, "_volseg_location", None)
+        passage.note(None if at is None else at.stage, self.here.stage)
         return passage.wait(copied)
 
     def _settle(self, result: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.pretended import find_current_stream, find_kept, is_gpu, make_stream, note_sent, note_use, on_stream
+from volseg.parallel.timeline import find_timeline
 
 __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]
 
@@ -28,12 +29,29 @@ __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"
 class Passage:
     """One tensor's way from a device to another; holds the events of its copies."""
 
-    __slots__ = ("arrived", "home", "returned")
+    __slots__ = ("arrived", "home", "noted", "returned")
 
     def __init__(self) -> None:
         self.arrived: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
         self.home: torch.device | None = None
+        self.noted: tuple[int, int | None, int | None] | None = None
+
+    def note(self, source: int | None, target: int | None) -> None:
+        """Remember which stages it joins, if the step is watched: the backward pass does not know."""
+        timeline = find_timeline()
+        if timeline is not None:
+            self.noted = timeline.micro_batch, source, target
+
+    def mark_return(self, device: torch.device, *, is_end: bool) -> None:
+        """Note that the target ends its backward pass, or that the source begins it, if the step is watched."""
+        timeline = find_timeline()
+        if timeline is None or self.noted is None:
+            return
+        number, source, target = self.noted
+        stage = target if is_end else source
+        if stage is not None:
+            timeline.mark(stage, device, "backward", number, is_end=is_end)
 
     def wait(self, tensor: Tensor) -> Tensor:
         """Let the current stream of the tensor's device wait for its arrival."""
@@ -117,6 +135,7 @@ class _Depart(torch.autograd.Function):
             stream = find_current_stream(gradient.device)
             stream.wait_event(returned)
             note_use(gradient, stream)
+        ctx.passage.mark_return(gradient.device, is_end=False)
         return gradient, None
 
 
@@ -133,6 +152,7 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         passage = ctx.passage
+        passage.mark_return(gradient.device, is_end=True)
         returned, passage.returned = copy_between(gradient, passage.home)
         return returned, None, None
 

@@ -20,7 +20,8 @@ from volseg.device.torch_internals import add_each, add_each_, multiply_each, py
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import copy_into, wait_for_departures
 from volseg.parallel.pipeline.micro_batch import Call
-from volseg.parallel.pipeline.record.parts import Edge, Output, RecordedBatch
+from volseg.parallel.pipeline.record.parts import Edge, Output, Part, RecordedBatch
+from volseg.parallel.timeline import Pass, find_timeline
 
 __all__ = ["Replay"]
 
@@ -114,7 +115,8 @@ class Replay:
                 for part in slot.parts:
                     for edge in part.edges:
                         _copy(edge.source, edge.target, free)
-                    part.forward.replay()
+                    with _noted(part, "forward", index):
+                        part.forward.replay()
                 for output, room in zip(slot.outputs, rooms, strict=True):
                     arrivals.append((copy_into(output.source, self._cut_piece(room, index), free[self.target]), room))
             # Only now: a wait in between would keep the target from its next micro-batch.
@@ -135,7 +137,8 @@ class Replay:
             # device would leave only then, and the stages would take turns.
             landings = [self._land(gradients, index, free) for index in reversed(range(len(recorded.slots)))]
             recorded.lanes.fan_out(self.devices)
-            for slot, landed in zip(reversed(recorded.slots), landings, strict=True):
+            numbered = reversed(list(enumerate(recorded.slots)))
+            for (index, slot), landed in zip(numbered, landings, strict=True):
                 recorded.lanes.turn_to(slot.lane, self.devices)
                 for event, landing in landed:
                     _wait(event, landing)
@@ -143,7 +146,8 @@ class Replay:
                     if part.backward is not None:
                         for edge in part.sends:
                             _return(edge, free)
-                        part.backward.replay()
+                        with _noted(part, "backward", index):
+                            part.backward.replay()
                     for edge in part.edges:
                         if edge.input is not None and edge.returned is not None:
                             _return(edge, free)
@@ -231,6 +235,17 @@ def _group_by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         found[tensor.device].append(tensor)
     return found.values()
+
+
+@contextlib.contextmanager
+def _noted(part: Part, what: Pass, micro_batch: int) -> Iterator[None]:
+    """Note when a stage works on a micro-batch, if the step is watched."""
+    timeline, place = find_timeline(), part.location
+    if timeline is not None:
+        timeline.mark(place.stage, place.device, what, micro_batch, is_end=False)
+    yield
+    if timeline is not None:
+        timeline.mark(place.stage, place.device, what, micro_batch, is_end=True)
 
 
 def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:

@@ -1,0 +1,190 @@
+"""The schema that editors read takes what volseg takes, and refuses what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from volseg.config.base import ComponentConfig, ConfigModel, validated
+from volseg.config.json_schema import (
+    KINDS,
+    KINDS_OF_FIELDS,
+    describe_config,
+    list_keys,
+    list_names,
+    read_schema,
+    refer_to_schema,
+)
+from volseg.config.loading import load_config
+from volseg.config.schema import ExperimentConfig
+from volseg.config.shipped import list_shipped
+from volseg.config.yaml_values import parse_yaml
+from volseg.errors import ConfigError
+from volseg.experiment.starting_config import config_schema
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, of the extra dev")
+
+SCHEMA = read_schema()
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+SHIPPED = list_shipped()
+
+
+def without_names(node: Any) -> Any:
+    """Return a schema without the components that it offers, which are those of the installed MONAI and torch."""
+    if isinstance(node, dict):
+        return {key: without_names(value) for key, value in node.items() if key != "enum" or len(value) < 4}
+    return [without_names(item) for item in node] if isinstance(node, list) else node
+
+
+def describe(told: dict[str, Any]) -> str | None:
+    """Return what a property is said to be: there, or, where that is the same, in the section that it holds."""
+    parts = [told, *told.get("allOf", ())]
+    sections = [SCHEMA["$defs"][part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
+    return next((part["description"] for part in (*parts, *sections) if "description" in part), None)
+
+
+def refusals(values: Any) -> list[str]:
+    return [error.message for error in VALIDATOR.iter_errors(values)]
+
+
+def test_what_is_shipped_is_what_the_config_says() -> None:
+    """If this fails: ``volseg schema -o volseg/config/volseg.schema.json``."""
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    assert without_names(SCHEMA) == without_names(json.loads(json.dumps(config_schema())))
+
+
+def test_every_key_is_described() -> None:
+    """What has no description here has no docstring under its field: editors, ``volseg init`` and the pages lack it."""
+    sections = {**SCHEMA["$defs"], "": SCHEMA}
+    bare = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, told in section["properties"].items()
+        if not describe(told)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_is_taken_as_written_and_as_resolved(name: str) -> None:
+    values = parse_yaml(SHIPPED[name].read_text(encoding="utf-8"), name)
+    assert refusals(values) == []
+    assert refusals(load_config(SHIPPED[name]).model_dump(mode="json")) == []
+
+
+def sound() -> dict[str, Any]:
+    return yaml.safe_load(SHIPPED["task04_unet"].read_text(encoding="utf-8"))
+
+
+GOOD: list[dict[str, Any]] = [
+    {"parallel": "auto"},
+    {"parallel": {"strategy": "spatial", "devices": ["cpu", "cpu"]}},
+    {"network": {"name": "MyOwnNetwork", "width": 3}},
+    {"losses": [{"name": "my_loss", "gamma": 2, "weight": [1, 2.5]}]},
+    {"hooks": [{"name": "my_hook"}]},
+    {"evaluation": {"tolerance": {"Anterior": 1.0}}},
+    {"training": {"ema": None, "start_from": "runs/other"}},
+    {"inference": {"window": None}},
+    {"logging": {"loggers": ["tensorboard", {"name": "my_logger", "folder": "x"}]}},
+    {"logging": {"loggers": []}},
+]
+
+
+@pytest.mark.parametrize("change", GOOD, ids=str)
+def test_what_volseg_takes_is_taken(change: dict[str, Any]) -> None:
+    values = {**sound(), **change}
+    assert refusals(values) == []
+    validated(ExperimentConfig, values, "test")
+
+
+BAD: list[dict[str, Any]] = [
+    {"trainng": {}},
+    {"training": {"epoch": 3}},
+    {"training": {"epochs": 0}},
+    {"training": {"epochs": "many"}},
+    {"training": {"precision": "fp8"}},
+    {"training": None},
+    {"patch": {"batch": 2}},
+    {"patch": {"size": [40, 56]}},
+    {"patch": {"size": [40, 56, 40, 1]}},
+    {"patch": {"size": [40, 56, 0]}},
+    {"patch": {"size": [8, 8, 8], "foreground": 1.2}},
+    {"network": {"channels": [8, 16]}},
+    {"network": "VNet"},
+    {"losses": []},
+    {"losses": {"name": "DiceCELoss"}},
+    {"losses": [{"name": "DiceCELoss", "weight": [-1.0]}]},
+    {"losses": [{"name": "DiceCELoss", "weight": "two"}]},
+    {"metrics": [{"name": "MyMetric"}]},
+    {"parallel": "spatial"},
+    {"parallel": {"data": 0}},
+    {"parallel": {"checkpoint": "some"}},
+    {"augmentation": {"rotation": {"degrees": [190, 0, 0]}}},
+    {"augmentation": {"mirror": {"axes": [True, True]}}},
+    {"inference": {"overlap": 1.0}},
+    {"split": {"seed": 2**40}},
+    {"name": "a name with blanks"},
+    {"name": None},
+]
+
+
+@pytest.mark.parametrize("change", BAD, ids=str)
+def test_what_volseg_refuses_is_refused(change: dict[str, Any]) -> None:
+    values = {**sound(), **change}
+    with pytest.raises(ConfigError):
+        validated(ExperimentConfig, values, "test")
+    assert refusals(values)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "change", [{"training": {"capture": False}}, {"losses": [{"name": "DiceCELoss", "weight": 0.5}]}], ids=str
+)
+def test_what_is_still_taken_by_an_old_name_is_taken_and_marked(change: dict[str, Any]) -> None:
+    values = {**sound(), **change}
+    validated(ExperimentConfig, values, "test")
+    assert refusals(values) == []
+    assert SCHEMA["$defs"]["TrainingConfig"]["properties"]["capture"]["deprecated"]
+
+
+def test_only_words_of_draft_7_are_used() -> None:
+    text = json.dumps(SCHEMA)
+    assert "prefixItems" not in text
+
+    def look(node: Any) -> None:
+        if isinstance(node, dict):
+            assert "$ref" not in node or set(node) == {"$ref"}, node  # the rest would be passed over
+            for value in node.values():
+                look(value)
+        for item in node if isinstance(node, list) else ():
+            look(item)
+
+    look(SCHEMA)
+
+
+def test_names_of_ones_own_are_offered_beside_the_others() -> None:
+    kinds = [*KINDS.values(), *KINDS_OF_FIELDS.values()]
+    schema = describe_config({kind: [f"my_{kind}"] for kind in kinds})
+    assert {kind: list_names(schema, kind) for kind in kinds} == {kind: [f"my_{kind}"] for kind in kinds}
+
+
+def all_keys(section: type[ConfigModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        below = field.annotation
+        is_section = isinstance(below, type) and issubclass(below, ConfigModel | ComponentConfig)
+        keys += all_keys(below, f"{prefix}{name}.") if is_section else [f"{prefix}{name}"]
+    return keys
+
+
+def test_every_key_is_listed_and_no_old_name() -> None:
+    assert list_keys(SCHEMA) == all_keys(ExperimentConfig)
+
+
+def test_the_reference_leads_to_the_shipped_file() -> None:
+    start = "# yaml-language-server: $schema=file://"
+    line = refer_to_schema()
+    assert line.startswith(start)
+    assert json.loads(Path(line.removeprefix(start)).read_text(encoding="utf-8")) == SCHEMA

@@ -1,0 +1,366 @@
+"""Facts as they are gathered of this machine, and of processes that were given less of it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from volseg.diagnosis.checks import check
+from volseg.diagnosis.doctor import SCHEMA_VERSION, Diagnosis, diagnose
+from volseg.diagnosis.facts import AllReduceFacts, Facts, NotGathered, PythonFacts, SystemFacts
+from volseg.diagnosis.findings import MachineFinding
+from volseg.diagnosis.gatherers.compiler import build_module, find_compiler
+from volseg.diagnosis.gatherers.compiler import gather as gather_compiler
+from volseg.diagnosis.gatherers.driver import list_bus, read_module
+from volseg.diagnosis.gatherers.folders import find_file_system, look_at
+from volseg.diagnosis.gatherers.imports import gather as gather_imports
+from volseg.diagnosis.gatherers.packages import find_unmet
+from volseg.diagnosis.gatherers.packages import gather as gather_packages
+from volseg.diagnosis.gatherers.system import find_core_limit, find_memory_limit
+from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
+from volseg.diagnosis.terminal import show
+
+BY_NAME = {gatherer.name: gatherer for gatherer in GATHERERS}
+
+
+def answer(command: list[str], name: str) -> object:
+    """Run a gatherer's process behind another command, and read its section."""
+    ran = subprocess.run(
+        [*command, sys.executable, "-m", "volseg.diagnosis.child", name], capture_output=True, encoding="utf-8"
+    )
+    assert ran.returncode == 0, ran.stderr
+    return TypeAdapter(BY_NAME[name].section).validate_json(ran.stdout)
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_what_is_quick_is_gathered_of_this_machine() -> None:
+    diagnosis = diagnose(quick=True)
+    facts = diagnosis.facts
+    assert facts.failures == ()
+    assert facts.system is not None
+    assert facts.python is not None
+    assert facts.torch is not None
+    assert facts.python.version.startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert facts.system.cores == len(os.sched_getaffinity(0))
+    assert facts.packages is not None
+    assert facts.packages.versions["monai"]
+    assert (facts.links, facts.all_reduce, facts.compiler, facts.imports) == (None, None, None, None)
+    assert {"python", "torch", "memory", "disk.cache", "disk.runs"} <= {one.check for one in diagnosis.findings}
+    as_json = json.loads(json.dumps(diagnosis.as_dict()))
+    assert as_json["schema"] == SCHEMA_VERSION
+    assert as_json["findings"][0].keys() == {"check", "level", "found", "why", "remedy"}
+    assert TypeAdapter(Facts).validate_python(as_json["facts"]) == facts
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_processes_really_add_up() -> None:
+    facts = gather([BY_NAME["all_reduce"]])
+    assert facts.failures == ()
+    tried = facts.all_reduce
+    assert isinstance(tried, AllReduceFacts)
+    assert tried.is_right
+    assert tried.processes >= 1
+    assert tried.seconds > 0
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_processes_that_cannot_meet_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no_such_interface")
+    facts = gather([BY_NAME["all_reduce"]])
+    assert facts.all_reduce is None
+    assert [failure.name for failure in facts.failures] == ["all_reduce"]
+    assert "no_such_interface" in facts.failures[0].reason or "nterface" in facts.failures[0].reason
+    assert "GLOO_SOCKET_IFNAME" in check(facts)[0].remedy
+
+
+def test_limits_of_a_process_are_found() -> None:
+    system = answer(["prlimit", "--nofile=100:200", "--nproc=900"], "system")
+    assert isinstance(system, SystemFacts)
+    assert (system.open_files, system.open_files_hard, system.processes) == (100, 200, 900)
+    found = {one.check: (one.level, one.found) for one in check(Facts(system=system))}
+    assert found["open_files"] == ("error", "100 open files a process")
+    assert found["processes"] == ("warning", "900 processes and threads a user")
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_shared_memory_as_small_as_dockers_is_found() -> None:
+    inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inner, "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not let a process mount a file system of its own")
+    system = answer(alone, "system")
+    assert isinstance(system, SystemFacts)
+    assert system.shared_memory_bytes == 64 * 2**20
+    finding = next(one for one in check(Facts(system=system)) if one.check == "shared_memory")
+    assert (finding.level, "64 MiB" in finding.found) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "memory", "cores"),
+    [
+        ("0::/\n", {"memory.max": "2147483648", "cpu.max": "150000 100000"}, 2**31, 1.5),
+        ("0::/\n", {"memory.max": "max", "cpu.max": "max 100000"}, None, None),
+        # A container that sees the path of the outside: its own limits lie at the top.
+        ("0::/docker/abc\n", {"memory.max": "1073741824"}, 2**30, None),
+        # A step below a job: the job's limit counts where it is the smaller one.
+        ("0::/job/step\n", {"job/memory.max": "1073741824", "job/step/memory.max": "max"}, 2**30, None),
+        (
+            "4:memory:/box\n1:cpu,cpuacct:/box\n",
+            {
+                "memory/box/memory.limit_in_bytes": "3221225472",
+                "cpu/box/cpu.cfs_quota_us": "400000",
+                "cpu/box/cpu.cfs_period_us": "100000",
+            },
+            3 * 2**30,
+            4.0,
+        ),
+        (
+            "1:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            None,
+            None,
+        ),
+        ("0::/\n", {}, None, None),
+    ],
+)
+def test_limits_of_a_container_are_found(
+    tmp_path: Path, own: str, files: dict[str, str], memory: int | None, cores: float | None
+) -> None:
+    group = tmp_path / "own"
+    group.write_text(own, encoding="utf-8")
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n", encoding="utf-8")
+    assert find_memory_limit(tmp_path / "cgroup", group) == memory
+    assert find_core_limit(tmp_path / "cgroup", group) == cores
+
+
+def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = 'sleep 600 & echo $! > "$1"; echo waiting for a GPU >&2; wait'
+    hanging = Gatherer(name="links", section=dict, limit_s=3, command=("sh", "-c", code, "sh", str(pids)))
+    diagnosis = diagnose(gatherers=[hanging, BY_NAME["python"]])
+    assert diagnosis.facts.failures == (
+        NotGathered(name="links", reason="no answer within 3 s; its last words: waiting for a GPU", timed_out=True),
+    )
+    assert isinstance(diagnosis.facts.python, PythonFacts)
+    assert not diagnosis.is_sound
+    finding = diagnosis.findings[0]
+    assert (finding.check, finding.level) == ("links", "error")
+    assert "ended by its time limit" in finding.found
+    child = Path(f"/proc/{pids.read_text(encoding='utf-8').strip()}/stat")
+    while child.exists() and child.read_text(encoding="utf-8").split()[2] != "Z":  # the kill is on its way
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise OSError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
+        ("import sys; sys.exit(3)", "exit status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
+        ("print('{}')", "no such facts"),
+        ("print('hello')", "hello"),
+    ],
+)
+def test_a_gatherer_that_fails_is_a_finding(code: str, reason: str) -> None:
+    failing = Gatherer(name="torch", section=PythonFacts, limit_s=60, command=(sys.executable, "-c", code))
+    facts = gather([failing])
+    assert reason in facts.failures[0].reason
+    assert [(one.check, one.level) for one in check(facts)] == [("torch", "error")]
+
+
+def test_a_gatherer_that_cannot_be_started_is_a_finding() -> None:
+    facts = gather([Gatherer(name="driver", section=dict, limit_s=60, command=("/nowhere/python",))])
+    assert "could not be started" in facts.failures[0].reason
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    diagnosis = diagnose(quick=True, gatherers=[BY_NAME["torch"], BY_NAME["python"]])
+    assert "libcudnn.so.9" in diagnosis.facts.failures[0].reason
+    assert not diagnosis.is_sound
+
+
+def test_what_libraries_print_does_not_get_into_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import os; os.write(1, b'NCCL INFO'); raise ImportError", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    ran = subprocess.run([sys.executable, "-m", "volseg.diagnosis.child", "torch"], capture_output=True)
+    assert ran.stdout == b""
+    assert b"NCCL INFO" in ran.stderr
+
+
+def test_a_missing_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() is None
+    finding = next(one for one in check(Facts(compiler=gather_compiler())))
+    assert finding.found == "there is no C compiler"
+    assert "gcc" in finding.remedy
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+def test_missing_headers_of_python_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    said = build_module(compiler, str(tmp_path))
+    assert said is not None
+    assert "Python.h" in said
+    assert (
+        build_module(str(tmp_path / "no_compiler"), str(tmp_path))
+        == f"{tmp_path}/no_compiler: No such file or directory"
+    )
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 7\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert gather_compiler().refused == "exit status 7"
+
+
+def test_folders_are_written_to_and_left_as_they_were(tmp_path: Path) -> None:
+    there = look_at("cache", tmp_path / "not" / "yet")
+    assert (there.path, there.existing, there.refused) == (str(tmp_path / "not" / "yet"), str(tmp_path), None)
+    assert abs(there.clock_skew_s) < 5
+    assert there.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix" or not Path("/proc/self").is_dir(), reason="needs Linux")
+def test_a_folder_that_takes_no_file_is_found() -> None:
+    refused = look_at("runs", Path("/proc/self/runs"))
+    assert refused.refused
+    assert refused.file_system == "proc"
+
+
+def test_the_file_system_of_the_nearest_mount_is_named(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\ntmpfs /data/my\\040cache tmpfs rw 0 0\n"
+        "/dev/b /data_two xfs rw 0 0\noverlay / overlay rw 0 0\n",
+        encoding="utf-8",
+    )
+    kinds = {
+        folder: find_file_system(Path(folder), mounts) for folder in ("/", "/data", "/data/my cache/a", "/data_two")
+    }
+    assert kinds == {"/": "overlay", "/data": "nfs4", "/data/my cache/a": "tmpfs", "/data_two": "xfs"}
+    assert find_file_system(Path("/"), tmp_path / "none") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Thu Sep 18 2026\n", ("580.95.05", False)),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.91.07  Release Build\n", ("595.91.07", True)),
+        ("something else\n", (None, False)),
+    ],
+)
+def test_the_kernel_module_is_read(tmp_path: Path, text: str, told: tuple[str | None, bool]) -> None:
+    version = tmp_path / "version"
+    version.write_text(text, encoding="utf-8")
+    assert read_module(version) == told
+    assert read_module(tmp_path / "none") == (None, None)
+
+
+def test_gpus_are_found_on_the_bus(tmp_path: Path) -> None:
+    devices = {
+        "0000:00:1e.0": ("0x10de", "0x030200", "0x1db1"),
+        "0000:00:1e.1": ("0x10de", "0x040300", "0x10f0"),  # its sound
+        "0000:00:02.0": ("0x8086", "0x030000", "0x9a49"),  # another maker's
+    }
+    for address, values in devices.items():
+        (tmp_path / address).mkdir()
+        for name, value in zip(("vendor", "class", "device"), values, strict=True):
+            (tmp_path / address / name).write_text(f"{value}\n", encoding="ascii")
+    assert [(gpu.address, gpu.device) for gpu in list_bus(tmp_path)] == [("0000:00:1e.0", 0x1DB1)]
+    assert list_bus(tmp_path / "none") == ()
+
+
+def install(site: Path, name: str, version: str, *requires: str) -> None:
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    install(one, "tried", "1.0", "child>=2", "gone", 'never; extra == "never"', 'nowhere; sys_platform == "none"')
+    install(one, "child", "1.5", 'grandchild[fast]==1.*; python_version > "3"')
+    install(one, "grandchild", "1.2", 'wheels>1; extra == "fast"')
+    install(one, "wheels", "1.0")
+    install(other, "child", "3.0")
+    monkeypatch.setattr(sys, "path", [str(one), str(other), *sys.path])
+    unmet, reached = find_unmet("tried")
+    assert sorted(unmet) == [
+        "grandchild needs wheels>1, installed is 1.0",
+        "tried needs child>=2, installed is 1.5",
+        "tried needs gone, which is not installed",
+    ]
+    assert reached == {"tried", "child", "grandchild", "wheels"}
+
+
+def test_a_package_in_two_places_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "monai", "1.4.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (twice,) = gather_packages().twice
+    assert twice.startswith("monai lies in ")
+    assert str(tmp_path) in twice
+
+
+def test_a_library_that_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reader_of_nothing.py").write_text("raise OSError('libGL.so.1 is missing')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = gather_imports(("json", "reader_of_nothing", "no_such_library"))
+    assert found.refused == {
+        "reader_of_nothing": "OSError: libGL.so.1 is missing",
+        "no_such_library": "ModuleNotFoundError: No module named 'no_such_library'",
+    }
+
+
+def made_up(*levels: str) -> Diagnosis:
+    findings = [
+        MachineFinding(
+            check=f"check.{level}",
+            level=level,
+            found="what was found " * 6,
+            why="" if level == "ok" else "why it matters",
+            remedy="" if level == "ok" else "sudo mend it",
+        )
+        for level in levels
+    ]
+    return Diagnosis(findings=tuple(findings), facts=Facts(), seconds=1.0)
+
+
+def test_a_terminal_shows_the_worst_last_with_its_remedy() -> None:
+    text = StringIO()
+    diagnosis = made_up("error", "ok", "warning", "note", "ok")
+    show(diagnosis, file=text, width=60)
+    lines = text.getvalue().splitlines()
+    names = [line.split()[1] for line in lines[:-1] if line[0] != " "]
+    assert names == ["check.ok", "check.ok", "check.note", "check.warning", "check.error"]
+    assert "mend: sudo mend it" in lines[-2]
+    assert lines[-1] == "1 errors, 1 warnings, 1 notes, 2 checks are well (1 s)"
+    assert max(map(len, lines)) <= 60
+    assert (diagnosis.level, diagnosis.is_sound) == ("error", False)
+    assert made_up("warning", "ok").is_sound
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_the_verb_tells_by_its_status_and_holds_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "volseg", "doctor", "--quick", "--runs", "/proc/self/runs"]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ran = subprocess.run(command, capture_output=True, cwd=tmp_path, env=plain)
+    told = ran.stdout.decode("ascii")
+    assert ran.returncode == 1, ran.stderr
+    assert re.search(r"^ERROR +disk\.runs +/proc/self takes no file", told, re.MULTILINE)

@@ -1,0 +1,90 @@
+"""The pages about a user's own parts and about fine-tuning do what they say: every block of them is run."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from documented import ROOT, read_blocks
+from typer.testing import CliRunner
+
+from volseg.cli import app
+from volseg.config.yaml_values import parse_yaml
+from volseg.experiment import REGISTRIES, load_config, own_components, train
+
+METADATA = "Metadata-Version: 2.1\nName: tiny-package\nVersion: 0.1\n"
+
+
+def blocks(page, language):
+    return [block.text for block in read_blocks(ROOT / "docs" / page, language)]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {kind: registry.registered for kind, registry in REGISTRIES.items()}
+    yield
+    own_components._files.clear()
+    for kind, registry in REGISTRIES.items():
+        for name in registry.registered - before[kind]:
+            registry.forget(name)
+
+
+def run(line):
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 0, (line, result.output, result.exception)
+    return result.output
+
+
+def test_the_page_about_ones_own_components_runs(tmp_path, monkeypatch):
+    file, call, package = blocks("own-components.md", "python")
+    (config,), (commands,), (entries,) = (blocks("own-components.md", kind) for kind in ("yaml", "sh", "toml"))
+    Path("components.py").write_text(file, encoding="utf-8")
+    Path("config.yaml").write_text(config, encoding="utf-8")
+    said = "".join(run(line) for line in commands.splitlines())
+    assert "TinyNet" in said
+    assert "epoch 0: learning rate" in said
+    assert (tmp_path / "runs" / "own" / "components.json").exists()
+
+    exec(compile(call, "own-components.md", "exec"), {"__name__": "a_program"})
+    plain = ["losses=[{name: DiceCELoss}]", "augmentation={}", "hooks=[]", "preprocessing=[{name: ZScore}]"]
+    plain += ["schedule={name: cosine}"]
+    train(load_config("config.yaml", [*plain, "network={name: OneLayer}", "output=runs/called"]))
+
+    site = tmp_path / "site"
+    info = site / "tiny_package-0.1.dist-info"
+    info.mkdir(parents=True)
+    (site / "tiny_package.py").write_text(package, encoding="utf-8")
+    (info / "METADATA").write_text(METADATA, encoding="utf-8")
+    groups = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n"?([\w.]+)"? = "([\w.:]+)"', entries)
+    points = "".join(f"[{group}]\n{name} = {value}\n" for group, name, value in groups)
+    (info / "entry_points.txt").write_text(points, encoding="utf-8")
+    monkeypatch.syspath_prepend(site)
+    train(load_config("config.yaml", [*plain, "network={name: PackedNet}", "output=runs/packed"]))
+    np.save("scan.npy", np.random.default_rng(0).random((20, 20, 20)))
+    run("volseg predict runs/packed scan.npy -o predicted")
+    assert Path("predicted/scan.nii.gz").exists()
+    sys.modules.pop("tiny_package")
+
+
+def test_the_page_about_fine_tuning_runs():
+    (block,) = blocks("fine-tuning.md", "yaml")
+    config = {
+        "name": "first",
+        "data": {"root": "Task00_Synthetic"},
+        "patch": {"size": [16, 16, 16]},
+        "network": {"name": "UNet", "channels": [4, 8], "strides": [2]},
+        "optimizer": {"name": "SGD", "lr": 0.01},
+        "training": {"epochs": 1, "iterations": 1},
+    }
+    run("volseg data make Task00_Synthetic --cases 6 --tests 0")
+    Path("first.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run("volseg train first.yaml")
+    tuned = parse_yaml(block, "fine-tuning.md")
+    config = {**config, "name": "tuned", **tuned, "training": {**config["training"], **tuned["training"]}}
+    Path("tuned.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run("volseg train tuned.yaml")
+    assert Path("runs/tuned/start.json").exists()

@@ -1,0 +1,59 @@
+import torch
+
+from volseg import ModelParallel, Named, Training
+from volseg.monitoring.loggers import Logger
+from volseg.monitoring.stage_times import StageTimes
+from volseg.monitoring.training_log import TrainingLog
+from volseg.parallel import Pipeline
+
+
+class Heard(Logger):
+    def __init__(self):
+        self.values, self.pictures, self.texts = [], {}, {}
+
+    def scalars(self, values, step):
+        self.values.append(values)
+
+    def images(self, pictures, step):
+        self.pictures |= pictures
+
+    def text(self, name, text):
+        self.texts[name] = text
+
+
+def train(network):
+    heard = Heard()
+    log = TrainingLog([heard])
+    batches = [{"image": torch.ones(2, 1, 4, 4, 4), "label": torch.zeros(2, 4, 4, 4).long()}] * 4
+    Training(
+        Named(network, ["image"], ["logits"]),
+        Named(torch.nn.functional.cross_entropy, ["logits", "label"], ["loss"]),
+        torch.optim.SGD(network.parameters(), lr=0.1),
+        batches,
+        epochs=2,
+        hooks=[StageTimes(log), log],
+    ).run()
+    return heard
+
+
+def make_network():
+    return torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.Conv3d(4, 2, 1))
+
+
+def test_a_pipeline_shows_when_each_stage_works():
+    model = ModelParallel(make_network(), strategy=Pipeline(split_size=1, cuts=["1"]), devices=["cpu", "cpu"])
+    heard = train(model)
+    for values in heard.values:
+        assert 0 < values["gpu/0/idle_share"] < 1
+        assert 0 < values["gpu/1/idle_share"] < 1
+    picture = heard.pictures["timeline"]
+    assert (picture.dtype, picture.shape[0]) == (torch.uint8, 3)
+    colours = {tuple(colour.tolist()) for colour in picture.flatten(1).T.unique(dim=0)}
+    assert {(70, 130, 190), (215, 120, 60)} <= colours  # forward and backward
+    assert heard.texts["timeline"].count("| backward |") == 4  # two stages, two micro-batches
+
+
+def test_of_one_device_there_is_none():
+    heard = train(make_network())
+    assert not heard.pictures
+    assert not any("idle_share" in tag for tag in heard.values[0])

@@ -1,0 +1,62 @@
+"""How the commands that volseg prints can be typed where they are read.
+
+What ``make`` or a full path started is mostly not on the shell's path. Hence what stands under "Next:" is
+spelled as this process was started, or by whatever else reaches the same installation.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from shlex import quote
+
+__all__ = ["show_path", "spell"]
+
+MODULES = {"volseg": "volseg", "tensorboard": "tensorboard.main"}
+"""What ``python -m`` runs in place of each."""
+
+
+def spell(line: str) -> str:
+    """Return a command line that can be typed here: as it is, by its path, or as a module of this Python.
+
+    Parameters
+    ----------
+    line : str
+        Begins with ``volseg`` or ``tensorboard``; its other words are quoted for a shell already.
+
+    Examples
+    --------
+    >>> spell("volseg predict 'my run' image.nii").endswith("predict 'my run' image.nii")
+    True
+    """
+    tool, blank, rest = line.partition(" ")
+    return f"{_find(tool)}{blank}{rest}"
+
+
+def _find(tool: str) -> str:
+    started = Path(sys.argv[0])
+    suffix = ".exe" if os.name == "nt" else ""
+    if started.name == "__main__.py":  # python -m volseg
+        return _as_module(tool)
+    folder = started.parent if started.stem == "volseg" else Path(sysconfig.get_path("scripts"))
+    script = folder / f"{tool}{suffix}"
+    if not script.is_file():
+        return _as_module(tool)
+    on_path = shutil.which(tool)
+    if on_path is not None and os.path.samefile(on_path, script):
+        return tool
+    return quote(show_path(script))
+
+
+def _as_module(tool: str) -> str:
+    """Return how this interpreter runs it; compared by name, as virtual environments link to one file."""
+    on_path = shutil.which("python")
+    is_found = on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute()
+    return f"{'python' if is_found else quote(show_path(Path(sys.executable)))} -m {MODULES[tool]}"
+
+
+def show_path(path: Path) -> str:
+    """Return a path from here, where it lies below here."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,34 @@
+"""The configs that come with volseg, whether it is installed or runs from its source tree."""
+
+from pathlib import Path
+
+from volseg.config.nearest import did_you_mean
+from volseg.errors import ConfigError
+
+__all__ = ["find_shipped", "list_shipped"]
+
+
+def list_shipped() -> dict[str, Path]:
+    """Return the file of each config by its name: ``quickstart``, ``task04_cpu``, ``msd/task09_spleen`` ..."""
+    installed = Path(__file__).parents[1] / "configs"
+    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+
+
+def find_shipped(name: str) -> Path:
+    """Return the file of a config that comes with volseg.
+
+    Raises
+    ------
+    ConfigError
+        If there is none of that name.
+
+    Examples
+    --------
+    >>> find_shipped("quickstart").name
+    'quickstart.yaml'
+    """
+    known = list_shipped()
+    if name not in known:
+        raise ConfigError(f"no config called {name!r} comes with volseg; {did_you_mean(name, known)}")
+    return known[name]

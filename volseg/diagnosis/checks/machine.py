@@ -1,0 +1,203 @@
+"""Memory, cores, limits, disks and clock."""
+
+import time
+
+from volseg.diagnosis.facts import Facts, FolderFacts, SystemFacts
+from volseg.diagnosis.findings import Level, MachineFinding, gib, ok
+
+__all__ = ["check_clock", "check_cores", "check_folders", "check_memory", "check_open_files", "check_shared_memory"]
+
+GIB = 2**30
+SCARCE_MEMORY = 8 * GIB
+"""Imports take 1 GiB a process; the rest is for cases while they are prepared."""
+
+ENOUGH_SHARED_MEMORY = 2**29
+"""NCCL takes some 10 MB for each pair of GPUs without peer access and each way; Docker gives 64 MiB by default."""
+
+CORES_PER_GPU = 4
+SCARCE_FILES, FEW_FILES = 256, 1024
+SCARCE_DISK, FEW_DISK = GIB, 20 * GIB
+"""A run folder of V-Net takes 1 GiB with its checkpoints; prepared cases of a Decathlon task some tens."""
+
+SKEW_S = 5.0
+
+
+def check_memory(facts: Facts) -> list[MachineFinding]:
+    """Say how much main memory a training may take."""
+    system = facts.system
+    if system is None:
+        return []
+    limit = system.memory_limit_bytes
+    whole = system.memory_bytes if limit is None else limit
+    told = f"{gib(whole)} of memory, {gib(min(system.available_bytes, whole))} of it free"
+    if limit is not None:
+        told += f" (this container may take {gib(limit)} of the machine's {gib(system.memory_bytes)})"
+    if min(system.available_bytes, whole) >= SCARCE_MEMORY:
+        return [ok("memory", told)]
+    remedy = (
+        "end what else runs (ps aux --sort=-rss | head), or a larger machine; volseg train ... --set data.keep=auto"
+    )
+    if limit is not None and limit < SCARCE_MEMORY:
+        remedy = "docker run --memory=0 ..., or ask the scheduler for more: srun --mem=32G"
+    why = "cases are kept in memory while they are prepared; the system ends processes that take more than there is"
+    return [MachineFinding(check="memory", level="warning", found=told, why=why, remedy=remedy)]
+
+
+def check_shared_memory(facts: Facts) -> list[MachineFinding]:
+    """Say whether NCCL has room in ``/dev/shm``."""
+    system, gpus = facts.system, facts.torch.gpus if facts.torch is not None else ()
+    if system is None:
+        return []
+    size = system.shared_memory_bytes
+    told = f"/dev/shm of {gib(size)}, {gib(_free(system))} of it free" if size else "there is no /dev/shm"  # noqa: S108
+    if size is not None and _free(system) >= ENOUGH_SHARED_MEMORY:
+        return [ok("shared_memory", told)]
+    full = size is not None and size >= ENOUGH_SHARED_MEMORY
+    ways = "docker run --ipc=host ... (or --shm-size=8g)"
+    remedy = "ls -lh /dev/shm, and remove what ended processes left there" if full else ways
+    if len(gpus) > 1:
+        why = "NCCL takes room there for every pair of GPUs, and ends with 'unhandled system error' where it is full"
+        return [MachineFinding(check="shared_memory", level="error", found=told, why=why, remedy=remedy)]
+    why = "volseg needs none on one GPU; torch's DataLoader with workers, and trainings on several GPUs do"
+    return [MachineFinding(check="shared_memory", level="note", found=told, why=why, remedy=remedy)]
+
+
+def _free(system: SystemFacts) -> int:
+    return system.shared_memory_free_bytes or 0
+
+
+def check_cores(facts: Facts) -> list[MachineFinding]:
+    """Say how many cores each GPU has."""
+    system = facts.system
+    if system is None:
+        return []
+    cores = min(system.cores, system.core_limit or system.cores)
+    gpus = len(facts.torch.gpus) if facts.torch is not None else 0
+    limited = f" (the container may take {system.core_limit:g})" if (system.core_limit or cores) < system.cores else ""
+    told = f"{system.cores} cores{limited}" + (f", {cores / gpus:g} for each GPU" if gpus else "")
+    findings = []
+    if gpus and cores < gpus * CORES_PER_GPU:
+        findings.append(
+            MachineFinding(
+                check="cores",
+                level="warning",
+                found=told,
+                why=f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared",
+                remedy="docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once",
+            )
+        )
+    else:
+        findings.append(ok("cores", told))
+    threads = facts.torch.threads if facts.torch is not None else 1
+    if threads > cores + 1:
+        findings.append(
+            MachineFinding(
+                check="threads",
+                level="warning",
+                found=f"torch computes with {threads} threads on {cores:g} cores",
+                why="threads that wait for each other make trainings and preparation on the CPU several times slower",
+                remedy=f"export OMP_NUM_THREADS={max(1, int(cores))}",
+            )
+        )
+    return findings
+
+
+def check_open_files(facts: Facts) -> list[MachineFinding]:
+    """Say how many files a process may have open, and processes a user."""
+    system = facts.system
+    if system is None:
+        return []
+    told = f"{system.open_files} open files a process"
+    findings = []
+    if system.open_files >= FEW_FILES:
+        findings.append(ok("open_files", told))
+    else:
+        findings.append(
+            MachineFinding(
+                check="open_files",
+                level="error" if system.open_files < SCARCE_FILES else "warning",
+                found=told,
+                why="cases, libraries and connections between processes end with 'Too many open files'",
+                remedy=f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
+                if system.open_files_hard >= FEW_FILES
+                else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf",
+            )
+        )
+    if system.processes is not None and system.processes < FEW_FILES:
+        findings.append(
+            MachineFinding(
+                check="processes",
+                level="warning",
+                found=f"{system.processes} processes and threads a user",
+                why="a training has tens of threads for each GPU; more cannot be started then",
+                remedy="ulimit -u 65536, or docker run --pids-limit=-1 ...",
+            )
+        )
+    return findings
+
+
+def check_folders(facts: Facts) -> list[MachineFinding]:
+    """Say of each folder that volseg writes to whether there is room, and whether it may write."""
+    folders = facts.folders.folders if facts.folders is not None else ()
+    return [_check_folder(folder) for folder in folders]
+
+
+WAYS = {
+    "cache": "export VOLSEG_CACHE=FOLDER on a larger disk, or volseg cache clear",
+    "runs": "volseg train ... --output FOLDER on a larger disk",
+    "temporary": "export TMPDIR=FOLDER on a larger disk",
+}
+"""To write elsewhere."""
+
+
+def _check_folder(folder: FolderFacts) -> MachineFinding:
+    name = f"disk.{folder.role}"
+    told = f"{folder.path}: {gib(folder.free_bytes)} free of {gib(folder.total_bytes)} ({folder.file_system})"
+    remedy = WAYS[folder.role]
+    if folder.refused is not None:
+        found = f"{folder.existing} takes no file: {folder.refused}"
+        level: Level = "warning" if folder.role == "cache" else "error"
+        why = "cases are prepared anew in each run" if folder.role == "cache" else "nothing that is made could be kept"
+        return MachineFinding(check=name, level=level, found=found, why=why, remedy=remedy)
+    if folder.free_bytes < SCARCE_DISK and folder.role != "temporary":
+        why = "checkpoints and prepared cases need more; a full disk ends the training"
+        return MachineFinding(check=name, level="error", found=told, why=why, remedy=remedy)
+    if folder.free_bytes < FEW_DISK and folder.role == "cache":
+        why = "prepared cases of a large task take tens of GiB"
+        return MachineFinding(check=name, level="warning", found=told, why=why, remedy=remedy)
+    if folder.file_system == "tmpfs" and folder.role != "temporary":
+        why = "it lies in main memory: what is written takes memory, and is gone when the machine restarts"
+        return MachineFinding(check=name, level="note", found=told, why=why, remedy=remedy)
+    return ok(name, told)
+
+
+def check_clock(facts: Facts) -> list[MachineFinding]:
+    """Say whether the clock is plausible, and agrees with those of the disks."""
+    system = facts.system
+    findings = []
+    if system is not None:
+        told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system.now))
+        if system.now < system.built - 60:
+            findings.append(
+                MachineFinding(
+                    check="clock",
+                    level="warning",
+                    found=f"{told}, before volseg was installed",
+                    why="certificates of downloads are refused, and runs are sorted wrongly",
+                    remedy="sudo timedatectl set-ntp true",
+                )
+            )
+        else:
+            findings.append(ok("clock", told))
+    findings += [
+        MachineFinding(
+            check="clock.disk",
+            level="warning",
+            found=f"the disk of {folder.existing} is {folder.clock_skew_s:+.0f} s from this machine's clock",
+            why="health checks by the age of a run's files go wrong, on this machine or the one that shares it",
+            remedy="sudo timedatectl set-ntp true, on both machines",
+        )
+        for folder in (facts.folders.folders if facts.folders is not None else ())
+        if abs(folder.clock_skew_s) > SKEW_S
+    ]
+    return findings

@@ -1,0 +1,42 @@
+"""The process that gathers one section of the facts: ``python -m volseg.diagnosis.child NAME [ROLE=FOLDER ...]``.
+
+Its answer alone goes to the standard output; whatever libraries print (NCCL does) goes to the standard error.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+from pydantic import TypeAdapter
+
+__all__ = ["MODULES", "main"]
+
+MODULES = {
+    "python": "interpreter",
+    "system": "system",
+    "folders": "folders",
+    "packages": "packages",
+    "imports": "imports",
+    "driver": "driver",
+    "torch": "torch_build",
+    "links": "links",
+    "all_reduce": "all_reduce",
+    "compiler": "compiler",
+}
+"""Section to the module of `volseg.diagnosis.gatherers` whose ``gather`` finds it."""
+
+
+def main(name: str, *assigned: str) -> None:
+    """Gather a section, and write it as JSON."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    # By name: each process imports its own alone, some of which import torch.
+    module = import_module(f"volseg.diagnosis.gatherers.{MODULES[name]}")
+    places = dict(one.split("=", 1) for one in assigned)
+    section = module.gather(places) if name == "folders" else module.gather()
+    with os.fdopen(answer, "wb") as output:
+        output.write(TypeAdapter(type(section)).dump_json(section))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

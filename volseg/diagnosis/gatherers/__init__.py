@@ -1,0 +1,1 @@
+"""Gatherers of facts: a module each, whose ``gather`` runs in a process of its own."""

@@ -1,0 +1,141 @@
+"""Let processes gather facts, all at a time, and end those that do not answer.
+
+Each gatherer is a process of its own group: what hangs (a GPU that fell off the bus, a dead network disk, a sum whose
+partner never comes) is ended with all that it started, and named. One that cannot even be ended is left behind.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from volseg.diagnosis.facts import (
+    AllReduceFacts,
+    CompilerFacts,
+    DriverFacts,
+    Facts,
+    FoldersFacts,
+    ImportFacts,
+    LinkFacts,
+    NotGathered,
+    PackageFacts,
+    PythonFacts,
+    SystemFacts,
+    TorchFacts,
+)
+
+__all__ = ["GATHERERS", "Gatherer", "gather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gatherer:
+    """A command that writes one section of the facts as JSON."""
+
+    name: str
+    """Field of `Facts`."""
+    section: type
+    limit_s: float
+    """After which it is ended: many times what it takes on a slow machine."""
+    is_quick: bool = True
+    command: Sequence[str] | None = None
+    """By default this interpreter, with ``volseg.diagnosis.child``."""
+
+
+GATHERERS: tuple[Gatherer, ...] = (
+    Gatherer(name="python", section=PythonFacts, limit_s=30),
+    Gatherer(name="system", section=SystemFacts, limit_s=30),
+    Gatherer(name="folders", section=FoldersFacts, limit_s=30),
+    Gatherer(name="packages", section=PackageFacts, limit_s=60),
+    Gatherer(name="driver", section=DriverFacts, limit_s=60),  # nvidia-smi takes half a minute where GPUs sleep
+    Gatherer(name="torch", section=TorchFacts, limit_s=120),
+    Gatherer(name="imports", section=ImportFacts, limit_s=180, is_quick=False),
+    Gatherer(name="links", section=LinkFacts, limit_s=120, is_quick=False),
+    Gatherer(name="all_reduce", section=AllReduceFacts, limit_s=180, is_quick=False),
+    Gatherer(name="compiler", section=CompilerFacts, limit_s=180, is_quick=False),
+)
+
+GRACE_S = 5.0
+"""For a process that was killed to be gone; one that waits in the kernel for a disk never is."""
+
+LAST_WORDS = 400
+"""Letters of what a process said that are kept as the reason of its end."""
+
+
+def gather(gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, str | Path] | None = None) -> Facts:
+    """Run gatherers beside each other and return what they found.
+
+    Parameters
+    ----------
+    gatherers
+        In any order.
+    folders
+        Where ``cache`` and ``runs`` are, if not where volseg puts them by itself.
+    """
+    places = {key: str(Path(path).absolute()) for key, path in (folders or {}).items()}
+    with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(lambda gatherer: _run(gatherer, places), gatherers))
+    sections: dict[str, Any] = {
+        gatherer.name: section
+        for gatherer, section in zip(gatherers, found, strict=True)
+        if not isinstance(section, NotGathered)
+    }
+    return Facts(**sections, failures=tuple(section for section in found if isinstance(section, NotGathered)))
+
+
+def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
+    """Return the section that a gatherer's process writes, or why there is none."""
+    command = gatherer.command or (
+        sys.executable,
+        "-m",
+        "volseg.diagnosis.child",
+        gatherer.name,
+        *(f"{role}={path}" for role, path in places.items()),
+    )
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as fault:  # no more processes, no memory
+        return NotGathered(name=gatherer.name, reason=f"its process could not be started: {fault.strerror or fault}")
+    try:
+        answer, said = process.communicate(timeout=gatherer.limit_s)
+    except subprocess.TimeoutExpired:
+        return _end(process, gatherer)
+    if process.returncode:
+        return NotGathered(name=gatherer.name, reason=_last_words(said) or f"exit status {process.returncode}")
+    try:
+        return TypeAdapter(gatherer.section).validate_json(answer)
+    except ValidationError:
+        return NotGathered(name=gatherer.name, reason=f"it answered {answer[:LAST_WORDS]!r}, which are no such facts")
+
+
+def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> NotGathered:
+    """Kill a process and all that it started."""
+    reason = f"no answer within {gatherer.limit_s:g} s"
+    # Its group has its number, which is not given away before it is waited for.
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        _, said = process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        reason += f"; process {process.pid} cannot be ended either: it waits in the kernel, for a disk or a device"
+    else:
+        reason += f"; its last words: {_last_words(said)}" if said.strip() else ""
+    return NotGathered(name=gatherer.name, reason=reason, timed_out=True)
+
+
+def _last_words(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][-LAST_WORDS:] if lines else ""

@@ -1,0 +1,171 @@
+"""Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
+
+What is judged is the age of the last sign of life by this machine's clock. Whether the process is there can be told on
+its own machine alone, in the same space of process ids (a container has its own).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from volseg.errors import DataError
+from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
+
+__all__ = ["Look", "find_runs", "look_at", "parse_age"]
+
+CLOCKS_DIFFER_SECONDS = 30.0
+"""Between the time that a status says and the one at which the disk got it, from which on it is told."""
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+CONFIG = "config.yaml"
+"""What every run folder has once it was begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What was found of one run."""
+
+    folder: Path
+    status: RunStatus | None
+    """None of a run that said nothing of itself: one of an older volseg."""
+    age: float | None = None
+    """Seconds since its last sign of life, by this machine's clock."""
+    is_gone: bool = False
+    """Whether its process is gone though it did not end; known on its own machine alone."""
+    remarks: Sequence[str] = ()
+
+    def find_fault(self, max_age: float) -> str | None:
+        """Return what is wrong with the run if its last sign of life may be so old; None where all is well."""
+        if self.status is None:
+            return "no status is known"
+        if self.status.state == "failed":
+            return f"failed: {self.status.message}"
+        if self.status.has_ended:
+            return None
+        if self.is_gone:
+            return f"its process {self.status.pid} is gone"
+        assert self.age is not None
+        if self.age > max_age:
+            return f"the last sign of life is {_tell_seconds(self.age)} old"
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        status: Mapping[str, Any] = {"state": None} if self.status is None else asdict(self.status)
+        return {
+            "folder": str(self.folder),
+            **status,
+            "age_seconds": self.age,
+            "process_is_gone": self.is_gone,
+            "remarks": list(self.remarks),
+        }
+
+    def lines(self) -> list[str]:
+        """Return it for reading."""
+        status = self.status
+        if status is None:
+            return [f"{self.folder}: no status is known (a run of an older volseg, or a power cut)"]
+        lines = [f"{self.folder}: {status.state}{'' if status.state != 'failed' else f', {status.message}'}"]
+        if status.epoch is not None:
+            lines.append(f"  epoch   {_tell_progress(status)}")
+        scores = {"loss": status.loss, "Dice": status.score, "best": status.best}
+        if told := [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]:
+            lines.append(f"  scores  {', '.join(told)}")
+        speed = [] if status.voxels_per_second is None else [f"{status.voxels_per_second / 1e6:.1f} Mvoxel/s"]
+        speed += [] if status.memory_gib is None else [f"{status.memory_gib:.1f} GiB of GPU memory"]
+        if status.seconds_left is not None and not status.has_ended:
+            speed.insert(0, f"{_tell_seconds(status.seconds_left)} left")
+        if speed:
+            lines.append(f"  time    {', '.join(speed)}")
+        doing = "" if status.has_ended or not status.message else f" ({status.message})"
+        assert self.age is not None
+        lines.append(f"  sign    {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
+        return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Return the run folders at a path: itself, or the folds of a cross-validation; none where there is no run."""
+    folder = Path(folder)
+    if _is_run(folder):
+        return [folder]
+    folds = [fold for fold in folder.glob("fold_*") if fold.name[5:].isdigit() and _is_run(fold)]
+    return sorted(folds, key=lambda fold: int(fold.name[5:]))
+
+
+def look_at(folder: str | Path) -> Look:
+    """Return how far the run of a folder is, and whether it lives."""
+    folder = Path(folder)
+    status = read_status(folder / STATUS)
+    if status is None:
+        return Look(folder=folder, status=None)
+    age, remarks = time.time() - status.time, []
+    lag = (folder / STATUS).stat().st_mtime - status.time
+    if age < -CLOCKS_DIFFER_SECONDS:
+        remarks.append(
+            f"the clock of {status.host} is at least {_tell_seconds(-age)} ahead of this machine's, so the age is not "
+            "known"
+        )
+    elif abs(lag) > CLOCKS_DIFFER_SECONDS:
+        way = "behind" if lag > 0 else "ahead of"
+        remarks.append(
+            f"the clock of {status.host} is {_tell_seconds(abs(lag))} {way} the disk's, or the folder is a copy: the "
+            "age may be wrong by as much"
+        )
+    is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
+    is_gone = is_here and not status.has_ended and not _is_there(status.pid)
+    if is_gone:
+        remarks.append(f"process {status.pid} is gone and said nothing; go on with the run by --resume")
+    return Look(folder=folder, status=status, age=max(age, 0.0), is_gone=is_gone, remarks=tuple(remarks))
+
+
+def parse_age(text: str) -> float:
+    """Return seconds of a text such as ``90s``, ``10m``, ``2h`` or ``1d``; a number alone is seconds.
+
+    >>> parse_age("10m"), parse_age("1.5")
+    (600.0, 1.5)
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        seconds = float(number) * UNITS[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise DataError(f"an age is a number with s, m, h or d, such as 10m, got {text!r}")
+    return seconds
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or (folder / STATUS).is_file()
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # somebody else's
+        return True
+    return True
+
+
+def _tell_progress(status: RunStatus) -> str:
+    told = f"{status.epoch} of {status.epochs} done"
+    return f"{told}, batch {status.batch} of {status.batches}" if status.batch else told
+
+
+def _tell_seconds(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    >>> [_tell_seconds(seconds) for seconds in (0.4, 61, 7260, 200000)]
+    ['0 s', '1 min 1 s', '2 h 1 min', '2 d 7 h']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [f"{value} {unit}" for value, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")) if value]
+    return " ".join(parts[:2]) or "0 s"

@@ -1,0 +1,205 @@
+"""Slices of a case as a picture: the image, with lines around what was labelled and what was predicted.
+
+A line hides little of the image, which a coloured area does. A label has a coloured line and a faint tint within it, a
+prediction a pale line of the same hue: where both agree the lines lie on each other, what was missed has a tint without
+a pale line, what was made up a pale line without a tint.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from nibabel.orientations import io_orientation
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.nn import functional
+
+from volseg.workflow.validation import Example
+
+__all__ = ["PALETTE", "draw_example", "draw_slices", "face_patient"]
+
+PALETTE = torch.tensor(
+    [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
+    dtype=torch.float32,
+)
+"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
+
+PLANES = ("sagittal", "coronal", "axial")
+"""What is seen along each axis of a volume that faces the patient."""
+
+SIDES = (("A", "P"), ("R", "L"), ("R", "L"))
+"""Of the patient, left and right in the picture of each plane: as if seen from the feet, as radiologists do."""
+
+TINT = 0.18
+PALE = 0.6
+"""How white a prediction's line is."""
+
+TEXT = (205, 205, 205)
+GAP = 6
+LONGEST = 4
+"""Times ``min_side``: what is very long and thin is not drawn any larger."""
+
+
+def draw_example(example: Example, *, channel: int = 0, min_side: int = 512) -> Tensor:
+    """Return the slices of a validated case, turned to face the patient; see `draw_slices`."""
+    affine = example.affine
+    image, label, prediction = (
+        face_patient(volume, affine) for volume in (example.image, example.label, example.prediction)
+    )
+    spacing = [float(affine[:3, source].norm()) for source in _find_axes(affine)[0]]
+    return draw_slices(image, label, prediction, spacing=spacing, channel=channel, min_side=min_side)
+
+
+def face_patient(volume: Tensor, affine: Tensor) -> Tensor:
+    """Return a volume ``(..., D, H, W)`` with its axes to the patient's right, front and head, as nearly as they lie.
+
+    Parameters
+    ----------
+    volume : Tensor
+        Voxels as a file has them.
+    affine : Tensor
+        4 x 4, voxel index to RAS+ position in mm.
+    """
+    order, is_flipped = _find_axes(affine)
+    leading = volume.ndim - 3
+    turned = volume.permute(*range(leading), *(leading + source for source in order))
+    return turned.flip([leading + axis for axis in range(3) if is_flipped[axis]])
+
+
+def draw_slices(
+    image: Tensor,
+    label: Tensor,
+    prediction: Tensor | None = None,
+    *,
+    spacing: Sequence[float],
+    channel: int = 0,
+    min_side: int = 512,
+) -> Tensor:
+    """Return a picture ``(3, height, width)`` of uint8: the slice along each axis that holds most label voxels.
+
+    Parameters
+    ----------
+    image : Tensor
+        ``(D, H, W)`` or ``(C, D, H, W)`` of any intensities, also of such that are no numbers; to be seen as a patient,
+        its axes point right, to the front and to the head (`face_patient`).
+    label : Tensor
+        ``(D, H, W)``, integers; 0 is not drawn.
+    prediction : Tensor, optional
+        As ``label``. Where there is no label, the slices are those that hold most of the prediction.
+    spacing : sequence of float
+        Sides of a voxel along D, H and W in mm: voxels are drawn in their true proportion.
+    channel : int
+        Of the image, which is drawn.
+    min_side : int
+        Pixels that the picture has at least in height and in width.
+    """
+    image, label = image.as_subclass(Tensor), label.as_subclass(Tensor)  # a MetaTensor carries its affine along
+    prediction = None if prediction is None else prediction.as_subclass(Tensor)
+    volume = image if image.ndim == 3 else image[channel]
+    grey = _scale_intensities(volume)
+    shown = label if prediction is None or bool((label > 0).any()) else prediction
+    indices = [_find_fullest(shown, axis) for axis in range(3)]
+    extents = [size * side for size, side in zip(volume.shape, spacing, strict=True)]
+    pixels = _find_scale(extents, spacing, min_side)
+    panels = []
+    for axis, index in enumerate(indices):
+        across, upward = (dim for dim in range(3) if dim != axis)
+        size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
+        cut = [_turn(each.select(axis, index)) for each in (grey, label, prediction) if each is not None]
+        panel = _paint(cut, size, line=max(round(min_side / 256), 1))
+        title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
+        panels.append(_frame(panel, title, SIDES[axis], min_side // 4))
+    height = max(min_side, *(panel.shape[-2] for panel in panels))
+    gaps = (GAP, GAP, 0)
+    row = torch.cat(
+        [functional.pad(panel, (0, gap, 0, height - panel.shape[-2])) for panel, gap in zip(panels, gaps, strict=True)],
+        dim=-1,
+    )
+    return functional.pad(row, _centre(row.shape[-1], max(min_side, row.shape[-1])))
+
+
+def _find_axes(affine: Tensor) -> tuple[list[int], list[bool]]:
+    """Return which axis of the file points right, to the front and to the head, and whether the other way round."""
+    found = io_orientation(affine.numpy(force=True))
+    order = np.argsort(found[:, 0]).tolist()
+    return order, [bool(found[source, 1] < 0) for source in order]
+
+
+def _scale_intensities(volume: Tensor) -> Tensor:
+    """Return intensities in [0, 1], from the 0.5 to the 99.5 percentile; 0 for what is no finite number."""
+    volume = volume.float()
+    # Every n-th voxel will do, and torch.quantile takes no more than 2^24.
+    known = volume.flatten()[:: max(volume.numel() // 2**20, 1)]
+    known = known[known.isfinite()]
+    low, high = known.quantile(torch.tensor([0.005, 0.995])).tolist() if known.numel() else (0.0, 1.0)
+    return ((volume.nan_to_num(low, high, low) - low) / max(high - low, 1e-12)).clamp(0, 1)
+
+
+def _find_fullest(label: Tensor, axis: int) -> int:
+    """Return the slice with most label voxels, the middle one where there is none."""
+    held = (label > 0).sum([dim for dim in range(3) if dim != axis])
+    return int(held.argmax()) if bool(held.any()) else label.shape[axis] // 2
+
+
+def _find_scale(extents: Sequence[float], spacing: Sequence[float], min_side: int) -> float:
+    """Return pixels per mm: the row of slices ``min_side`` high, and no voxel smaller than a pixel, within bounds."""
+    across, along, upward = extents  # the slices' widths are along + across + across, the tallest is along or upward
+    height, width = max(upward, along), along + 2 * across
+    wanted = max(min_side / height, 1 / min(spacing))
+    return min(wanted, LONGEST * min_side / max(width, height))
+
+
+def _turn(plane: Tensor) -> Tensor:
+    """Return a plane with its second axis upward; right and front of the patient to the left of the picture."""
+    return plane.transpose(-1, -2).flip(-2, -1)
+
+
+def _paint(cut: Sequence[Tensor], size: tuple[int, int], line: int) -> Tensor:
+    """Return a plane of image, label and perhaps prediction with tints and lines, ``(3, *size)`` in [0, 1]."""
+    plane, *labels = cut
+    grey = functional.interpolate(plane[None, None], size, mode="bilinear", antialias=True)[0].clamp(0, 1)
+    truth, *predicted = (_enlarge(each, size) for each in labels)
+    colours = _colour(truth)
+    picture = torch.where(truth > 0, (1 - TINT) * grey + TINT * colours, grey)
+    picture = torch.where(_find_border(truth, line), colours, picture)
+    for found in predicted:
+        picture = torch.where(_find_border(found, line), (1 - PALE) * _colour(found) + PALE, picture)
+    return picture
+
+
+def _enlarge(labels: Tensor, size: tuple[int, int]) -> Tensor:
+    return functional.interpolate(labels[None, None].float(), size, mode="nearest-exact")[0, 0].long()
+
+
+def _colour(labels: Tensor) -> Tensor:
+    return PALETTE[(labels - 1).clamp_min(0) % len(PALETTE)].permute(2, 0, 1) / 255
+
+
+def _find_border(labels: Tensor, width: int) -> Tensor:
+    """Return the pixels of structures within ``width`` of something else, or of the picture's edge."""
+    ringed = functional.pad(labels[None, None].float(), (width,) * 4)
+    side = 2 * width + 1
+    high, low = functional.max_pool2d(ringed, side, 1), -functional.max_pool2d(-ringed, side, 1)
+    return (labels > 0) & (high != low)[0, 0]
+
+
+def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) -> Tensor:
+    """Return a panel as uint8 with its title above it, and the patient's sides in it."""
+    size = max(round(min_width / 9), 10)
+    font = ImageFont.load_default(size)
+    margin = round(1.6 * size)
+    width = max(panel.shape[-1], min_width, math.ceil(font.getlength(title)) + 4)
+    panel = functional.pad(panel, (*_centre(panel.shape[-1], width), margin, 0))
+    drawn = Image.fromarray((panel * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+    pen = ImageDraw.Draw(drawn)
+    pen.text((2, round(0.2 * size)), title, fill=TEXT, font=font)
+    middle = margin + (panel.shape[-2] - margin) // 2
+    for place, side, anchor in ((4, sides[0], "lm"), (width - 5, sides[1], "rm")):
+        pen.text((place, middle), side, fill=TEXT, font=font, anchor=anchor, stroke_width=2, stroke_fill=(0, 0, 0))
+    return torch.from_numpy(np.array(drawn)).permute(2, 0, 1)
+
+
+def _centre(size: int, wanted: int) -> tuple[int, int]:
+    """Return what is to be added before and after."""
+    return (wanted - size) // 2, wanted - size - (wanted - size) // 2

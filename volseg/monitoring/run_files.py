@@ -1,0 +1,223 @@
+"""What a training says of itself while it runs: three files of the run folder, for reports and for who looks in.
+
+::
+
+    history.jsonl    a line for each epoch: the numbers that TensorBoard shows
+    status.json      how far the training is; rewritten every few seconds, and whenever its state changes
+    times.json       what the time of each process went by with; a training that was resumed has several parts
+
+All are read without torch, so that a health check takes no seconds. A file that a crash cut off is no error: of the
+history the last line is dropped, of the two others nothing is known then.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from volseg.errors import DataError
+from volseg.files import replacing
+
+__all__ = [
+    "ENDED",
+    "HISTORY",
+    "STATUS",
+    "TIMES",
+    "EpochLine",
+    "RunPart",
+    "RunStatus",
+    "State",
+    "append_history",
+    "begin_history",
+    "find_process_space",
+    "read_history",
+    "read_status",
+    "read_times",
+    "replace_nan",
+    "write_status",
+    "write_times",
+]
+
+HISTORY, STATUS, TIMES = "history.jsonl", "status.json", "times.json"
+
+State = Literal["preparing", "training", "validating", "finished", "interrupted", "failed"]
+
+ENDED: tuple[State, ...] = ("finished", "interrupted", "failed")
+"""States in which nobody works at the run any more."""
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochLine:
+    """An epoch in numbers."""
+
+    epoch: int
+    """Counted from 0."""
+    step: int
+    """Batches of the training that were done at its end."""
+    time: float
+    """When that was (seconds since 1970)."""
+    scalars: Mapping[str, float]
+    """By the tags of TensorBoard; NaN for what could not be told, such as the Dice of a label that is nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """How far a training is."""
+
+    state: State
+    time: float
+    """When this was written (seconds since 1970, by the clock of ``host``)."""
+    started: float
+    """When the process began."""
+    host: str
+    pid: int
+    epoch: int | None = None
+    """Epochs that are done."""
+    epochs: int | None = None
+    batch: int | None = None
+    """Batches of the current epoch that are done."""
+    batches: int | None = None
+    loss: float | None = None
+    score: float | None = None
+    """Mean Dice of the last validation."""
+    best: float | None = None
+    seconds_left: float | None = None
+    """Until the last epoch ends, by the epochs of this process so far."""
+    voxels_per_second: float | None = None
+    memory_gib: float | None = None
+    """Reserved on the fullest GPU."""
+    message: str = ""
+    """Why the training failed, or what it does now."""
+    process_space: str = ""
+    """In which ``pid`` means something: of containers on one host each has its own; empty where that is not known."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody works at the run any more."""
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPart:
+    """What the time of one process went by with."""
+
+    begun: float
+    """When it began (seconds since 1970)."""
+    seconds: float
+    """From there to its last sign of life."""
+    spans: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by what was done: ``reading``, ``training``, ``waiting for data``, ``validation`` and so on; none of
+    them lies within another one."""
+
+
+_LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)
+_PARTS = TypeAdapter(dict[Literal["parts"], tuple[RunPart, ...]])
+
+
+def append_history(file: str | Path, line: EpochLine) -> None:
+    """Add an epoch to a history; what is written is out of this process when this returns."""
+    text = json.dumps(replace_nan(asdict(line)), allow_nan=False)
+    with Path(file).open("a", encoding="utf-8") as history:
+        history.write(f"{text}\n")
+
+
+def begin_history(file: str | Path, epoch: int) -> None:
+    """Drop the lines from ``epoch`` on, which will be trained again, and one that a crash cut off."""
+    file = Path(file)
+    kept = [line for line in read_history(file) if line.epoch < epoch]
+    if not kept:
+        file.unlink(missing_ok=True)
+        return
+    with replacing(file) as partial:
+        for line in kept:
+            append_history(partial, line)
+
+
+def read_history(file: str | Path) -> list[EpochLine]:
+    """Return the epochs of a history; none where there is no file.
+
+    Raises
+    ------
+    DataError
+        If another line than the last one is none.
+    """
+    file = Path(file)
+    if not file.exists():
+        return []
+    texts = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    texts.pop()  # nothing behind the last line's end; else a line that a crash cut off
+    found = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            line["scalars"] = {tag: math.nan if value is None else value for tag, value in line["scalars"].items()}
+            found.append(_LINE.validate_python(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
+            if number == len(texts):  # bytes that never reached the disk before a power cut
+                break
+            raise DataError(
+                f"{file}, line {number}, is no line of a history ({_first_line(fault)}), got {text[:80]!r}; remove it"
+            ) from fault
+    return found
+
+
+def write_status(file: str | Path, status: RunStatus) -> None:
+    """Replace what is known of a training's progress."""
+    # Not flushed to the disk: it is written again and again, and after a power cut it would be old anyway.
+    with replacing(file, flush=False) as partial:
+        partial.write_text(json.dumps(replace_nan(asdict(status)), indent=2) + "\n", encoding="utf-8")
+
+
+def read_status(file: str | Path) -> RunStatus | None:
+    """Return how far a training is; None where nothing is known."""
+    return _read(file, _STATUS)
+
+
+def read_times(file: str | Path) -> tuple[RunPart, ...]:
+    """Return what the time of a run went by with, process after process; none where nothing is known."""
+    found = _read(file, _PARTS)
+    return () if found is None else found.get("parts", ())
+
+
+def write_times(file: str | Path, parts: Sequence[RunPart]) -> None:
+    """Replace what is known of the time that went by: the parts of earlier processes, and this one's."""
+    with replacing(file, flush=False) as partial:
+        partial.write_text(json.dumps({"parts": [asdict(part) for part in parts]}, indent=2) + "\n", encoding="utf-8")
+
+
+def find_process_space() -> str:
+    """Return a name of the space in which this system's process ids mean something; empty where it has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
+    try:
+        return kind.validate_json(Path(file).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:  # a power cut left a name without its bytes: nothing is known, as before the first writing
+        return None
+
+
+def replace_nan(content: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
+    return {
+        key: replace_nan(value)
+        if isinstance(value, dict)
+        else (None if isinstance(value, float) and not math.isfinite(value) else value)
+        for key, value in content.items()
+    }
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).partition("\n")[0]

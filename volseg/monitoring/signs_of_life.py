@@ -1,0 +1,237 @@
+"""How a training tells that it lives: ``status.json`` and ``times.json`` of its run folder, brought up to date.
+
+A thread writes them every few seconds if the work has gone on since; one that hangs grows old there. So a step costs
+nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work reports
+where it is for its supervision anyway (`volseg.parallel.progress`).
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from volseg.monitoring.memory import GIB, GpuMeter
+from volseg.monitoring.run_files import (
+    ENDED,
+    STATUS,
+    TIMES,
+    RunPart,
+    RunStatus,
+    State,
+    find_process_space,
+    read_times,
+    write_status,
+    write_times,
+)
+from volseg.parallel.progress import find_milestone
+from volseg.workflow.hooks import Hook
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.training import Training
+
+__all__ = ["EVERY_SECONDS", "SignsOfLife"]
+
+logger = logging.getLogger(__name__)
+
+EVERY_SECONDS = 5.0
+"""Between two writings."""
+
+
+class SignsOfLife(Hook):
+    """Status and times of one process's work at a run; the leader's alone are written.
+
+    Parameters
+    ----------
+    every_seconds : float
+        Between two looks of the thread whether the work has gone on.
+    """
+
+    def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
+        self._every_seconds = every_seconds
+        self._begun, self._clock = time.time(), time.perf_counter()
+        self._spans: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._turned = self._clock
+        self._earlier: tuple[RunPart, ...] = ()
+        self._folder: Path | None = None
+        self._training: Training | None = None
+        self._state: State = "preparing"
+        self._message = ""
+        self._score: float | None = None
+        self._epochs_seen = 0
+        self._seconds_of_epochs = 0.0
+        self._before = (0.0, 0.0)  # of the epoch gone on with, in an earlier process
+        self._memory: float | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def begun(self) -> float:
+        """When the run began, in whichever process (seconds since 1970)."""
+        return min((part.begun for part in self._earlier), default=self._begun)
+
+    @property
+    def seconds(self) -> float:
+        """Since this process began."""
+        return time.perf_counter() - self._clock
+
+    @contextmanager
+    def writing(self, folder: str | Path, *, begins_again: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Keep the files of a run folder up to date in here, and say at the end how it ended.
+
+        Only for who holds the folder's lock. Where they cannot be written, on a full disk say, that is told once.
+
+        Parameters
+        ----------
+        folder : path
+            Of the run.
+        begins_again : exception type, optional
+            After which the work begins again in another way.
+        """
+        folder = Path(folder)
+        self._earlier = tuple(part for part in read_times(folder / TIMES) if part.begun != self._begun)
+        self._folder, ended = folder, threading.Event()
+        self._set_state("preparing")
+        thread = threading.Thread(target=self._keep_up, args=(ended,), name="signs of life", daemon=True)
+        thread.start()
+        state: State = "finished"
+        message = ""
+        try:
+            yield
+        except begins_again:
+            state = "preparing"
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            state = "interrupted"
+            raise
+        except BaseException as fault:
+            state, message = "failed", f"{type(fault).__name__}: {fault}"
+            raise
+        finally:
+            ended.set()
+            thread.join()
+            self._set_state(state, message)
+            self._folder = None
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count the seconds of what is done in here under ``name``; those of a span within go to that one alone."""
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.remove(name)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Say that the final validation runs in here, and count its seconds."""
+        self._set_state("validating")
+        with self.span("final validation"):
+            yield
+
+    def on_training_begin(self, training: Training) -> None:
+        """Begin to tell how far it is."""
+        self._training, self._before = training, training.seconds_of_epoch
+        self._score = next((one.score for one in reversed(training.history) if one.score is not None), None)
+        self._set_state("training")
+
+    def on_validation_begin(self, training: Training) -> None:
+        """Say that it validates."""
+        del training
+        self._set_state("validating")
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Add what the epoch's time went by with."""
+        del training
+        seconds = self._count_epoch(record.seconds, record.seconds_waited)
+        self._before = (0.0, 0.0)
+        with self._lock:
+            self._spans["validation"] += record.seconds_validating
+            self._epochs_seen += 1
+            self._seconds_of_epochs += seconds + record.seconds_validating
+        self._memory = max((device.reserved / GIB for device in GpuMeter().read()), default=None)
+        self._score = record.score if record.score is not None else self._score
+        self._set_state("training")
+
+    def on_training_end(self, training: Training) -> None:
+        """Add the time of an epoch that was not ended."""
+        self._count_epoch(*training.seconds_of_epoch)
+        self._before = training.seconds_of_epoch
+
+    def _count_epoch(self, seconds: float, waited: float) -> float:
+        """Add what this process spent of an epoch; return the seconds."""
+        seconds, waited = seconds - self._before[0], waited - self._before[1]
+        with self._lock:
+            self._spans["training"] += seconds - waited
+            self._spans["waiting for data"] += waited
+        return seconds
+
+    def _set_state(self, state: State, message: str = "") -> None:
+        self._state, self._message = state, message
+        self._write()
+
+    def _keep_up(self, ended: threading.Event) -> None:
+        seen = find_milestone().count
+        while not ended.wait(self._every_seconds):
+            now = find_milestone().count
+            if now != seen:
+                seen = now
+                self._write()
+
+    def _turn(self) -> None:
+        """Give the seconds since the last turn to the innermost open span."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._open:
+                self._spans[self._open[-1]] += now - self._turned
+            self._turned = now
+
+    def _write(self) -> None:
+        if self._folder is None:
+            return
+        self._turn()
+        with self._lock:
+            part = RunPart(begun=self._begun, seconds=self.seconds, spans=dict(self._spans))
+            try:
+                write_status(self._folder / STATUS, self._describe())
+                write_times(self._folder / TIMES, [*self._earlier, part])
+            except OSError as fault:
+                logger.warning("%s: no more signs of life, %s; the training goes on", self._folder, fault)
+                self._folder = None
+
+    def _describe(self) -> RunStatus:
+        told: Mapping[str, Any] = {} if self._training is None else self._describe_training(self._training)
+        doing = self._message if self._state in ENDED else str(find_milestone())
+        return RunStatus(
+            state=self._state,
+            time=time.time(),
+            started=self._begun,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_space=find_process_space(),
+            message=doing,
+            **told,
+        )
+
+    def _describe_training(self, training: Training) -> dict[str, Any]:
+        best = None if training.best is None else training.best.score
+        last = training.history[-1] if training.history else None
+        left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
+        return {
+            "epoch": training.epoch,
+            "epochs": training.epochs,
+            "batch": training.position,
+            "batches": training.num_batches,
+            "loss": training.latest_losses.get("loss"),
+            "score": self._score,
+            "best": best,
+            "seconds_left": left * self._seconds_of_epochs / self._epochs_seen if self._epochs_seen else None,
+            "voxels_per_second": None if last is None else last.voxels_per_second,
+            "memory_gib": self._memory,
+        }

@@ -1,0 +1,164 @@
+"""What loggers are told of a training, and when: one function makes the numbers, the same for all of them."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import Tensor
+
+from volseg.monitoring.loggers import LoggedRun, Logger
+from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter
+from volseg.monitoring.pictures import draw_example
+from volseg.workflow.hooks import Hook
+from volseg.workflow.processes import gather_over_processes
+from volseg.workflow.records import EpochRecord
+from volseg.workflow.training import Training
+
+__all__ = ["TrainingLog", "list_scalars"]
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLog(Hook):
+    """Tell loggers of a training: numbers after each epoch, pictures after each validation, texts before the first.
+
+    Every process of a job has one, as the memory of all GPUs is shown; the leader's loggers alone hear of it. Between
+    two epochs nothing is done.
+
+    Parameters
+    ----------
+    loggers : sequence of Logger
+        Told in this order.
+    run : LoggedRun, optional
+        What they are told first; where numbers begin is taken from the training.
+    texts : mapping
+        Markdown by name.
+    more : callable, optional
+        Returns further scalars by tag, after each epoch.
+    meter : GpuMeter, optional
+        Of this process's GPUs.
+    ends : bool
+        Whether the loggers end with the training. Otherwise `end` is called later, with the scores of a final
+        validation.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        run: LoggedRun | None = None,
+        *,
+        texts: Mapping[str, str] | None = None,
+        more: Callable[[], Mapping[str, float]] = dict,
+        meter: GpuMeter | None = None,
+        ends: bool = True,
+    ) -> None:
+        self._loggers = list(loggers)
+        self._run = run or LoggedRun(name="training")
+        self._texts = dict(texts or {})
+        self._sources = [more]
+        self._meter = meter or GpuMeter()
+        self._ends = ends
+        self._heard: list[Logger] = []
+
+    def on_training_begin(self, training: Training) -> None:
+        """Begin every logger; events past the epoch from which a training is resumed are theirs to drop."""
+        if not training.is_main_process:
+            return
+        run = replace(self._run, epoch=training.epoch, batches=training.num_batches)
+        self._heard = list(self._loggers)
+        for one in self._loggers:
+            # A full disk later ends no training, and so it does not now; whatever else is wrong can be mended now.
+            self._tell(one, "begin", run, forgives=OSError)
+        for name, text in self._texts.items():
+            self._tell_all("text", name, text)
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Tell the epoch's numbers, and show pictures where it was validated."""
+        memory = self._gather_memory()
+        if not self._heard:
+            return
+        values = {**list_scalars(record), **_list_memory(memory)}
+        for source in self._sources:
+            values |= source()
+        self._tell_all("scalars", values, record.epoch)
+        if record.score is not None and (pictures := self._draw(training)):
+            self._tell_all("images", pictures, record.epoch)
+
+    def on_training_end(self, training: Training) -> None:
+        """End the loggers, if nobody does it later."""
+        del training
+        if self._ends:
+            self.end()
+
+    def ask(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Ask for further scalars by tag, after each epoch."""
+        self._sources.append(source)
+
+    def add_text(self, name: str, text: str) -> None:
+        """Tell a text that is known later."""
+        self._tell_all("text", name, text)
+
+    def add_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        """Show pictures of one's own."""
+        self._tell_all("images", pictures, step)
+
+    def end(self, scores: Mapping[str, float] | None = None) -> None:
+        """Tell that nothing more comes, with the final scores where there are any; a second time does nothing."""
+        self._tell_all("end", dict(scores or {}))
+        self._heard = []
+
+    def _gather_memory(self) -> list[DeviceMemory]:
+        """Return the peaks of all processes' GPUs; all of them call this."""
+        own = [json.dumps(asdict(device)) for device in self._meter.read()]
+        return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]
+
+    @staticmethod
+    def _draw(training: Training) -> dict[str, Tensor]:
+        examples = getattr(training.validation, "examples", ())
+        return {f"val/{example.case}": draw_example(example) for example in examples}
+
+    def _tell_all(self, event: str, *arguments: Any) -> None:
+        for one in list(self._heard):
+            self._tell(one, event, *arguments)
+
+    def _tell(self, one: Logger, event: str, *arguments: Any, forgives: type[Exception] = Exception) -> None:
+        """Tell one logger, or say once why it hears no more: curves are no reason to end a training."""
+        try:
+            getattr(one, event)(*arguments)
+        except forgives as fault:
+            self._heard.remove(one)
+            logger.warning("no more is logged by %s (%s: %s); the training goes on", one, type(fault).__name__, fault)
+
+
+def list_scalars(record: EpochRecord) -> dict[str, float]:
+    """Return the numbers of an epoch by tag, the same in TensorBoard, in ``history.jsonl`` and elsewhere."""
+    scalars = {f"train/{name}": value for name, value in record.losses.items()}
+    scalars["lr"] = record.learning_rate
+    optional = {
+        "train/gradient_norm": record.gradient_norm,
+        "val/dice_mean": record.score,
+        "voxels_per_second": record.voxels_per_second,
+        "gpu/peak_gib": None if record.peak_bytes is None else record.peak_bytes / GIB,
+    }
+    scalars |= {tag: value for tag, value in optional.items() if value is not None}
+    scalars |= {f"val/{name}": value for name, value in record.scores.items()}
+    scalars["time/epoch_seconds"] = record.seconds
+    scalars["time/data_wait_seconds"] = record.seconds_waited
+    if record.score is not None:
+        scalars["time/validation_seconds"] = record.seconds_validating
+    if record.batches:
+        scalars["time/step_seconds"] = (record.seconds - record.seconds_waited) / record.batches
+        scalars["time/step_data_wait_seconds"] = record.seconds_waited / record.batches
+        scalars["time/step_validation_seconds"] = record.seconds_validating / record.batches
+    return scalars
+
+
+def _list_memory(devices: Sequence[DeviceMemory]) -> dict[str, float]:
+    """Return the peaks of every GPU, counted over all processes."""
+    found: dict[str, Any] = {}
+    for number, device in enumerate(devices):
+        found[f"gpu/{number}/used_gib"] = device.used / GIB
+        found[f"gpu/{number}/reserved_gib"] = device.reserved / GIB
+    return found
