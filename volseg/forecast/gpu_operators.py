@@ -42,7 +42,8 @@ is the result as of a CPU: of the right shape.
 """
 
 WITHOUT_RESULT: set[Any] = set()
-"""Those for whom a CPU's result is not asked: torch has none without values, or not from half to float32."""
+"""Those for whom a CPU's result is not asked: they need none, which takes milliseconds where torch computes it by
+parts, or torch has none without values, or not from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -128,6 +129,8 @@ def _differentiate_convolution(
 
 @_replaces(aten.native_batch_norm.default)
 def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
+    if weight is not None and weight.numel() != input.shape[1]:
+        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # as torch says it
     training = rest[2]
     out = torch.empty_like(input)
     saved = input.shape[1] if training else 0
@@ -201,11 +204,7 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
 
 
-WITHOUT_RESULT |= {
-    operator
-    for operator, handler in GPU_OPERATORS.items()
-    if handler in (_softmax, _differentiate_softmax, _step_fused)
-}
+WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler is not _convolve}
 
 
 @contextmanager
