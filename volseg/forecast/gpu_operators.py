@@ -204,7 +204,12 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
 
 
-WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler is not _convolve}
+READ_NO_RESULT = (
+    _differentiate_convolution, _normalize, _differentiate_norm, _softmax, _differentiate_softmax, _upsample_nearest,
+    _roll, _step_fused,
+)  # fmt: skip
+
+WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler in READ_NO_RESULT}
 
 
 @contextmanager
