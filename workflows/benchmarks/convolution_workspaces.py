@@ -126,7 +126,7 @@ def measure(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
         weight = torch.empty(size, dtype=dtype, device=device).to(memory_format=order)
         bias = None if shape.get("bias") is False else torch.empty(shape["out"], dtype=dtype, device=device)
         padding = 0 if transposed or kernel == stride else kernel // 2
-        told = ([stride] * 3, [padding] * 3, [1] * 3, transposed, [0] * 3, 1)
+        told = ([stride] * 3, shape.get("padding", [padding] * 3), [1] * 3, transposed, [0] * 3, 1)
         out, found["forward"] = watch(lambda: torch.ops.aten.convolution(image, weight, bias, *told), device)
         found["output"] = list(out.shape)
         grad = torch.empty_like(out)
