@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import LOCK, only_process_in
@@ -179,13 +179,20 @@ class Leader(Member):
     def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
         """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
         self._held.callback(self._forget_signs)
-        self._held.enter_context(signs.writing(self.folder.path, begins_again=begins_again))
+        self._held.enter_context(signs.writing(self.folder.path, self._holds_folder, begins_again=begins_again))
 
     def _forget_signs(self) -> None:
         """Leave nothing behind where no run was begun."""
-        if {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
+        if self._holds_folder() and {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
             self.folder.status_file.unlink(missing_ok=True)
             self.folder.times_file.unlink(missing_ok=True)
+
+    def _holds_folder(self) -> bool:
+        try:
+            self.require_folder()
+        except CheckpointError:  # told, and raised, by whoever writes what must not be lost
+            return False
+        return True
 
     def _lock(self) -> None:
         if self._require_lock is None:
