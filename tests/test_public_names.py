@@ -35,7 +35,7 @@ def test_the_package_gives_its_public_names_and_no_other():
 
 def test_the_public_names_are_listed_and_a_near_one_is_told():
     assert set(dir(volseg)) == {*volseg.__all__, "experiment", "parallel"}
-    with pytest.raises(AttributeError, match="'Trainning'; did you mean 'Training'?"):
+    with pytest.raises(AttributeError, match=r"'Trainning'; did you mean 'Training'\?"):
         _ = volseg.Trainning
 
 

@@ -98,9 +98,9 @@ def test_an_override_that_some_config_takes_waits_for_it():
         ({"split": {"fold": 7}}, "split: fold must be below num_folds=5, got 7"),
         ({"network": {"dropout": 1}}, "network.name: Field required"),
         ({"network": {"namee": "VNet"}}, "network.name: Field required; 'namee' is there, did you mean 'name'?"),
-        ({"losses": []}, "losses: Tuple should have at least 1 item"),
+        ({"losses": []}, "losses: needed: at least 1 item(s) in the list, got []"),
         ({"parallel": {"split_size": 2}}, "split_size belongs to strategy: pipeline"),
-        ({"name": "../outside"}, "name: String should match pattern"),
+        ({"name": "../outside"}, "name: needed: letters, digits, '.', '_' and '-', the first"),
     ],
 )
 def test_a_fault_is_one_sentence_with_key_value_and_remedy(write, changes, message):
@@ -139,7 +139,7 @@ def test_files_that_are_no_config_say_so(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"list\.yaml must hold `key: value` lines, got list"):
+    with pytest.raises(ConfigError, match=r"list\.yaml must hold `key: value` lines, got a list"):
         load_config(tmp_path / "list.yaml")
     (tmp_path / "code.yaml").write_text("name: !!python/object/apply:os.getcwd []", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"code\.yaml is not valid YAML"):

@@ -1,4 +1,5 @@
 import json
+import re
 import resource
 import shutil
 import signal
@@ -12,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
-from volseg.errors import ConfigError, DataError
+from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
@@ -186,3 +187,47 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.value.code == 1
     assert "File too large; free space, or name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["train", "RUN"], "RUN is the folder of a run, .*; go on with it by .* train RUN/config.yaml -o RUN --resume"),
+        (["train", "IMAGE"], "IMAGE is no text in UTF-8 .* or a data set by its folder"),
+        (["train", "CONFIG", "--set", "network.channels=8"], "network UNet refused {'channels': 8, "),
+        (["train", "CONFIG", "--gpus", "99"], "--gpus 99 asks for "),
+        (["predict", "CONFIG", "IMAGE"], "CONFIG is a file; name a run folder of volseg train"),
+        (["predict", "TASK", "IMAGE"], "TASK is no run folder: it has no config.yaml"),
+        (["predict", "nowhere", "IMAGE"], "nowhere does not exist; name a run folder"),
+        (["validate", "CONFIG"], "CONFIG is no run folder and no cross-validation"),
+        (["evaluate", "--predictions", "nowhere", "--labels", "TASK/labelsTr"], "nowhere is no folder; name one with"),
+        (["configure", "TASK", "-o", "new.yaml", "--preset", "unett"], "no preset is called 'unett'; did you mean"),
+        (["configure", "TASK", "-o", "new.yaml", "--gpu-memory", "many"], "is a size such as 16GiB, got 'many'"),
+        (["data", "fetch", "Task99"], "no public task is called 'Task99'; known: Task01_BrainTumour"),
+        (["data", "check", "nowhere"], "nowhere does not exist; name the TaskNN_Name folder"),
+        (["compare", "TASK"], "TASK has no summary.json .*; name a run"),
+        (["postprocess", "TASK"], "TASK is neither a run folder nor the folder of a cross-validation"),
+        (["components", "nets"], "no kind of component is called 'nets'; known: augmentation, hook"),
+        (["train", "CONFIG", "--components", "nowhere.py"], "--components nowhere.py cannot be read: No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_is_given_in_the_place_of_something_else_is_told(
+    command, message, config_file, task, tmp_path, monkeypatch
+):
+    """A run for a config, a config for a run, an image for a data set: what it is, what is needed, what to type."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.yaml").write_text(config_file.read_text(encoding="utf-8"), encoding="utf-8")
+    image = next(iter(sorted((task / "imagesTr").iterdir())))
+    named = {"RUN": "trained", "CONFIG": str(config_file), "TASK": str(task), "IMAGE": str(image)}
+
+    def name(text):
+        for word, path in named.items():
+            text = text.replace(word, path)
+        return text
+
+    raised = CliRunner().invoke(app, list(map(name, command))).exception
+    assert isinstance(raised, VolsegError), raised
+    pattern = ".*".join(map(re.escape, name(message).split(".*")))
+    assert re.search(pattern, str(raised)), raised

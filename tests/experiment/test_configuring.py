@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.commands import spell
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import RunFolder, load_config
 
@@ -159,4 +160,5 @@ def test_every_preset_trains(folder, tmp_path, preset, small):
 def test_what_is_to_be_run_next_can_be_copied(tiny, tmp_path):
     """A name may hold spaces."""
     told = call("configure", tiny, "-o", tmp_path / "my plan.yaml")
-    assert f"  volseg train '{tmp_path}/my plan.yaml'" in told.output.splitlines()
+    line = spell(f"volseg train '{tmp_path}/my plan.yaml'")
+    assert f"  {line}" in told.output.splitlines()

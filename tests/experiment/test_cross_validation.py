@@ -329,7 +329,7 @@ def test_without_gpus_processes_share_the_cpu(quick):
 
 def test_without_gpus_processes_are_refused_unless_the_config_says_cpu(quick, monkeypatch):
     monkeypatch.setattr(fold_processes, "count_gpus", lambda: 0)
-    with pytest.raises(ConfigError, match="--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
+    with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
         choose_gpus(quick(), 3)
 
 

@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.wording import is_comma_number, say_what_is_needed
 from volseg.errors import ConfigError
 
 __all__ = [
@@ -40,8 +40,8 @@ class ConfigModel(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
 
-    also_takes: ClassVar[Sequence[JsonDict]] = ()
-    """JSON schemas of what stands in a config for this section, besides a mapping of its keys."""
+    words: ClassVar[Sequence[str]] = ()
+    """What a validator of the section takes in place of its keys, such as ``parallel: auto``."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -51,7 +51,9 @@ class ConfigModel(BaseModel):
             before, now = old.rpartition(".")[2], new.rpartition(".")[2]
             told = {"deprecated": True, "description": f"The old name of ``{now}``."}
             schema["properties"][before] = {**schema["properties"][now], **told}
-        return {"anyOf": [*cls.also_takes, schema]} if cls.also_takes else schema
+        if cls.words:  # a pattern is heeded for text only, and properties for mappings
+            schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +84,8 @@ class ComponentConfig(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if (absurd := find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
+            if is_comma_number(value):
+                raise ValueError(f"{name} is a text; write {value.replace(',', '.')}, with a point, got {value!r}")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
     try:
         return section.model_validate(values)
     except ValidationError as fault:
-        lines = [_sentence(section, error) for error in fault.errors(include_url=False)]
+        lines = [_sentence(section, error) for error in fault.errors(include_url=False) if not _follows(error)]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
@@ -150,12 +154,16 @@ def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:
-    *parents, last = error["loc"] or ("(top level)",)
+    *parents, last = [part for part in error["loc"] if not _is_of_union(part)] or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
-    message = error["msg"].removeprefix("Value error, ")
+    fields = _section_at(section, (*parents, last)).model_fields
+    message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)
     came = error["input"]
+    if error["type"] == "missing" and isinstance(last, int):
+        key = ".".join(str(part) for part in parents)
+        return f"{key}: needed: at least {last + 1} values, got {came!r}"
     if error["type"] == "missing" and isinstance(came, Mapping):
         extra = [str(key) for key in came if key not in _section_at(section, parents).model_fields]
         if near := get_close_matches(str(last), extra, n=1):  # a section that takes parameters takes a slip for one
@@ -163,6 +171,16 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
     if error["type"] in ("value_error", "missing") or isinstance(came, Mapping):
         return f"{where}: {message}"
     return f"{where}: {message}, got {came!r}"
+
+
+def _follows(error: Any) -> bool:
+    """Tell whether a list is too short only because its items were refused, which is told of each."""
+    return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
+
+
+def _is_of_union(part: Any) -> bool:
+    """Tell whether a part of a place is no key, but which of several types pydantic tried there."""
+    return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel]:

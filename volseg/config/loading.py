@@ -48,12 +48,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as fault:
-        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_hint(path)}") from fault
+        raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
+        raise ConfigError(
+            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by "
+            "its folder"
+        ) from fault
     values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
-        raise ConfigError(f"config {path} must hold `key: value` lines, got {type(values).__name__}")
+        came = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
+    if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
+        raise ConfigError(
+            f"{path} is no config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, of which a config has "
+            f"none; name one, or a data set by its folder, such as {Path(path).parent}"
+        )
     overrides = [overrides] if isinstance(overrides, str) else overrides
     for assignment in overrides:
         values = override(values, assignment)
@@ -61,10 +70,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     return validated(ExperimentConfig, values, f"{path}{changed}")
 
 
-def _hint(path: str | Path) -> str:
-    """Return what a file that is not there might have meant."""
-    near = did_you_mean(Path(path).stem, list_shipped())
-    return f"name a YAML file, or a config that comes with volseg: {near}"
+def _name_configs(path: Path) -> str:
+    """Return what may be named in place of a file that cannot be read."""
+    if (path / "config.yaml").is_file():
+        return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
+    if path.is_dir():
+        return "it is a folder; name a YAML file"
+    parent = path.parent
+    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
+    own = did_you_mean(str(path), files) if files else "name a YAML file"
+    shipped = list_shipped()
+    if path.stem in shipped:
+        return f"{own}; volseg's own of that name is {shipped[path.stem]}"
+    return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, shipped)}"
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:

@@ -54,6 +54,7 @@ def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as fault:
-        raise ConfigError(f"{source} is not valid YAML: {fault}") from fault
+        remedy = "\nindent by spaces: YAML takes no tabs" if "'\\t'" in str(fault) else ""
+        raise ConfigError(f"{source} is not valid YAML: {fault}{remedy}") from fault
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply to be a config") from None

@@ -100,8 +100,19 @@ def configure_words(planned: Plan, path: str | Path) -> str:
 
 
 def is_data_set(path: str | Path) -> bool:
-    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths."""
+    """Tell whether what stands in a config's place is a data set: a folder, or a table of paths.
+
+    Raises
+    ------
+    ConfigError
+        For the folder of a run.
+    """
     path = Path(path)
+    if RunFolder(path).exists:
+        words = spell(f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume")
+        raise ConfigError(
+            f"{path} is the folder of a run, and neither a config nor a data set; go on with it by {words}"
+        )
     return path.is_dir() or path.suffix.casefold() in TABLES
 
 

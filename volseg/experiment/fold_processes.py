@@ -66,8 +66,8 @@ def choose_gpus(
     visible = count_gpus()
     if not visible:
         raise ConfigError(
-            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to {words[1]} on the CPU, or have processes "
-            "share the CPU by --set device=cpu"
+            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to {words[1]} on "
+            "the CPU, or have processes share the CPU by --set device=cpu"
         )
     if visible < count:
         raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")

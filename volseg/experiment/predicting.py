@@ -99,8 +99,8 @@ def predict(
     """
     if sum((resume, skip_existing, overwrite)) > 1:
         raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
+    trained = load_trained(source, checkpoint, overrides)  # first: what cannot predict is told as that
     folder = _choose_folder(source, output)
-    trained = load_trained(source, checkpoint, overrides)
     asked: dict[str, Any] = {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty}
     files = PredictionFiles(folder=folder, postprocessing=trained.postprocessing if postprocessing else None, **asked)
     cases = find_images(images, trained.task.modalities, series=series)

@@ -37,6 +37,7 @@ from volseg.experiment.same_run import (
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
+from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.logger_table import build_logger
 from volseg.monitoring.loggers import History, LoggedRun
 from volseg.monitoring.memory import FirstSteps, GpuMeter
@@ -289,4 +290,4 @@ def _own_hooks(
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), memory, StageTimes(log), log, signs, WaitingAdvice(), *stopping, checkpoints]
+    return [Progress(), memory, StageTimes(log), log, signs, WaitingAdvice(), DurationWarning(), *stopping, checkpoints]

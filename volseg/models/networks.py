@@ -135,7 +135,12 @@ def complete_spec(
     """
     NETWORKS.check(spec)
     name = spec["name"]
-    return {**(_DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}), **spec}
+    try:
+        defaults = _DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}
+    except (TypeError, ValueError) as fault:  # what they follow from is of another kind, such as a number for a list
+        given = {key: value for key, value in spec.items() if key != "name"}
+        raise ConfigError(f"network {name} refused {given}: {fault}") from fault
+    return {**defaults, **spec}
 
 
 def _five_levels(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Objective:
             for name, value in found.items():
                 if getattr(value, "ndim", 0) > 0 and value.numel() != 1:
                     raise BatchFieldError(
-                        f"the loss {loss.title} gave {name} of shape {tuple(value.shape)}, where one number per batch is "
-                        'needed; average it, such as by reduction="mean"'
+                        f"the loss {loss.title} gave {name} of shape {tuple(value.shape)}, where one number per batch "
+                        'is needed; average it, such as by reduction="mean"'
                     )
             fields.update(found)
         if self.names != ("loss",):
