@@ -101,6 +101,15 @@ def build(folder: Path, variant: str = "cpu") -> Built:
     return Built(storage, name, base_seconds, time.monotonic() - began)
 
 
+def remove(folder: Path) -> None:
+    """Remove the folder of a build; buildah leaves file systems mounted in it."""
+    mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    places = [Path(line.split()[1]) for line in mounts]
+    for place in reversed([place for place in places if place.is_relative_to(folder.resolve())]):
+        subprocess.run(["umount", place], check=True)
+    shutil.rmtree(folder)
+
+
 def make_base(storage: Storage, archive: Path) -> float:
     """Let mmdebstrap make the smallest Debian, as which the base is published; return the seconds it took."""
     began = time.monotonic()

@@ -64,12 +64,11 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Install the wheel alone into a new environment, which sees what this interpreter has beside; return its scripts."""
+    """Install the wheel into a new environment, which sees what this interpreter has beside; return its scripts."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
-    site = Path(
-        run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip()
-    )
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(scripts / "python", "-c", ask, folder=folder).strip())
     run(sys.executable, "-m", "pip", "--python", scripts / "python", "install", "-q", "--no-deps", wheel, folder=folder)
     # The folder alone: path files in it, such as that of an editable installation of volseg, are not read.
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")

@@ -18,6 +18,9 @@ def parse_alone() -> object:
 
     def silence(command):
         command.callback = None
+        for option in command.params:
+            if option.callback is not None:  # that of --install-completion writes into this machine's shell
+                option.callback = lambda context, _, value: context.exit() if value else value
         for verb in getattr(command, "commands", {}).values():
             silence(verb)
         return command

@@ -34,8 +34,8 @@ def init(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a config to begin with, in which every value says what it means and what it may be."""
-    from volseg.commands import spell
-    from volseg.experiment.starting_config import init_config  # imports torch: not for --help
+    from volseg.commands import spell  # what follows imports torch: not for --help
+    from volseg.experiment.starting_config import init_config
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
@@ -50,8 +50,8 @@ def schema(
     components: Components = None,
 ) -> None:
     """Print the JSON schema of configs, by which editors complete and check them."""
-    from volseg.experiment import load_components
-    from volseg.experiment.starting_config import config_schema, write_schema  # imports torch: not for --help
+    from volseg.experiment import load_components  # imports torch: not for --help
+    from volseg.experiment.starting_config import config_schema, write_schema
 
     load_components(components or ())
     if output is not None:

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -41,8 +40,8 @@ class ConfigModel(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
 
-    also_takes: ClassVar[Sequence[JsonDict]] = ()
-    """JSON schemas of what stands in a config for this section, besides a mapping of its keys."""
+    words: ClassVar[Sequence[str]] = ()
+    """What a validator of the section takes in place of its keys, such as ``parallel: auto``."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -52,7 +51,9 @@ class ConfigModel(BaseModel):
             before, now = old.rpartition(".")[2], new.rpartition(".")[2]
             told = {"deprecated": True, "description": f"The old name of ``{now}``."}
             schema["properties"][before] = {**schema["properties"][now], **told}
-        return {"anyOf": [*cls.also_takes, schema]} if cls.also_takes else schema
+        if cls.words:  # a pattern is heeded for text only, and properties for mappings
+            schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -123,13 +123,9 @@ def _list_keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix:
 
 
 def _find_section(schema: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section that a property holds."""
-    for part in (told, *told.get("allOf", ()), *told.get("anyOf", ())):
-        if "$ref" in part:
-            return _find_section(schema, schema["$defs"][part["$ref"].rpartition("/")[2]])
-    if "properties" in told:
-        return told
-    return next((part for part in told.get("anyOf", ()) if "properties" in part), None)
+    """Return the section that a property holds; none for lists of sections."""
+    reference = next((part["$ref"] for part in (told, *told.get("allOf", ())) if "$ref" in part), None)
+    return None if reference is None else schema["$defs"][reference.rpartition("/")[2]]
 
 
 def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:

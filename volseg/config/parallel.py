@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic.config import JsonDict
 
 from volseg.config.base import ConfigModel
 from volseg.errors import ConfigError
@@ -54,7 +53,7 @@ class ParallelConfig(ConfigModel):
     is chosen by the number of processes.
     """
 
-    also_takes: ClassVar[Sequence[JsonDict]] = ({"const": "auto"},)
+    words: ClassVar[Sequence[str]] = ("auto",)
 
     data: Count | None = None
     """Replicas of the network, which share the samples of every batch."""

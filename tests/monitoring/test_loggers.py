@@ -1,0 +1,210 @@
+"""Loggers: what they hear, what a fault of one does, and the ones of other packages with these packages themselves."""
+
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from volseg.errors import ConfigError
+from volseg.monitoring.logger_table import LOGGERS, build_logger
+from volseg.monitoring.loggers import History, LoggedRun, Logger
+from volseg.monitoring.run_files import read_history
+from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.training_log import TrainingLog
+from volseg.workflow.records import EpochRecord
+
+PICTURE = torch.zeros(3, 8, 8, dtype=torch.uint8)
+CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"name": "DiceCELoss"}]}
+
+
+class FinishedTraining:
+    """What the hook reads of a training."""
+
+    is_main_process, epoch, validation, num_batches = True, 0, None, 10
+
+
+def make_record(epoch):
+    return EpochRecord(
+        epoch=epoch,
+        losses={"loss": 0.5, "dice": 0.25},
+        learning_rate=0.1,
+        seconds=5.0,
+        seconds_waited=1.0,
+        score=0.75,
+        scores={"dice/Anterior": 0.75, "hd95/Anterior": math.nan},
+        batches=10,
+        seconds_validating=2.0,
+        voxels_per_second=1e6,
+        gradient_norm=3.0,
+    )
+
+
+class Heard(Logger):
+    def __init__(self):
+        self.events = []
+
+    def begin(self, run):
+        self.events.append(("begin", run.name, run.epoch, run.batches))
+
+    def scalars(self, values, step):
+        self.events.append(("scalars", step, dict(values)))
+
+    def text(self, name, text):
+        self.events.append(("text", name, text))
+
+    def end(self, scores):
+        self.events.append(("end", dict(scores)))
+
+
+def log_two_epochs(*loggers, **settings):
+    log = TrainingLog(loggers, settings.pop("run", LoggedRun(name="a", config=CONFIG)), ends=False, **settings)
+    log.on_training_begin(FinishedTraining())
+    for epoch in range(2):
+        log.on_epoch_end(FinishedTraining(), make_record(epoch))
+    log.on_training_end(FinishedTraining())
+    log.end({"final/dice_mean": 0.8})
+    return log
+
+
+def test_a_logger_hears_of_a_training_from_its_begin_to_its_final_scores():
+    heard = Heard()
+    log_two_epochs(heard, texts={"network": "a table"}, more=lambda: {"memory/cases_gib": 1.0})
+    names = [event[0] for event in heard.events]
+    assert names == ["begin", "text", "scalars", "scalars", "end"]
+    assert heard.events[0] == ("begin", "a", 0, 10)
+    values = heard.events[2][2]
+    assert values["train/loss"] == 0.5
+    assert values["train/gradient_norm"] == 3.0
+    assert values["val/dice/Anterior"] == 0.75
+    # What a step takes, apart: on its batch, on waiting for it, and its part of the validation.
+    steps = [values[f"time/step_{part}seconds"] for part in ("", "data_wait_", "validation_")]
+    assert steps == pytest.approx([0.4, 0.1, 0.2])
+    assert values["memory/cases_gib"] == 1.0
+    assert heard.events[-1] == ("end", {"final/dice_mean": 0.8})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
+def test_tensorboard_and_the_history_have_the_same_numbers(tmp_path):
+    log_two_epochs(TensorBoard(tmp_path / "tensorboard"), History(tmp_path / "history.jsonl"))
+    lines = read_history(tmp_path / "history.jsonl")
+    assert [(line.epoch, line.step) for line in lines] == [(0, 10), (1, 20)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {*events.Tags()["scalars"]} == {*lines[0].scalars, "final/dice_mean"}
+    for tag, value in lines[1].scalars.items():
+        assert events.Scalars(tag)[1].value == pytest.approx(value, nan_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
+def test_the_tab_of_hyper_parameters_has_every_setting_and_says_when_the_training_ended(tmp_path):
+    log_two_epochs(TensorBoard(tmp_path), texts={"config": "name: a"})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    told = events.summary_metadata
+    begun = plugin_data_pb2.HParamsPluginData.FromString(
+        told["_hparams_/session_start_info"].plugin_data.content
+    ).session_start_info.hparams
+    assert begun["optimizer.lr"].number_value == 0.1
+    assert begun["losses.0.name"].string_value == "DiceCELoss"
+    ended = plugin_data_pb2.HParamsPluginData.FromString(told["_hparams_/session_end_info"].plugin_data.content)
+    assert ended.session_end_info.status  # finished
+    shown = plugin_data_pb2.HParamsPluginData.FromString(told["_hparams_/experiment"].plugin_data.content).experiment
+    assert {info.name.tag for info in shown.metric_infos} == {"final/dice_mean", "val/dice_mean", "train/loss"}
+    assert "config/text_summary" in told
+
+
+def test_a_logger_that_fails_is_said_once_and_ends_no_training(caplog):
+    class Failing(Heard):
+        def scalars(self, values, step):
+            raise RuntimeError("the server is gone")
+
+        def __str__(self):
+            return "a logger"
+
+    heard = Heard()
+    log_two_epochs(Failing(), heard)
+    assert [event[0] for event in heard.events] == ["begin", "scalars", "scalars", "end"]
+    told = [line for line in caplog.messages if "no more is logged by a logger" in line]
+    assert told == ["no more is logged by a logger (RuntimeError: the server is gone); the training goes on"]
+
+
+def test_a_logger_that_cannot_begin_ends_the_training_before_its_first_batch():
+    class Failing(Logger):
+        def begin(self, run):
+            raise ConfigError("no such server")
+
+    with pytest.raises(ConfigError, match="no such server"):
+        log_two_epochs(Failing())
+
+
+def test_a_process_that_does_not_lead_tells_nobody():
+    heard, training = Heard(), FinishedTraining()
+    training.is_main_process = False
+    log = TrainingLog([heard])
+    log.on_training_begin(training)
+    log.on_epoch_end(training, make_record(0))
+    log.on_training_end(training)
+    assert heard.events == []
+
+
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"pip install 'volseg\[{name}\]'"):
+        build_logger({"name": name})
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_other_packages_are_not_needed_until_they_are_named():
+    assert {*LOGGERS} == {"history", "mlflow", "tensorboard", "wandb"}
+    code = "import sys; sys.modules['wandb'] = sys.modules['mlflow'] = None; import volseg.experiment"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_makes_no_logger_is_refused():
+    LOGGERS.register("none", dict)
+    try:
+        with pytest.raises(ConfigError, match=r"logger none must be a volseg\.monitoring\.loggers\.Logger, got a dict"):
+            build_logger({"name": "none"})
+    finally:
+        LOGGERS.forget("none")
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_weights_and_biases_keeps_a_run_offline(tmp_path):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    logger = build_logger({"name": "wandb", "mode": "offline"})
+    log = log_two_epochs(logger, run=LoggedRun(name="a", folder=tmp_path, config=CONFIG), texts={"network": "a table"})
+    del log
+    written = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(written) == 1
+    content = written[0].read_bytes()
+    for part in (b"train/gradient_norm", b"final/dice_mean", b"text/network", b"DiceCELoss"):
+        assert part in content
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_mlflow_keeps_a_run_and_goes_on_with_it(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else a folder is refused for new runs
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    uri = f"file:{tmp_path / 'store'}"
+    run = LoggedRun(name="a", id="a-1", folder=tmp_path, config=CONFIG)
+    for _ in range(2):  # the second one goes on
+        logger = build_logger({"name": "mlflow", "uri": uri})
+        log = TrainingLog([logger], run, texts={"network": "a table"}, ends=False)
+        log.on_training_begin(FinishedTraining())
+        log.on_epoch_end(FinishedTraining(), make_record(0))
+        log.add_text("late", "known later")
+        log.end({"final/dice_mean": 0.8})
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("volseg").experiment_id])
+    assert found.data.metrics["final/dice_mean"] == 0.8
+    assert found.data.metrics["train/gradient_norm"] == 3.0
+    assert "val/hd95/Anterior" not in found.data.metrics  # NaN
+    assert found.data.params["optimizer.lr"] == "0.1"
+    assert found.info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(found.info.run_id)} >= {"network.md", "late.md"}
