@@ -3,6 +3,7 @@
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ def forecast_row(row: Row, gpu: str = "h200") -> Forecast:
     cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
     candidate = Candidate(**{name: row[name] for name in names}, cuts=cuts)
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=find_links(kind), gpu_bytes=kind.memory)
-    return forecast_work(build_work(row), candidate, machine)
+    forecast = forecast_work(build_work(row), candidate, machine)
+    if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
+        forecast = forecast_work(build_work(row), replace(candidate, cuts=None), machine)
+    return forecast
 
 
 def foretell(row: Row) -> Row:
