@@ -117,8 +117,10 @@ def test_a_config_that_comes_with_volseg_is_read_by_its_name(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     assert load_config("task04_unet") == load_config(list_shipped()["task04_unet"])
     assert load_config("msd/task09_spleen", ["seed=1"]).seed == 1
-    with pytest.raises(ConfigError, match=r"cannot be read: .*; name a YAML file, or .* did you mean 'task04_unet'"):
+    with pytest.raises(ConfigError, match=r"volseg's own of that name is .*task04_unet\.yaml"):
         load_config("configs/task04_unet.yaml")
+    with pytest.raises(ConfigError, match=r"a config that comes with volseg: did you mean 'task04_unet'"):
+        load_config("task04_unett")
     (tmp_path / "task04_unet").write_text("name: own", encoding="utf-8")  # a file of that name is meant first
-    with pytest.raises(ConfigError, match="data: Field required"):
+    with pytest.raises(ConfigError, match="task04_unet is no config of volseg: it has name"):
         load_config("task04_unet")
