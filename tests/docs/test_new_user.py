@@ -62,7 +62,7 @@ def test_the_tutorial_runs_as_it_is_written(clone, shell):
     assert (clone / "runs" / "quickstart_again" / "report.md").exists()
     assert len([*(clone / "predictions").glob("*.nii.gz")]) == 2
     assert len([*(clone / "my_predictions").glob("*.nii.gz")]) == 2
-    assert "all 10 cases of Task04_Hippocampus can be used" in told.stdout
+    assert "all 12 cases of Task04_Hippocampus can be used" in told.stdout
     assert "2 epochs" in (clone / "runs" / "my_task" / "report.md").read_text(encoding="utf-8")
 
 

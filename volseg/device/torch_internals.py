@@ -6,6 +6,7 @@ are used on every call of an operator are the objects themselves, or C functions
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -66,7 +67,9 @@ __all__ = [
     "apply_to_tensors",
     "check_gradients",
     "count_dispatch_modes",
+    "count_references",
     "find_autocast_operators",
+    "find_backward_node",
     "find_backward_pass",
     "find_default_group",
     "find_group_name",
@@ -118,6 +121,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_transformed",
     "with_overrides",
+    "without_dispatch",
     "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
@@ -158,6 +162,9 @@ without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
 
 with_overrides = torch._C._EnableTorchFunction
 """Call ``__torch_function__`` again, inside of the two above."""
+
+without_dispatch = torch._C._DisableTorchDispatch
+"""Call no ``__torch_dispatch__``, neither a subclass's nor a mode's: what follows is torch's own."""
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return how many ``TorchDispatchMode`` are active."""
@@ -228,6 +235,9 @@ find_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_
 
 find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 where none does."""
+
+find_backward_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the node of the backward pass that runs on this thread, None where none does."""
 
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Say whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
@@ -346,6 +356,16 @@ def _is_no_refusal(record: logging.LogRecord) -> bool:
 
 
 # Devices and processes.
+
+
+def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int, int]:
+    """Return how many hold a tensor, its memory and its Python object; to be compared with others counted there.
+
+    It is one of a tuple, so that nobody holds it by a further name.
+    """
+    memory = tensors[number].untyped_storage()
+    held = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
+    return tensors[number]._use_count(), held, sys.getrefcount(tensors[number])  # type: ignore[attr-defined]
 
 
 def keep_gpu_busy(cycles: int) -> None:

@@ -84,7 +84,7 @@ class Training:
     record : bool
         Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
         or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
-    hooks : sequence of Hook
+    hooks : Hook, or sequence of them
         Called in this order.
     capture : bool, optional
         The old name of ``record``, for one release.
@@ -132,7 +132,7 @@ class Training:
         accumulate: int = 1,
         average_decay: float | None = None,
         record: bool = True,
-        hooks: Sequence[Hook] = (),
+        hooks: Hook | Sequence[Hook] = (),
         capture: bool | None = None,
     ) -> None:
         if capture is not None:
@@ -157,7 +157,7 @@ class Training:
         self.validation = validation
         self.validate_every = validate_every
         self.accumulate = accumulate
-        self.hooks = list(hooks)
+        self.hooks = [hooks] if isinstance(hooks, Hook) else list(hooks)
         self.device = next(model.parameters()).device
         self.objective.to(self.device)
         self.precision = Precision.choose(precision, self.device)
@@ -447,9 +447,12 @@ def _find_speed(voxels_per_batch: int | None, batches: int, seconds: float) -> f
 def _count(batches: Any) -> int:
     """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it."""
     try:
-        return len(batches)
+        count = len(batches)
     except TypeError:
         raise ConfigError(
             f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
             "DataLoader, a list, or an object with __len__ and __iter__"
         ) from None
+    if count < 1:
+        raise ConfigError("batches are empty; an epoch needs one at least (a DataLoader may drop the last, short one)")
+    return count
